@@ -12,7 +12,7 @@ JOBS ?= 2
 # would compile its modules again (0.3 s of CPU for an orchestrator or an API; 2 ms for each start of a workflow).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run test quick check bench shell setup clean lock
+.PHONY: help run test quick check bench aws shell setup clean lock sbom
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,7 +21,7 @@ run: setup ## Start the whole system, run the main job, stay up until Ctrl-C (ON
 	@$(BIN)/berth up --main-job $(if $(ONCE),--once)
 
 test: setup ## The whole suite, on real servers, by JOBS processes (ARGS="tests/unit -k name" chooses)
-	@$(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadscope --no-loadscope-reorder \
+	@$(BIN)/python -m pytest --ignore tests/aws --numprocesses $(JOBS) --dist loadscope --no-loadscope-reorder \
 	  --max-worker-restart 0 $(ARGS)
 
 quick: check ## What a change needs, in under 2 minutes: `check`, then the unit tests of all but the lab
@@ -39,23 +39,41 @@ check: setup ## Lint, types, arrows between the rooms, the number of lines, the 
 bench: setup ## All benchmarks, one after the other
 	@$(BIN)/berth bench all
 
+aws: setup ## Synthesise both AWS stages into infra/aws/cdk.out, and test them (docs/how-to/deploy-on-aws.md)
+	@command -v node >/dev/null || { echo "make aws needs Node: apt install nodejs"; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r infra/aws/requirements.lock
+	@$(BIN)/python -m infra.aws.app infra/aws/cdk.out
+	@$(BIN)/cfn-lint --config-file infra/aws/.cfnlintrc
+	@$(BIN)/python -m pytest --quiet tests/aws
+
 shell: setup ## A shell that finds `berth` and the other programs of .venv (exit leaves it)
 	@echo "berth is $(CURDIR)/$(BIN)/berth; in this shell it is found by its name"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" VIRTUAL_ENV="$(CURDIR)/.venv" $${SHELL:-/bin/sh}
 
 setup: $(STAMP) ## Make or renew .venv; the other commands do it by themselves
 
-$(STAMP): requirements.lock pyproject.toml
+$(STAMP): requirements.lock pyproject.toml infra/client/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Berth needs Python 3.11 or later; set PYTHON=…")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	@echo "installing pinned dependencies into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e infra/client
 	@touch $(STAMP)
 
+PINNED := --quiet --allow-unsafe --strip-extras --generate-hashes --no-emit-index-url --no-emit-find-links --no-emit-trusted-host
 lock: setup ## Pin anew what pyproject.toml asks for
-	@$(BIN)/pip-compile --quiet --all-extras --allow-unsafe --strip-extras --no-emit-index-url \
-	  --no-emit-find-links --no-emit-trusted-host --output-file requirements.lock pyproject.toml
+	@$(BIN)/pip-compile $(PINNED) $(foreach one,bench dev docs local server shioaji,--extra $(one)) \
+	  --output-file requirements.lock pyproject.toml
+	@$(BIN)/pip-compile $(PINNED) --extra aws --constraint requirements.lock \
+	  --output-file infra/aws/requirements.lock pyproject.toml
+
+# The Python packages of each image, with their hashes; those of its base image are the base's to tell.
+sbom: setup ## Write the SBOM (CycloneDX) of each image into sbom/
+	@mkdir -p sbom
+	@for image in "server server" "node server shioaji" "worker shioaji"; do set -- $$image; name=$$1; shift; \
+	  $(BIN)/python infra/images/requirements.py $$@ > sbom/$$name.txt && \
+	  $(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --mc-type application --output-reproducible \
+	    --output-format JSON --output-file sbom/$$name.cdx.json sbom/$$name.txt || exit 1; done; ls sbom
 
 clean: ## Remove all local data and the environment
 	@test ! -x $(BIN)/berth || $(BIN)/berth down --quiet

@@ -1,7 +1,5 @@
 """`python -m activities`: the orchestrator."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import logging
@@ -12,19 +10,23 @@ from temporalio import workflow
 
 from activities.orchestrator import process as orchestrator
 from infra.log import configure_log
-from infra.settings import Settings
+from infra.process_metrics import serving_metrics
+from infra.processes import forbid_core_files
+from infra.settings import Settings, read_settings
 from worker_runtime.protocol.errors import BerthError
 
 
 def main() -> int:
-    settings = Settings()
+    forbid_core_files()
+    settings = read_settings(Settings)
     configure_log(settings.log_level, libraries=logging.INFO)
     # The event's name stays constant; fields say which workflow it was.
     workflow.logger.workflow_info_on_message = False
     gc.collect()
     gc.freeze()  # modules stay for good: no collection has to look at them again
     try:
-        asyncio.run(orchestrator.run(settings))
+        with serving_metrics(settings.metrics_address):
+            asyncio.run(orchestrator.run(settings))
     except BerthError as error:
         structlog.get_logger().error("start_failed", code=error.code, reason=error.detail)
         return 1

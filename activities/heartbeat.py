@@ -1,7 +1,5 @@
 """Tells Temporal that an activity is alive while it waits for a call that takes long."""
 
-from __future__ import annotations
-
 import asyncio
 
 from temporalio import activity

@@ -1,11 +1,16 @@
 """`python -m api`: the API in `BERTH_API_PROCESSES` processes on one port, until SIGTERM or SIGINT."""
 
-from __future__ import annotations
+import os
+import resource
+from tempfile import TemporaryDirectory
 
 import uvicorn
 
+from api.http.middleware import HeadLimitingProtocol
 from infra.log import configure_log
-from infra.settings import Settings
+from infra.process_metrics import MULTIPROCESS
+from infra.processes import forbid_core_files
+from infra.settings import Settings, read_settings
 
 #: Seconds that requests under way get when the API stops; an order waits for at most 30.
 GRACE = 30
@@ -18,15 +23,29 @@ KEEP_ALIVE = 75
 
 
 def main() -> None:
-    settings = Settings()
+    forbid_core_files()
+    settings = read_settings(Settings)
     configure_log(settings.log_level)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, most)
+    )  # often 1,024, which 1,000 slow clients would fill
+    if settings.api_processes == 1:
+        _serve(settings)
+        return
+    with TemporaryDirectory(prefix="berth-metrics-") as shared:
+        os.environ[MULTIPROCESS] = shared  # they count together; each reads this when it begins
+        _serve(settings)
+
+
+def _serve(settings: Settings) -> None:
     uvicorn.run(
         "api.app:app",
         host=settings.api_host,
         port=settings.api_port,
         workers=settings.api_processes,
         loop="uvloop",
-        http="httptools",
+        http=HeadLimitingProtocol,
         ws="none",
         access_log=False,
         log_config=None,

@@ -1,37 +1,44 @@
 """The FastAPI application: `create_app(settings)`; `uvicorn api.app:app` takes the environment's settings."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, MutableMapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from importlib.metadata import version
+from operator import attrgetter
 from typing import Any
 
+import structlog
 from fastapi import FastAPI
+from fastapi.staticfiles import StaticFiles
 
 from api.attention import router as attention
 from api.container import running_services
+from api.dead_letters import router as dead_letters
 from api.fleet import router as fleet
 from api.http import problems
-from api.http.errors import BodyTooLarge
 from api.http.middleware import RequestMiddleware
 from api.http.streams import on_stop
 from api.jobs import router as jobs
+from api.keys import router as keys
 from api.orders import router as orders
 from api.orders.schemas import PresentOrders
+from api.page import router as pages
+from api.page.rendering import HERE
 from api.pools import router as pools
 from api.positions import router as positions
 from api.switches import router as switches
 from api.users import router as users
 from api.webhooks import router as webhooks
-from api.webhooks.schemas import Alert
+from api.webhooks.alerts import Alert
 from api.workers import router as workers
 from api.workers.schemas import PresentState
 from infra.log import configure_log
 from infra.processes import end_with_parent
 from infra.settings import Settings
+from infra.tracing import Traces, closing_traces
+from worker_runtime.protocol.errors import BerthError
 
 DESCRIPTION = """
 Orders go to the broker through a worker of the user's own, which is started when it is needed.
@@ -50,6 +57,9 @@ ROUTERS = (
     users.router,
     users.credentials_router,
     users.limit_router,
+    keys.router,
+    keys.image_router,
+    keys.audit_router,
     attention.router,
     switches.router,
     webhooks.router,
@@ -57,6 +67,7 @@ ROUTERS = (
     jobs.limit_router,
     workers.router,
     fleet.router,
+    dead_letters.router,
     pools.router,
     pools.rollout_router,
     fleet.metrics_router,
@@ -69,29 +80,52 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with running_services(settings) as services:
+        async with closing_traces(traces), AsyncExitStack() as stack:
+            try:
+                services = await stack.enter_async_context(running_services(settings, traces))
+            except (BerthError, OSError) as error:  # a file of the settings; uvicorn shows the traceback, too
+                structlog.get_logger().error("start_failed", reason=str(error))
+                raise
             app.state.services = services
             with on_stop(services.streams.end):
                 yield
 
+    traces = Traces(settings.traces_url, "berth-api") if settings.traces_url else None
     app = FastAPI(
         title="Berth",
         version=version("berth"),
         description=DESCRIPTION,
         lifespan=lifespan,
         openapi_url="/v1/openapi.json",
-        docs_url="/v1/docs",
+        docs_url=None,  # a page of ours: FastAPI's gets its script from a CDN
         redoc_url=None,
-        # FastAPI's own OpenTelemetry. Nothing here exports any, and it costs time in each request.
-        telemetry={"tracing": False, "metrics": False, "logs": False},
+        # FastAPI's own OpenTelemetry costs time in each request: off unless somebody collects traces.
+        telemetry={
+            "tracing": traces is not None,
+            "tracer_provider": traces.provider if traces else None,
+            "exclude": _is_untraced,
+            "metrics": False,
+            "logs": False,
+            "operation_spans": False,
+            "auto_configure": False,
+        },
     )
     problems.install(app)
-    app.add_middleware(RequestMiddleware)
+    app.add_middleware(RequestMiddleware, limits=partial(attrgetter("state.services.limits"), app))
     for router in ROUTERS:
         # Not through a router of its own for /v1: all routes would be analysed twice, 80 ms of each start.
         app.include_router(router, prefix="/v1")
+    app.include_router(pages.router)
+    app.mount("/page/static", StaticFiles(directory=HERE / "static"))
+    app.mount("/page/swagger", StaticFiles(packages=[("fastapi_offline", "static")]))
     _document_more(app)
     return app
+
+
+def _is_untraced(scope: MutableMapping[str, Any]) -> bool:
+    """Whether no span shows this request: the path of a webhook is a secret, and probes come all the time."""
+    path: str = scope.get("path", "")
+    return path.startswith(("/v1/webhooks/", "/v1/healthz", "/v1/readyz", "/v1/metrics"))
 
 
 def _document_more(app: FastAPI) -> None:
@@ -101,11 +135,11 @@ def _document_more(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         document = generate()
         schemas = document["components"]["schemas"]
-        too_large = problems.responses(BodyTooLarge, public=True)[413]
-        for path in document["paths"].values():
-            for operation in path.values():
-                if "requestBody" in operation:
-                    operation["responses"].setdefault("413", too_large)
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                problems.add_common(operation, method, path.removeprefix("/v1"))
+        for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which no answer has
+            schemas.pop(name, None)
         schemas.setdefault("Problem", problems.SCHEMA)
         # The first two are in event streams only; an alert may come as plain text.
         for model in (PresentState, PresentOrders, Alert):

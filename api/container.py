@@ -1,135 +1,128 @@
 """The clients and services of one API process: created at its start, closed at its end, given to routes."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
-import structlog
 from fastapi import Depends, Request
-from sqlalchemy.exc import SQLAlchemyError
+from fastapi.responses import StreamingResponse
 from temporalio.client import Client
 
-from api.fleet.readiness import ReadinessProbe
-from api.fleet.service import FleetList, MaintenanceTrigger
-from api.http.auth import Authenticator, Principal, Role, require_user
+from api.fleet.alerts import OperatorAlerts
+from api.fleet.primary import Primary, startup_tasks
+from api.fleet.service import FleetList, MaintenanceTrigger, ReadinessProbe
+from api.http.auth import Authenticator, Caller, Principal, require_user
+from api.http.limits import RequestLimits
 from api.http.notifications import NotificationListener
-from api.http.streams import EventStreams
+from api.http.rights import Role
+from api.http.streams import EventFeed, EventStreams, KeyRevocations
 from api.jobs.service import JobService
 from api.orders.changes import OrderChangeService
 from api.orders.checks import PreTradeChecks
 from api.orders.outcomes import OrderReader, OutcomeWriter
 from api.orders.placer import OrderPlacer, PendingOrders
+from api.page.charts import PoolHistory
 from api.pools.service import PoolControl, RolloutControl
-from api.positions.closer import PositionCloser
+from api.positions.closer import Portfolio, PositionCloser
 from api.positions.intents import IntentRunner
-from api.positions.service import Portfolio
 from api.switches.service import SwitchControl
 from api.webhooks.service import AlertProcessor
 from api.workers.answers import AnswerListener, AnswerWaiter
 from api.workers.requests import WorkerRequests
 from api.workers.service import WorkerControl, connect_temporal
-from infra import tasks
-from infra.database import audit, users
-from infra.database.engine import Database, DatabaseUnavailable
-from infra.database.migrate import migrate
+from infra import metrics, tasks
+from infra.alerts.errors import send_errors
+from infra.database import api_keys, audit, users
+from infra.database.engine import Database, Turns
+from infra.database.migrate import SchemaCheck
 from infra.database.orders import feed as order_changes
 from infra.database.workers import timeline
+from infra.doctor.servers import API_KEYS, BROKER, POSTGRESQL, VALKEY, log_problems
+from infra.jobs import metrics as job_metrics
 from infra.jobs.client import JobClient
+from infra.jobs.kept import KeptJobs
+from infra.market.calendar import load_calendar
 from infra.settings import Settings
+from infra.temporal.connection import watch_connection
 from infra.temporal.starter import WorkerStarter
+from infra.tracing import Traces
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
-from infra.vault.key_pairs import load_public
+from infra.valkey.switch_fanout import SwitchSigner
+from infra.vault.api_tokens import ApiTokens
+from infra.vault.key_pairs import KeyWrapper
+from infra.vault.master_key import master_wrapper
+from infra.vault.message_secret import MessageSecretFile
 
 #: Seconds a command may take before Valkey counts as down: as in the orchestrator. A Valkey that is gone is
 #: found out at once; only one that stands still is waited for, and a busy host does so for 2 to 3 s.
 VALKEY_TIMEOUT = 5.0
 #: Connections to Valkey: as many commands as can be under way at once in one process.
 VALKEY_CONNECTIONS = 256
-#: Seconds between two attempts to migrate while PostgreSQL is away.
-MIGRATE_PERIOD = 0.5
-#: Seconds that the start waits for the first attempt; other processes may migrate at the same time.
-MIGRATE_PATIENCE = 10.0
-
-
-class SchemaMigration:
-    """Brings the database up to date, as soon as there is one to talk to."""
-
-    def __init__(self, database_url: str) -> None:
-        self._url = database_url
-        self.ready = False
-        #: Set after the first attempt, whatever came of it.
-        self.tried = asyncio.Event()
-
-    def require(self) -> None:
-        """Raises `DatabaseUnavailable` until the tables are there."""
-        if not self.ready:
-            raise DatabaseUnavailable("PostgreSQL: the schema is not up to date yet")
-
-    async def run(self) -> None:
-        logger = structlog.get_logger()
-        while not self.ready:
-            try:
-                await migrate(self._url)
-                self.ready = True
-                logger.info("database_migrated")
-            except (OSError, SQLAlchemyError) as error:
-                logger.warning("database_not_migrated", reason=type(error).__name__)
-            finally:
-                self.tried.set()
-            if not self.ready:
-                await asyncio.sleep(MIGRATE_PERIOD)
+#: Seconds that the start waits for the first look at the schema.
+SCHEMA_PATIENCE = 10.0
 
 
 class Services:
     """What routes use. Making them connects to no server."""
 
-    def __init__(self, settings: Settings, temporal: Client) -> None:
+    def __init__(self, settings: Settings, temporal: Client, traces: Traces | None = None) -> None:
         deadline = settings.order_deadline
         self.settings = settings
-        self.wrapper = load_public(settings.master_public_file)
+        self._wrapper = master_wrapper(settings)  # one that cannot be read is said at the start
+        self.message_secrets = MessageSecretFile(settings.message_key_file)
+        self.tokens = ApiTokens(settings.api_secret_file)
         self.database = Database(
             settings.database_url, pool_size=settings.database_pool, pool_wait=settings.database_pool_wait
         )
+        #: Statistics may read for seconds: they take one connection at a time, and others wait for 2 s.
+        self.statistics = Turns(1, 2.0)
         self.valkey = valkey.connect_valkey(
             settings.valkey_url, socket_timeout=VALKEY_TIMEOUT, max_connections=VALKEY_CONNECTIONS
         )
-        self.schema = SchemaMigration(settings.database_url)
+        self.schema = SchemaCheck(settings.database_url)
         self.authenticator = Authenticator(self._find_caller, settings.api_key_cache)
+        self.limits = RequestLimits(self.valkey, settings, self.authenticator, self.tokens.is_genuine)
         self.notifications = NotificationListener(
             settings.database_url, (timeline.TIMELINE_CHANNEL, order_changes.ORDERS_CHANNEL)
         )
-        self.streams = EventStreams(self.notifications)
+        self.streams = EventStreams(self.notifications, self._is_revoked)
+        self.revocations = KeyRevocations(self.database, self.notifications, self.authenticator, self.streams)
         self.starter = WorkerStarter(temporal, settings)
         self.control = WorkerControl(temporal)
-        self.readiness = ReadinessProbe(self.database, self.valkey, self.control, lambda: self.schema.ready)
+        self.readiness = ReadinessProbe(
+            self.database, self.valkey, self.control, self.schema.require, settings
+        )
         self.fleet = FleetList(temporal)
         self.pools = PoolControl(temporal)
+        self.pool_history = PoolHistory(self.pools, settings.pool)
+        self.kept_jobs = KeptJobs(self.database, JobClient(self.valkey, self.message_secrets))
+        self.alerts = OperatorAlerts(self.valkey, self.kept_jobs, settings, self.write_metrics)
         self.rollouts = RolloutControl(temporal)
         self.maintenance = MaintenanceTrigger(temporal)
-        self.switches = SwitchControl(self.database, self.valkey)
+        self.switches = SwitchControl(self.database, self.valkey, SwitchSigner(self.message_secrets))
 
-        self.answers = AnswerListener(self.valkey)
+        self.answers = AnswerListener(self.valkey, self.message_secrets)
         self.outcome_writer = OutcomeWriter(self.database)
-        queue = RequestQueue(self.valkey, lambda: self.answers.link)
-        self.jobs = JobService(
-            self.database, queue, JobClient(self.valkey), self.starter, settings.jobs_waiting
-        )
+        queue = RequestQueue(self.valkey, self.message_secrets, lambda: self.answers.link)
+        self.jobs = JobService(self.database, queue, self.kept_jobs, self.starter, settings.jobs_waiting)
         waiter = AnswerWaiter(queue, self.answers, self.starter)
-        self.pending_orders = PendingOrders(queue, self.answers, waiter, self.outcome_writer)
-        self.worker_requests = WorkerRequests(queue, self.answers, waiter)
-        self.reader = OrderReader(self.database, self.answers, deadline)
+        self.pending_orders = PendingOrders(queue, self.answers, waiter, self.outcome_writer, traces)
+        self.worker_requests = WorkerRequests(self.database, queue, self.answers, waiter, traces)
+        self.reader = OrderReader(self.database, self.answers)
+        checks = PreTradeChecks(settings, self.database)
         self.placer = OrderPlacer(
             self.database,
             self.answers,
             self.pending_orders,
             self.reader,
-            PreTradeChecks(settings, self.database),
+            checks,
             deadline=deadline,
             unknown_blocks=settings.unknown_blocks,
+            traces=traces,
         )
         self.changes = OrderChangeService(
             self.database,
@@ -138,7 +131,9 @@ class Services:
             self.worker_requests,
             self.reader,
             self.outcome_writer,
+            checks,
             deadline=deadline,
+            unknown_blocks=settings.unknown_blocks,
         )
         self.portfolio = Portfolio(self.database, self.answers, self.worker_requests)
         self.closer = PositionCloser(
@@ -149,54 +144,99 @@ class Services:
         )
         self.webhooks = AlertProcessor(
             self.database,
-            self.valkey,
+            self.limits,
             self.placer,
             self.closer,
             self.intents,
             self.reader,
             settings,
             require_schema=self.schema.require,
+            is_genuine=self.tokens.is_genuine,
+            traces=traces,
         )
 
+    @property
+    def wrapper(self) -> KeyWrapper:
+        """The half of the present master key that encrypts: its file may have been replaced by a rotation."""
+        return self._wrapper if self.settings.master_kms_key else master_wrapper(self.settings)
+
     async def _find_caller(self, token: str) -> Principal | None:
-        self.schema.require()  # every request passes here: none meets a table that is not there yet
+        if not self.tokens.is_genuine(token):
+            return None  # made up: it costs no query
+        self.schema.require()  # every genuine request passes here: none meets a table that is not there yet
         async with self.database.session() as session:
-            key = await users.find_api_key(session, token)
-        return Principal(str(key.id), Role(key.role), key.user_id) if key else None
+            key = await api_keys.find_api_key(session, token)
+            owner = await api_keys.find_owner(session, key) if key else None
+            disabled = owner is not None and await users.is_disabled(session, owner.user_id)
+        if key is None or owner is None:
+            return None
+        ends = min((one.expires_at for one in (key, owner) if one.expires_at), default=None)
+        session_id = "" if key is owner else str(key.id)
+        return Principal(
+            str(owner.id), Role(owner.role), owner.user_id, owner.label, ends, session_id, disabled
+        )
 
-    async def require_known_user(self, caller: Principal, user_id: str) -> None:
-        """Raises `NotFound` or `UserNotFound`. A user's own key proves that the user exists."""
-        require_user(caller, user_id)
-        if caller.user_id != user_id:
-            async with self.database.session() as session:
-                await users.get_user(session, user_id)
+    async def _is_revoked(self, key_id: str) -> bool:
+        async with self.database.session(autocommit=True) as session:
+            return bool(await api_keys.revoked_among(session, {key_id}))
 
-    async def audit_request(self, caller: Principal, action: str, subject: str, **data: Any) -> None:
-        """Writes who asked for what. Call it before it is done, so that nothing is done unseen."""
-        async with self.database.session() as session:
-            audit.append_entry(session, actor=caller.actor, action=action, subject=subject, **data)
+    async def write_metrics(self, page: metrics.MetricsPage) -> None:
+        """Leaves out what a server that is down would tell. Raises `DatabaseUnavailable`, `RedisError` and
+        `TemporalUnavailable` for one that goes down meanwhile."""
+        found = await self.readiness.check()
+        for name, server in found.dependencies.items():
+            page.add("berth_server_up", server.state == "up", name)
+        metrics.write_certificates(page, self.settings)
+        up = {name for name, server in found.dependencies.items() if server.state == "up"}
+        if up >= {"postgresql", "valkey"}:
+            async with self.database.session(autocommit=True) as session:
+                await metrics.write_fleet_metrics(page, self.valkey, session, self.settings.pool)
+        if "valkey" in up:
+            await job_metrics.write_job_metrics(page, self.valkey)
+        if "temporal" in up:
+            for state, count in (await self.fleet.count_by_state()).items():
+                page.add("berth_users", count, state)
 
 
 @asynccontextmanager
-async def running_services(settings: Settings) -> AsyncIterator[Services]:
+async def running_services(settings: Settings, traces: Traces | None = None) -> AsyncIterator[Services]:
     """All services, with the process ready to serve. No server needs to be up for it."""
-    services = Services(settings, await connect_temporal(settings))
+    temporal = await connect_temporal(settings, traces.interceptors if traces else ())
+    services = Services(settings, temporal, traces)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(services.database.close)
         stack.push_async_callback(services.valkey.aclose)
-        await stack.enter_async_context(tasks.running(services.schema.run()))
+        await stack.enter_async_context(tasks.running(_wait_then_lead(services, temporal)))
+        await stack.enter_async_context(tasks.running(watch_connection(temporal, settings)))
         services.outcome_writer.start()
         stack.push_async_callback(services.outcome_writer.close)
         for part in (services.answers, services.starter, services.pending_orders, services.worker_requests):
             stack.push_async_callback(part.close)
+        comparing = services.message_secrets.compare_with_others(services.valkey)
+        await stack.enter_async_context(tasks.running(comparing))
         await stack.enter_async_context(tasks.running(services.notifications.run()))
+        await stack.enter_async_context(tasks.running(services.revocations.run()))
+        await stack.enter_async_context(tasks.running(services.limits.run()))
+        await stack.enter_async_context(tasks.running(services.pool_history.run()))
+        checks = log_problems(settings, POSTGRESQL, VALKEY, API_KEYS, BROKER)
+        await stack.enter_async_context(tasks.running(checks))
+        if settings.sends_alerts:
+            await stack.enter_async_context(tasks.running(send_errors(services.valkey, "api")))
+            await stack.enter_async_context(tasks.running(services.alerts.run()))
         await services.answers.start()
         with suppress(TimeoutError):
-            async with asyncio.timeout(MIGRATE_PATIENCE):
+            async with asyncio.timeout(SCHEMA_PATIENCE):
                 await services.schema.tried.wait()
         stack.push_async_callback(services.webhooks.close)
         await stack.enter_async_context(tasks.running(services.webhooks.run()))
         yield services
+
+
+async def _wait_then_lead(services: Services, temporal: Client) -> None:
+    await services.schema.run()
+    settings = services.settings
+    days = load_calendar(Path(settings.calendar_file) if settings.calendar_file else None)
+    await Primary(settings, temporal, startup_tasks(settings, days)).run()
 
 
 async def current_services(request: Request) -> Services:
@@ -205,3 +245,47 @@ async def current_services(request: Request) -> Services:
 
 
 InServices = Annotated[Services, Depends(current_services)]
+
+
+@dataclass(frozen=True, slots=True)
+class AuthorizedCall:
+    """A request by a caller whose role has the right to it, and what answers it."""
+
+    caller: Principal
+    services: Services
+
+    @property
+    def database(self) -> Database:
+        return self.services.database
+
+    @property
+    def actor(self) -> str:
+        return self.caller.actor
+
+    def require_user(self, user_id: str) -> None:
+        """Raises `NotFound` when the caller may not see this user."""
+        require_user(self.caller, user_id)
+
+    async def require_known_user(self, user_id: str) -> None:
+        """Raises `NotFound` or `UserNotFound`. A user's own key proves that the user exists."""
+        self.require_user(user_id)
+        if self.caller.user_id != user_id:
+            async with self.database.session() as session:
+                await users.get_user(session, user_id)
+
+    async def audit(self, action: str, subject: str, **data: Any) -> None:
+        """Writes who asked for what. Call it before it is done, so that nothing is done unseen."""
+        async with self.database.session() as session:
+            audit.append_entry(session, self.actor, action, subject, **data)
+
+    async def open_stream(self, feed: EventFeed, after: int | None) -> StreamingResponse:
+        """As `EventStreams.open_stream`, for as long as the caller's key lasts."""
+        caller = self.caller
+        return await self.services.streams.open_stream(feed, caller.key_id, after, caller.seconds_left)
+
+
+async def authorized_call(caller: Caller, services: InServices) -> AuthorizedCall:
+    return AuthorizedCall(caller, services)
+
+
+Call = Annotated[AuthorizedCall, Depends(authorized_call)]

@@ -3,8 +3,6 @@
 Never a body, never a key. Modules log by `structlog.get_logger()`; a process calls `configure_log` once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -13,6 +11,8 @@ from typing import Any
 
 import structlog
 
+from infra.alerts.errors import ERRORS, collector
+
 _SHARED: list[Any] = [
     structlog.contextvars.merge_contextvars,
     structlog.processors.add_log_level,
@@ -20,6 +20,13 @@ _SHARED: list[Any] = [
     structlog.processors.format_exc_info,
 ]
 _encoder = json.JSONEncoder(default=str, separators=(",", ":"))  # `json.dumps` would make one for each line
+
+
+def collect_errors(_logger: Any, method: str, values: Any) -> Any:
+    """A processor: what is an error is told to operators."""
+    if method in ERRORS:
+        collector.collect(values)
+    return values
 
 
 def _without_color(_logger: Any, _method: str, values: Any) -> Any:
@@ -49,7 +56,7 @@ def configure_log(level: str, *, libraries: int = logging.WARNING) -> None:
     number = logging.getLevelNamesMapping().get(level.upper(), logging.INFO)
     render = structlog.processors.JSONRenderer(serializer=_as_json)
     structlog.configure(
-        processors=[*_SHARED, render],
+        processors=[collect_errors, *_SHARED, render],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.WriteLoggerFactory(_StandardError()),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
@@ -58,7 +65,7 @@ def configure_log(level: str, *, libraries: int = logging.WARNING) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[*_SHARED, add_name, add_extras, _without_color],
+            foreign_pre_chain=[*_SHARED, add_name, add_extras, collect_errors, _without_color],
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, render],
         )
     )

@@ -1,118 +1,219 @@
-"""Metrics of workers, claims, orders and maintenance, in Prometheus' text format."""
+"""Metrics that PostgreSQL and Valkey tell, read when somebody asks. Every API process gives the same.
 
-from __future__ import annotations
+What our processes count by themselves is in `process_metrics.py`.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
+from cryptography import x509
+from prometheus_client import CollectorRegistry, Metric, generate_latest
+from prometheus_client.registry import Collector
 from redis.asyncio import Redis
-from sqlalchemy import bindparam, text
+from redis.exceptions import ResponseError
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from infra.database import dead_letters
+from infra.database.orders.states import OPEN_STATES
+from infra.database.startup import read_holder
 from infra.database.workers import passes
+from infra.process_metrics import MetricFamily, own_registry
+from infra.settings import Settings
+from infra.valkey.client import read_clock, reply_of, text_of
 from worker_runtime.jobs.protocol.telemetry import BOUNDS_MS
 from worker_runtime.protocol import keys
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-Labels = tuple[tuple[str, str], ...]
+
+def _gauge(about: str, *labels: str) -> MetricFamily:
+    return MetricFamily("gauge", labels, about)
 
 
-class MetricsPage:
-    """The lines of one answer: each family's head, then its samples."""
+def _counted(prefix: str, whose: str) -> dict[str, MetricFamily]:
+    """What job runners have counted. `whose` begins each description; empty for the fleet's."""
+    return {
+        f"{prefix}_wait_seconds": MetricFamily(
+            "histogram", ("queue", "priority"), f"{whose}From when a job could run to its start."
+        ),
+        f"{prefix}_run_seconds": MetricFamily(
+            "histogram", ("job",), f"{whose}From a job's start to its end."
+        ),
+        f"{prefix}_runs_total": MetricFamily(
+            "counter",
+            ("queue", "job", "outcome"),
+            f"{whose}Runs by how they ended: done, failed, retry or cancelled.",
+        ),
+        f"{prefix}_reaped_total": MetricFamily(
+            "counter", ("outcome",), f"{whose}Jobs of dead runners, by what became of them."
+        ),
+        f"{prefix}_late_renewals_total": MetricFamily(
+            "counter", (), f"{whose}Leases renewed more than a third of a lease after their time."
+        ),
+    }
+
+
+FAMILIES = {
+    "berth_server_up": _gauge("1: the API reaches this server.", "server"),
+    "berth_primary": _gauge("1: one of the API processes is the primary."),
+    "berth_startup_tasks_open": _gauge("One-time tasks of the primary that were begun and are not done."),
+    "berth_certificate_expires_timestamp_seconds": _gauge(
+        "Unix time at which the certificate in this setting's file ends; 0: it cannot be read.", "setting"
+    ),
+    "berth_pool_ready": _gauge("Free workers that are ready.", "pool"),
+    "berth_pool_waiting": _gauge("Users who wait for a worker, because none is ready.", "pool"),
+    "berth_workers_in_use": _gauge("Workers that have connected for their user.", "pool"),
+    "berth_users": _gauge(
+        "Users by the state of their worker, by Temporal's index; `Parked`: it crashed too often.", "state"
+    ),
+    "berth_orders_unsettled": _gauge(
+        "Orders that were begun and are not settled; `needs_attention`: a person has to look.", "state"
+    ),
+    "berth_switches_closed": _gauge("Trading switches that halt or reduce.", "scope", "state"),
+    "berth_differences_open": _gauge("Accounts whose books differ from the broker's.", "blocks"),
+    "berth_dead_letters": _gauge(
+        "What failed for good: `workflow`, `order` (it waits for a person), `job`, `alert`; of messages "
+        "`event` (cannot be read), `recorder` and `relay` (their handler failed), `late` (news from a worker "
+        "that ended over a day before), `outcome` (the API's writer).",
+        "kind",
+    ),
+    "berth_event_stream_waiting": _gauge("Events of workers that this group has not handled.", "group"),
+    "berth_event_stream_lag_seconds": _gauge("Age of the oldest of them.", "group"),
+    "berth_maintenance_age_seconds": _gauge("Since the last pass of maintenance began."),
+    "berth_maintenance_workers": _gauge("Workers that it scanned."),
+    "berth_maintenance_guarded": _gauge("1: it might do nothing, for want of trust."),
+    "berth_maintenance_scan_seconds": _gauge("How long its scan took."),
+    "berth_maintenance_seconds": _gauge("How long all of it took."),
+    "berth_maintenance_found": _gauge("Anomalies that it saw.", "anomaly"),
+    "berth_maintenance_outcomes": _gauge("What was done about them.", "outcome"),
+    "berth_jobs_waiting": _gauge(
+        "Jobs that could run now; without a priority: only counted.", "queue", "priority"
+    ),
+    "berth_jobs_oldest_seconds": _gauge("How long the oldest of them has waited.", "queue", "priority"),
+    "berth_jobs_delayed": _gauge("Jobs that wait for their time, retries with them."),
+    "berth_jobs_failed": _gauge("Failed jobs that are kept."),
+    "berth_jobs_runners": _gauge("Registered runners."),
+    **_counted("berth_jobs", ""),
+    **_counted("berth_user_jobs", "Users' own jobs: "),
+}
+
+
+class MetricsPage(Collector):
+    """The samples of one answer."""
 
     def __init__(self) -> None:
-        self._lines: list[str] = []
+        self._metrics: dict[str, Metric] = {}
 
-    def family(self, name: str, kind: str, about: str) -> None:
-        self._lines += [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
+    def add(self, name: str, value: float, *labels: str, part: str = "", **more: str) -> None:
+        """`labels`: in the family's order; `part`, `more`: what a histogram adds to the name and to them."""
+        family = FAMILIES[name]
+        if name not in self._metrics:
+            self._metrics[name] = Metric(name.removesuffix("_total"), family.about, family.kind)
+        self._metrics[name].add_sample(
+            name + part, dict(zip(family.labels, labels, strict=True)) | more, value
+        )
 
-    def sample(self, name: str, labels: Labels, value: float) -> None:
-        shown = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels)
-        self._lines.append(f"{name}{{{shown}}} {value:.15g}" if shown else f"{name} {value:.15g}")
+    def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of each sample of a gauge."""
+        metric = self._metrics.get(name)
+        return [(one.labels, one.value) for one in metric.samples] if metric else []
 
-    def histogram(self, name: str, labels: Labels, numbers: Mapping[str, int]) -> None:
-        """`numbers` by bucket, and the `sum` in ms; written in seconds."""
+    def add_histogram(self, name: str, numbers: Mapping[str, int], *labels: str) -> None:
+        """`numbers` by bucket, and the `sum` in ms; shown in seconds."""
         total = 0
         for index, bound in enumerate((*(f"{bound / 1000:g}" for bound in BOUNDS_MS), "+Inf")):
             total += numbers.get(str(index), 0)
-            self.sample(f"{name}_bucket", (*labels, ("le", bound)), total)
-        self.sample(f"{name}_sum", labels, numbers.get("sum", 0) / 1000)
-        self.sample(f"{name}_count", labels, total)
+            self.add(name, total, *labels, part="_bucket", le=bound)
+        self.add(name, numbers.get("sum", 0) / 1000, *labels, part="_sum")
+        self.add(name, total, *labels, part="_count")
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics.values()
 
     def text(self) -> str:
-        return "\n".join([*self._lines, ""])
+        """These samples, and what the processes of this API have counted."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return (generate_latest(registry) + generate_latest(own_registry())).decode()
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-#: Minutes of claims that the metrics show: a scraper comes more often than that.
-RECENT = 5
-
-_IN_USE = text("""
-select pool, count(*) from worker_sessions
- where ended_at is null and connected_at is not null group by pool order by pool
-""")
-_CLAIMS = text(f"""
-select case when warm then 'warm' else 'cold' end, count(*),
-       percentile_cont(array[0.5, 0.99]) within group (order by extract(epoch from claimed_at - assigned_at))
-  from worker_sessions
- where pool = :pool and claimed_at > clock_timestamp() - interval '{RECENT} minutes' and warm is not null
- group by warm order by warm
-""").bindparams(bindparam("pool"))  # noqa: S608 - a constant of ours
-_UNSETTLED = text("""
-select wanted.state, (select count(*) from orders where orders.state = wanted.state)
-  from (values ('submitting'), ('unknown'), ('needs_attention')) as wanted (state)
-""")
+#: Metric, its labels and the value.
+_COUNTS = text(f"""
+select 'berth_workers_in_use', array[pool], count(*) from worker_sessions
+ where ended_at is null and connected_at is not null group by pool
+union all
+select 'berth_orders_unsettled', array[wanted.state],
+       (select count(*) from orders where orders.state = wanted.state)
+  from (values ('submitting'), ('unknown')) as wanted (state)
+union all
+select 'berth_orders_unsettled', array['needs_attention'], count(*) from orders
+ where attention is not null and state in ({", ".join(f"'{state}'" for state in sorted(OPEN_STATES))})
+union all
+select 'berth_switches_closed', array[split_part(scope, '\\:', 1), state], count(*) from switches
+ where state <> 'open' group by 2
+union all
+select 'berth_differences_open', array[cast(blocks as text)], count(distinct (user_id, account_id))
+  from reconciliations where resolved_at is null group by blocks
+union all
+select 'berth_startup_tasks_open', '{{}}', count(*) from startup_tasks where ended_at is null
+""")  # noqa: S608 - constants of ours
 _AGE = text("select extract(epoch from clock_timestamp() - cast(:began_at as timestamptz))::float8")
 
 
 async def write_fleet_metrics(page: MetricsPage, client: Redis, session: AsyncSession, pool: str) -> None:
     """The metrics now. Raises `RedisError` when Valkey is down, SQLAlchemy's errors when PostgreSQL is."""
-    page.family("berth_pool_ready", "gauge", "Free workers that are ready.")
-    page.sample("berth_pool_ready", (("pool", pool),), await client.zcard(keys.pool_ready(pool)))
-    page.family("berth_workers_in_use", "gauge", "Workers that have connected for their user.")
-    for name, count in (await session.execute(_IN_USE)).all():
-        page.sample("berth_workers_in_use", (("pool", name),), count)
-    await _write_claims(page, session, pool)
-    page.family("berth_orders_unsettled", "gauge", "Orders that were begun and are not settled.")
-    for state, count in (await session.execute(_UNSETTLED)).all():
-        page.sample("berth_orders_unsettled", (("state", state),), count)
+    page.add("berth_pool_ready", await client.zcard(keys.pool_ready(pool)), pool)
+    page.add("berth_pool_waiting", await client.zcard(keys.pool_wait_queue(pool)), pool)
+    for name, labels, count in await session.execute(_COUNTS):
+        page.add(name, count, *labels)
+    page.add("berth_primary", (await read_holder(session)).pid is not None)
+    for kind, count in (await dead_letters.count_letters(session)).items():
+        page.add("berth_dead_letters", count, kind)
+    await _write_lag(page, client)
     await _write_maintenance(page, session)
 
 
-async def _write_claims(page: MetricsPage, session: AsyncSession, pool: str) -> None:
-    claims = (await session.execute(_CLAIMS, {"pool": pool})).all()
-    page.family("berth_claims_recent", "gauge", f"Workers claimed in the last {RECENT} minutes.")
-    for kind, count, _ in claims:
-        page.sample("berth_claims_recent", (("pool", pool), ("kind", kind)), count)
-    name = "berth_claim_recent_seconds"
-    page.family(name, "gauge", "How long these claims took, from the epoch to the worker that confirmed.")
-    for kind, _, seconds in claims:
-        for quantile, value in zip(("0.5", "0.99"), seconds, strict=True):
-            page.sample(name, (("pool", pool), ("kind", kind), ("quantile", quantile)), float(value))
+async def _write_lag(page: MetricsPage, client: Redis) -> None:
+    """How far the groups that read the events of workers are behind."""
+    now_ms = await read_clock(client)
+    for stream in (keys.EVENTS, keys.CHANGES):
+        try:
+            groups = await reply_of(client.xinfo_groups(stream))
+        except ResponseError:  # nobody has made it yet
+            continue
+        for group in groups:
+            name, last = text_of(group["name"]), text_of(group["last-delivered-id"])
+            pending = await reply_of(client.xpending(stream, group["name"]))
+            next_one = await reply_of(client.xrange(stream, f"({last}", count=1))
+            oldest = pending["min"] or (next_one[0][0] if next_one else b"")
+            waits = now_ms - int(text_of(oldest).partition("-")[0]) if oldest else 0
+            page.add("berth_event_stream_waiting", pending["pending"] + (group["lag"] or 0), name)
+            page.add("berth_event_stream_lag_seconds", max(0, waits) / 1000, name)
 
 
 async def _write_maintenance(page: MetricsPage, session: AsyncSession) -> None:
     last = await passes.pass_summary(session)
     if last is None:
         return
-    age = float(await session.scalar(_AGE, {"began_at": last.began_at}) or 0.0)
-    for name, value, about in (
-        ("berth_maintenance_age_seconds", age, "Since the last pass of maintenance began."),
-        ("berth_maintenance_workers", last.scanned, "Workers that it scanned."),
-        ("berth_maintenance_guarded", 1 if last.guarded else 0, "1: it might do nothing, for want of trust."),
-        ("berth_maintenance_scan_seconds", last.scan_seconds, "How long its scan took."),
-        ("berth_maintenance_seconds", last.total_seconds, "How long all of it took."),
-    ):
-        if value is not None:
-            page.family(name, "gauge", about)
-            page.sample(name, (), value)
-    for name, label, numbers, about in (
-        ("berth_maintenance_found", "anomaly", last.found, "Anomalies that it saw."),
-        ("berth_maintenance_outcomes", "outcome", last.outcomes, "What was done about them."),
-    ):
-        page.family(name, "gauge", about)
-        for key, number in sorted(numbers.items()):
-            page.sample(name, ((label, key),), number)
+    page.add("berth_maintenance_age_seconds", await session.scalar(_AGE, {"began_at": last.began_at}) or 0.0)
+    page.add("berth_maintenance_workers", last.scanned)
+    page.add("berth_maintenance_guarded", 1 if last.guarded else 0)
+    page.add("berth_maintenance_scan_seconds", last.scan_seconds)
+    if last.total_seconds is not None:
+        page.add("berth_maintenance_seconds", last.total_seconds)
+    for name, numbers in (("found", last.found), ("outcomes", last.outcomes)):
+        for key, number in numbers.items():
+            page.add(f"berth_maintenance_{name}", number, key)
+
+
+def write_certificates(page: MetricsPage, settings: Settings) -> None:
+    """When the certificates end with which we reach Temporal."""
+    for name in ("temporal_ca_file", "temporal_cert_file"):
+        if path := getattr(settings, name):
+            try:
+                found = x509.load_pem_x509_certificates(Path(path).read_bytes())
+                ends = min(one.not_valid_after_utc.timestamp() for one in found)
+            except (OSError, ValueError):
+                ends = 0.0
+            page.add("berth_certificate_expires_timestamp_seconds", ends, f"BERTH_{name.upper()}")

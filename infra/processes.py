@@ -4,11 +4,10 @@ A process is identified by its pid, its start time (`/proc/<pid>/stat`, field 22
 the boot id.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -145,10 +144,21 @@ def signal_pidfd(descriptor: int, number: signal.Signals) -> None:
         signal.pidfd_send_signal(descriptor, number)
 
 
+def forbid_core_files() -> None:
+    """No core file of this process, nor of any that it starts: they hold keys and passwords.
+
+    A limit of 1 byte also forbids what a limit of 0 does not: cores that are piped into a program, as systemd
+    and Ubuntu set it up (`fs/coredump.c`). A limit of 0 that somebody gave us cannot be raised, and stays.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1) if most else (0, 0))
+
+
 def end_with_parent(parent: int) -> Callable[[], None]:
-    """A `preexec_fn`: the child gets SIGTERM when the thread that started it ends."""
+    """A `preexec_fn`: the child gets SIGTERM when the thread that started it ends, and leaves no core."""
 
     def arm() -> None:
+        forbid_core_files()
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # the parent died before prctl took effect
             os.kill(os.getpid(), signal.SIGTERM)

@@ -1,24 +1,25 @@
 """The settings of all servers, read once from the environment (prefix `BERTH_`). Durations are seconds.
 
-`.env.example` lists every variable. A secret has no default: keys come from files. In a container a file
-`/run/secrets/berth_…` replaces the variable of that name, so that a URL with a password need not be in the
-environment.
+What each one is for stands in `.env.example`, once; comments here say why a default or a bound is what it is.
+A secret has no default: keys come from files. A file `berth_…` in `/run/secrets` (or in the folder that
+`BERTH_SECRETS_DIR` names) replaces the variable of that name, so that a URL with a password need not be in
+the environment.
 """
 
-from __future__ import annotations
-
+import os
 from datetime import time
 from decimal import Decimal
+from ipaddress import ip_network
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from worker_runtime.protocol.launch import Allowance, BrokerLimits
 
-#: Where Docker and ECS mount secrets, one file each.
-_SECRETS = Path("/run/secrets")
+#: Where Docker and ECS mount secrets, one file each; `berth up` has a folder for each of its processes.
+_SECRETS = Path(os.environ.get("BERTH_SECRETS_DIR", "/run/secrets"))
 
 
 class Settings(BaseSettings):
@@ -30,223 +31,212 @@ class Settings(BaseSettings):
 
     # Where things are
     data_dir: Path = Path(".berth")
-    valkey_url: str = "redis://127.0.0.1:6379/0"
-    database_url: str = "postgresql+asyncpg://berth@127.0.0.1:5432/berth"
+    valkey_url: str = Field(default="redis://127.0.0.1:6379/0", pattern="^(rediss?|unix)://")
+    database_url: str = Field(
+        default="postgresql+asyncpg://berth@127.0.0.1:5432/berth", pattern=r"^postgresql\+asyncpg://"
+    )
+    database_owner_url: str = ""
     temporal_address: str = "127.0.0.1:7233"
     temporal_namespace: str = "default"
+    temporal_ui_url: str = ""
+    temporal_tls: bool = False
+    temporal_ca_file: str = ""
+    temporal_server_name: str = ""
+    temporal_cert_file: str = ""
+    temporal_cert_key_file: str = ""
+    temporal_api_key_file: str = ""
     node_socket: Path = Path(".berth/node.sock")
-    #: `host:port` of the paper exchange's sessions, and its admin URL.
+    #: 60706 to 61183 belong to nobody on Linux with systemd.
+    node_uids: str = Field(default="60707-61183", pattern=r"^(\d+-\d+)?$")
     exchange_address: str = "127.0.0.1:7500"
     exchange_admin_url: str = "http://127.0.0.1:7501"
 
     # Paper exchange: limits of one person, who is banned beyond them (the defaults are the real broker's)
     exchange_connections: int = Field(default=5, ge=0)
     exchange_logins_per_day: int = Field(default=1000, ge=0)
-    #: Place, replace and cancel together.
     exchange_orders_per_10s: int = Field(default=250, ge=0)
     exchange_queries_per_5s: int = Field(default=25, ge=0)
-    #: Time of day in Taipei at which its lists of orders start empty; the real broker's do at midnight.
     exchange_day_begins: time = time()
 
     # Keys (files with mode 0600; made by `berth keys init`)
-    #: Private half of the master key; only the orchestrator reads it.
+    master_kms_key: str = ""
     master_key_file: Path = Path(".berth/keys/master.key")
-    #: Public half of the master key, with which the API encrypts.
     master_public_file: Path = Path(".berth/keys/master.pub")
-    #: Private halves of earlier master keys, left by a rotation; the orchestrator decrypts with them, too.
     master_key_retired: tuple[Path, ...] = ()
-    #: Ed25519 key and launch secret of the orchestrator.
-    orchestrator_key_file: Path = Path(".berth/keys/orchestrator.key")
+    orchestrator_key_dir: Path = Path(".berth/keys")
+    message_key_file: Path = Path(".berth/keys/message.key")
+    api_secret_file: Path = Path(".berth/keys/api.key")
+    temporal_codec_key_file: str = ""
+    secret_folders: dict[Path, str] = Field(default={})
+
+    # Command line
+    api_url: str = ""
+    api_key_file: Path = Path(".berth/keys/admin.key")
 
     # API
     api_host: str = "127.0.0.1"
     api_port: int = 8000
     api_processes: int = Field(default=2, ge=1)
-    #: How long `POST …/orders` waits for the answer before it returns 202, unless `wait` says otherwise.
     order_wait: float = 10.0
-    #: Default time to live of an order request until the broker call.
     order_deadline: float = 30.0
-    #: What an order of unknown outcome blocks: further orders of its account in its `symbol`, of the whole
-    #: `account`, or nothing (`off`).
     unknown_blocks: Literal["symbol", "account", "off"] = "symbol"
-    #: How long a verified API key is trusted before the database is asked again.
     api_key_cache: float = 10.0
-    #: Calls of one webhook in a minute.
+    limit_key: float = Field(default=200.0, ge=0)
+    limit_user: float = Field(default=300.0, ge=0)
+    limit_address: float = Field(default=20.0, ge=0)
     webhook_rate: int = Field(default=60, ge=1)
-    #: How long an alert's sender waits for its outcome before it gets 202. TradingView gives up after 3 s.
     webhook_wait: float = Field(default=2.0, ge=0, allow_inf_nan=False)
-    #: Addresses or networks of proxies in front of the API, whose X-Forwarded-For is trusted.
-    trusted_proxies: tuple[str, ...] = ()
+    trusted_proxies: tuple[Annotated[str, AfterValidator(lambda text: str(ip_network(text)))], ...] = ()
 
-    #: Most waiting jobs of one user.
     jobs_waiting: int = Field(default=100, ge=1)
 
-    # Fleet of job runners (docs/how-to/run-jobs.md)
-    #: The runner's name, which lasts across restarts; empty: `berth up` starts none.
+    # Fleets of job runners, and what their tiers need
     jobs_runner: str = "fleet"
-    #: Queues it serves; `*` means all.
     jobs_queues: tuple[str, ...] = ("*",)
-    #: Jobs that run at once, and jobs that one child process runs.
     jobs_slots: int = Field(default=1, ge=1, le=256)
     jobs_recycle: int = Field(default=1, ge=1)
-    #: How long a silent runner counts as alive.
+    jobs_runners: str = Field(default="1", pattern=r"^[1-9]\d{0,2}(-[1-9]\d{0,2})?$")
+    jobs_wait: float = Field(default=5.0, gt=0)
+    jobs_tiers: dict[str, str] = {}
     jobs_lease: float = Field(default=5.0, ge=1, le=300)
-    #: A collector that gets the events of jobs beside the log: `tcp://ADDRESS:PORT` or `unix:///PATH`.
     jobs_events_to: str = ""
-    #: Files (mode 0600) with keys that sign webhooks, 32 bytes or more: the present one first. Empty: the
-    #: fleet delivers none.
-    webhook_key_files: tuple[Path, ...] = ()
-    #: Whether webhooks may go to private addresses, and unencrypted to this machine.
+    webhook_key_file: str = ""
     webhook_allow_private: bool = False
-    #: The server that takes mails; empty: the fleet sends none. The password comes from a file (mode 0600).
     mail_host: str = ""
     mail_port: int = 587
     mail_security: Literal["starttls", "tls", "none"] = "starttls"
     mail_sender: str = ""
     mail_username: str = ""
     mail_password_file: str = ""
+    messaging_url: str = "https://api.twilio.com"
+    messaging_account: str = ""
+    messaging_token_file: str = ""
+    messaging_sms_sender: str = ""
+    messaging_whatsapp_sender: str = ""
+    push_key_file: str = ""
+    push_url: str = "https://fcm.googleapis.com"
 
     # Daily statements (docs/how-to/run-jobs.md)
-    #: `auto`: sent where a mail server or keys for webhooks are set; `on`: both ways, whatever this process
-    #: knows of them; `off`: none.
     statements: Literal["auto", "on", "off"] = "auto"
-    #: When the statements of the last ended trading day (`trading_day_end`) are sent: `HH:MM` in an IANA time
-    #: zone.
     statements_at: str = Field(default="06:30", pattern=r"^([01]\d|2[0-3]):[0-5]\d$")
     statements_zone: str = "Asia/Taipei"
-    #: Users a second.
     statements_rate: float = Field(default=5.0, gt=0)
 
+    # Daily report to operators (docs/how-to/read-reports.md)
+    report_at: str = Field(default="08:00", pattern=r"^(([01]\d|2[0-3]):[0-5]\d)?$")
+    report_to: tuple[Annotated[str, Field(pattern=r"^[^@\s]+@[^@\s]+$")], ...] = ()
+
     # Pre-trade checks; an account's own limits go before these
-    #: Lots of one order; TWSE takes no more than 499.
+    #: TWSE takes no more than 499 lots.
     check_max_quantity: int = Field(default=499, ge=1)
-    #: TWD of one order; 0: without a limit.
-    check_max_notional: Decimal = Field(default=Decimal(0), ge=0)
-    #: Whether to refuse a market order whose value cannot be checked because no price is known.
-    check_unpriced: Literal["refuse", "allow"] = "refuse"
-    #: Orders of an account in a day.
+    #: Ten contracts of TX in 2026.
+    check_max_notional: Decimal = Field(default=Decimal(50_000_000), ge=0, lt=10**12)
+    #: TWSE's and TAIFEX's daily limit.
+    check_price_band: Decimal = Field(default=Decimal("0.1"), ge=0, le=1)
     check_daily_orders: int = Field(default=10_000, ge=0)
-    #: How long an equal second order counts as a mistake; 0: never.
-    check_duplicate_window: float = Field(default=0.0, ge=0)
-    #: Whether symbols must be known and the market open: `real` leaves out the paper broker.
+    #: Longer than a double click.
+    check_duplicate_window: float = Field(default=2.0, ge=0, le=86_400)
     check_symbols: Literal["off", "real", "all"] = "real"
     check_market_open: Literal["off", "real", "all"] = "real"
-    #: CSV of all symbols, with the columns `symbol` and `lot` (TWD of one lot at a price of 1).
     symbols_file: str = ""
-    #: JSON of days that differ from the exchanges' calendar: `closed`, or hours such as `09:00-11:00`.
     calendar_file: str = ""
 
     # Database
-    #: Connections of one process for transactions (closing a position needs two), and as many again for
-    #: single statements: orders and their events.
+    #: Closing a position needs two.
     database_pool: int = Field(default=8, ge=2)
     database_pool_wait: float = 2.0
 
     # Orchestrator
-    #: Task queues that this orchestrator serves.
     task_queues: tuple[str, ...] = ("lifecycle", "launch", "orders", "bulk")
-    #: The name of the ready file; it differs between orchestrators that share a data folder.
     orchestrator_name: str = "orchestrator"
-    #: Temporal's worker deployment, and our version in it; empty: release and hash of the workflows' code.
     deployment_name: str = "berth"
     build_id: str = ""
-    #: Whether this orchestrator makes its version the current one if it is newer.
     promote: bool = True
-    #: Most workflows moved to a new version in a second.
     move_rate: float = Field(default=20.0, gt=0)
-    #: Seconds that running activities get after SIGTERM. 3 s later an orchestrator ends in any case;
-    #: `berth up` kills it after 15 s.
+    #: `berth up` kills an orchestrator after 15 s.
     stop_grace: float = Field(default=10.0, ge=0)
-    #: Seconds between two checks for workflows of another version, while there are none.
     move_period: float = Field(default=15.0, gt=0)
-    #: Whether an account that differs from the broker's books takes no orders until a person has looked.
     differences_block: bool = False
-    #: How often the sweeper checks for orders that are not final some time after their acceptance.
     sweep_period: float = Field(default=0.5, gt=0)
-    #: Seconds after which another sweeper takes over the orders of one that died. Longer than a round takes
-    #: with servers that answer slowly (Valkey's socket timeout is 5 s).
+    #: Longer than a round with servers that answer slowly: Valkey's socket timeout is 5 s.
     sweep_lease: float = Field(default=10.0, gt=0)
-    #: First pause between two checks of a followed order; it doubles up to the longest.
     verify_pause: float = Field(default=2.0, gt=0)
     verify_longest_pause: float = Field(default=60.0, gt=0)
-    #: How long no worker may have been able to submit an order before the broker's listings prove that it
-    #: never arrived. Twice as long while the worker that may have submitted it lives.
     absent_after: float = Field(default=60.0, ge=0)
-    #: How long the broker may be unreachable before an order goes to the list for a person.
     verify_patience: float = 900.0
-    #: When all orders of a trading day have ended, in seconds after its midnight in Taiwan: 05:30 of the next
-    #: day, after TAIFEX's night session.
+    #: 05:30 of the next day, after TAIFEX's night session.
     trading_day_end: float = 106_200.0
     launcher: str = "process"
-    #: Launches a second of all orchestrators, and launches at once after a pause; Fargate's by default.
+    #: Fargate's.
     launch_rate: float = Field(default=20.0, gt=0)
     launch_burst: int = Field(default=100, ge=1)
-    #: Docker's socket, the workers' image, and the network from which they reach Valkey and the brokers.
     docker_socket: Path = Path("/var/run/docker.sock")
     docker_image: str = "berth-worker:0.1.0"
     docker_network: str = "bridge"
-    #: The label of this installation's workers on a shared Docker daemon.
     docker_fleet: str = "berth"
 
     # Workers
-    #: Valkey's URL for workers, if it differs (Docker, a proxy); empty: the same.
     worker_valkey_url: str = ""
+    valkey_users: bool = False
     pool: str = "default"
-    #: The pool's policy at its first start and when one of these changes; otherwise operators set it
-    #: (docs/how-to/size-the-pool.md). Free workers to keep, and the least and most ever wanted (0: no limit).
     pool_target: int = Field(default=4, ge=0)
     pool_minimum: int = Field(default=0, ge=0)
     pool_maximum: int = Field(default=0, ge=0)
-    #: Additional free workers: `3`, or `20%` of those in use.
     pool_buffer: str = "0"
-    #: Keeps at least as many as were claimed in this many last minutes; 0: ignores demand.
     pool_demand_minutes: float = Field(default=0.0, ge=0)
-    #: Workers in all, free and in use; 0: without a limit.
     pool_limit: int = Field(default=0, ge=0)
-    #: How long surplus free workers are kept.
     pool_shrink_after: float = Field(default=300.0, ge=0)
-    #: How long a launched worker may take to be ready, its host's start included (a cold one on ECS: 48 to
-    #: 63 s); read when the pool's workflow begins.
-    pool_launch_timeout: float = Field(default=30.0, gt=0)
-    #: Hours with a target of their own.
     pool_windows: tuple[dict[str, Any], ...] = ()
     worker_version: str = "0.1.0"
-    #: When the morning begins on weekdays in Taiwan, `HH:MM`; empty: never. It connects the users with orders
-    #: in the last `morning_days` trading days within `morning_window`, with at most `morning_rate` logins a
-    #: second and `morning_abreast` at the same time (docs/how-to/roll-out.md).
     morning_at: str = Field(default="08:00", pattern=r"^(([01]\d|2[0-3]):[0-5]\d)?$")
+    evening_at: str = Field(default="14:30", pattern=r"^(([01]\d|2[0-3]):[0-5]\d)?$")
     morning_days: int = Field(default=5, ge=1, le=30)
     morning_window: float = Field(default=1200.0, gt=0)
     morning_rate: float = Field(default=5.0, gt=0)
     morning_abreast: int = Field(default=10, ge=1)
     mark_ttl: float = 30.0
     mark_period: float = 5.0
-    #: How long a worker's session may stand still before it is replaced in place.
-    pulse_timeout: float = 10.0
-    #: How long a broker connection may be idle before it is pinged.
+    pulse_timeout: float = 3.0
     health_period: float = 60.0
-    #: How often the mark watcher reads all marks, and how long one must be missing before it acts.
     watch_period: float = 2.0
     watch_confirm: float = 5.0
-    #: How often maintenance checks all workers, tasks and marks; 0: never. It acts on an anomaly only if a
-    #: second check at least `maintenance_confirm` later finds it again.
     maintenance_period: float = Field(default=60.0, ge=0)
     maintenance_confirm: float = Field(default=40.0, ge=0)
-    #: The share of a broker's limits that workers use; the rest is a margin.
+    worker_history_days: int = Field(default=90, ge=7)
+    dead_letter_days: int = Field(default=14, ge=1, le=14)
+    alert_days: int = Field(default=30, ge=1)
+    order_days: int = Field(default=2557, ge=90)
+    audit_days: int = Field(default=2557, ge=366)
     budget_share: float = Field(default=0.9, gt=0, le=1)
-    #: The address from which brokers see the workers' calls; empty: calls are counted by person only. All
-    #: calls from one address together may be those of `egress_persons` persons.
     egress_address: str = ""
     egress_persons: int = Field(default=10, ge=1)
     idle_timeout: float = 1800.0
     connect_attempts: int = Field(default=3, ge=1)
     connect_timeout: float = 20.0
     claim_timeout: float = 30.0
+    launch_timeout: float = Field(default=90.0, gt=0)
 
+    # Operators' alerts (docs/how-to/be-called.md)
+    alert_mails: tuple[str, ...] = ()
+    alert_webhooks: tuple[str, ...] = ()
+    alert_window: float = Field(default=900.0, ge=10)
+    alert_limit: int = Field(default=20, ge=1)
+
+    metrics_address: str = Field(default="", pattern=r"^(.+:\d+)?$")
+    traces_url: str = Field(default="", pattern=r"^(https?://.+)?$")
     log_level: str = Field(default="INFO", pattern=r"(?i)^(debug|info|warning|error|critical)$")
 
+    @property
+    def runner_bounds(self) -> tuple[int, int]:
+        least, _, most = self.jobs_runners.partition("-")
+        return int(least), max(int(least), int(most or least))
+
+    @property
+    def sends_alerts(self) -> bool:
+        return bool(self.alert_mails or self.alert_webhooks)
+
     def allowance(self) -> Allowance:
-        """The brokers' limits as workers get them."""
+        """The brokers' limits as workers get them, but for the names of the address's budgets."""
         paper = BrokerLimits(
             connections=self.exchange_connections,
             logins_per_day=self.exchange_logins_per_day,
@@ -255,7 +245,6 @@ class Settings(BaseSettings):
         )
         return Allowance(
             share=self.budget_share,
-            egress=self.egress_address,
             egress_persons=self.egress_persons,
             paper=paper,
         )
@@ -266,7 +255,6 @@ class LocalSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="BERTH_LOCAL_", extra="ignore", frozen=True)
 
-    #: Temporal's web UI.
     ui_port: int = 8233
     temporal_port: int = 7401
     valkey_port: int = 7402
@@ -280,27 +268,35 @@ class EcsSettings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="BERTH_ECS_", extra="ignore", frozen=True)
 
-    #: Empty: as the AWS SDK finds it.
     region: str = ""
     cluster: str = "berth"
-    #: `family`, `family:revision` or an ARN, and the worker's container in it.
     task_definition: str = "berth-worker"
     container: str = "worker"
-    #: Capacity provider → weight; empty: the cluster's default strategy.
     capacity_providers: dict[str, int] = {}
-    #: The provider whose number of hosts we set (empty: none, as on Fargate), spare hosts to keep warm, and
-    #: the workers a second that must find room while a cold host starts.
     host_provider: str = ""
     hosts_warm: int = Field(default=1, ge=0)
     hosts_rate: float = Field(default=0.0, ge=0)
-    #: `spread` over zones and hosts, `binpack` by memory, `none` where ECS has no say (Fargate).
     placement: Literal["spread", "binpack", "none"] = "binpack"
-    #: For tasks with network interfaces of their own (awsvpc).
     subnets: tuple[str, ...] = ()
     security_groups: tuple[str, ...] = ()
-    #: SQS queue of task state changes, one for each orchestrator, since a message is received once.
     queue_url: str = ""
-    #: Seconds between two full listings while events arrive.
     listing_period: float = Field(default=600.0, gt=0)
-    #: 64 bytes in base64, with which launch documents are encrypted.
-    launch_key_file: Path = Path(".berth/keys/launch.key")
+    launch_key_file: Path = Path(".berth/keys/launch-document.key")
+
+
+S = TypeVar("S", bound=BaseSettings)
+
+
+def read_settings(kind: type[S], **given: Any) -> S:
+    """The settings of a process that begins; `given` go before the environment.
+
+    Those that are not valid end the process, with a sentence for each that does not quote it.
+    """
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        wrong = [(str(one["loc"][0]), one["msg"]) for one in error.errors()]
+    except SettingsError as error:  # it says the field in words only
+        wrong = [(name, "it is not the JSON of a list or object") for name in str(error).split('"')[1:2]]
+    prefix = kind.model_config["env_prefix"]
+    raise SystemExit("\n".join(f"error: {prefix}{name.upper()}: {why}" for name, why in wrong))

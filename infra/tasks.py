@@ -1,7 +1,5 @@
 """Background tasks: cancelled for certain, running during a block, or shared by callers."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
 from contextlib import asynccontextmanager

@@ -3,13 +3,14 @@
 The launchers and the node both speak of workers in these terms.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 from dataclasses import dataclass, field
 
+import msgspec
+
 from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.launch import WorkerConfig
 
 #: Bytes. Soft: what a host reserves for a worker. Hard: where only that worker is killed.
 MEMORY_SOFT = 384 * 1024 * 1024
@@ -43,25 +44,28 @@ HOST_LOST = "host_lost"
 FAILED_TO_START = "failed_to_start"
 
 
-class LaunchFailed(BerthError):
+class LaunchFailed(BerthError, code="LAUNCH_FAILED", retryable=True):
     """The worker could not be launched."""
 
-    code = "LAUNCH_FAILED"
-    retryable = True
 
-
-class LauncherUnreachable(BerthError):
+class LauncherUnreachable(BerthError, code="LAUNCHER_UNREACHABLE", retryable=True):
     """The launcher does not answer: nothing is known about its workers."""
 
-    code = "LAUNCHER_UNREACHABLE"
-    retryable = True
 
-
-class StopFailed(BerthError):
+class StopFailed(BerthError, code="STOP_FAILED", retryable=True):
     """The worker was killed, but its end could not be confirmed: it may still run."""
 
-    code = "STOP_FAILED"
-    retryable = True
+
+class LaunchSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker to launch. The launcher fills in `config.task_id`. Memory is in bytes."""
+
+    config: WorkerConfig
+    #: What to run, in the platform's terms (a container image, a task definition); empty: what the launcher
+    #: was configured with. The process launcher has only one.
+    image: str = ""
+    memory_soft: int = MEMORY_SOFT
+    memory_hard: int = MEMORY_HARD
+    cpu_units: int = CPU_UNITS
 
 
 @dataclass(frozen=True, kw_only=True)

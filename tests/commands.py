@@ -89,6 +89,8 @@ def _main(words: list[str]) -> int:
         code: object = 0
     except SystemExit as end:
         code = end.code
+        if isinstance(code, str):  # as the interpreter does
+            sys.stderr.write(f"{code}\n")
     except BaseException:  # the boundary of the process
         traceback.print_exc()
         code = 1

@@ -9,6 +9,7 @@ import faulthandler
 import itertools
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+import structlog
 from redis.asyncio import Redis
 from xdist.remote import Producer
 
@@ -26,8 +28,8 @@ from infra.lab.worker_image import PackagesAbsent
 from infra.local.process import ServerFailed
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.valkey import client as valkey
-from tests.commands import CommandForker
-from tests.databases import MigratedDatabases
+from tests.commands import ROOT, CommandForker
+from tests.databases import SERVICES, MigratedDatabases, drop_database
 from tests.groups import UnitScheduling, sort_units
 from tests.stacks import all_stacks
 from workflows.names import SEARCH_ATTRIBUTES
@@ -58,11 +60,22 @@ def keep_data_in_memory() -> None:
 
 
 keep_data_in_memory()
+# Tests place the same order again and again, on purpose; those of the checks say what they need.
+os.environ.setdefault("BERTH_CHECK_DUPLICATE_WINDOW", "0")
 
 # An example that falls into a moment in which the machine stands still is no slow one: 200 ms by default, and
 # 1 s for all draws of the first ten. The time limit of the test holds.
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
+
+
+# Where no log is configured, structlog prints the locals of each frame of an error: 7 s for one of the API.
+structlog.configure(
+    processors=[
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
 
 def cancel_all_tasks(loop: asyncio.AbstractEventLoop) -> None:
@@ -95,6 +108,7 @@ def no_new_day() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BERTH_EXCHANGE_DAY_BEGINS", begins.isoformat("minutes"))
         patch.setenv("BERTH_MORNING_AT", "")
+        patch.setenv("BERTH_EVENING_AT", "")
         yield
 
 
@@ -141,7 +155,7 @@ def empty_database(postgres_server: PostgresServer) -> Iterator[str]:
     """URL of a new, empty database, which is dropped: a thousand of them are 8 GB to delete at the end."""
     name = f"test_{os.getpid()}_{next(_numbers)}"
     yield postgres_server.create_database(name)
-    postgres_server.drop_database(name)
+    drop_database(postgres_server, name)
 
 
 @pytest.fixture(scope="session")
@@ -160,6 +174,12 @@ def migrated_database(
     migrated_databases.give_back(name)
 
 
+@pytest.fixture
+def services_database(migrated_database: str) -> str:
+    """The same, for the role of the services, which does not own the tables."""
+    return migrated_database.replace("//berth@", f"//{SERVICES}@")
+
+
 @pytest.fixture(scope="session")
 def temporal_server(server_directory: Path) -> Iterator[TemporalServer]:
     with TemporalServer(
@@ -173,6 +193,20 @@ def commands() -> Iterator[CommandForker]:
     """Runs `berth …`."""
     with CommandForker() as commands:
         yield commands
+
+
+@pytest.fixture(scope="session")
+def client_distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the Python client is installed, as other projects install it."""
+    source, target = tmp_path_factory.mktemp("client") / "source", tmp_path_factory.mktemp("packages")
+    shutil.copytree(ROOT / "infra" / "client", source)  # a build leaves files beside its source
+    words = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *words, "--target", target, source],
+        check=True,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+    )
+    return target
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,22 @@ from types import TracebackType
 from typing import Self
 
 import asyncpg
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database.migrate import migrate
+from infra.database.migrate import migrate_as_owner
+from infra.database.models import WorkerSession
+from infra.database.workers import launches
+from infra.database.workers import sessions as worker_sessions
 from infra.local.process import HOST
 from infra.local.servers import PostgresServer
+from infra.settings import Settings
 
+#: The role of the services.
+SERVICES = "berth_services"
+_ROLE = f"""
+do $$ begin create role {SERVICES} login; exception when duplicate_object then null; end $$
+"""
 #: Ends every open connection, as `drop database … with (force)` would.
 _ALONE = """
 select pg_terminate_backend(pid, 5000) from pg_stat_activity
@@ -75,6 +86,29 @@ select md5(string_agg(line, e'\\n' order by line)) from (
 """
 
 
+async def assign_launched_worker(session: AsyncSession, claim_id: str, worker_id: str) -> None:
+    """Gives a claim a worker that was launched for its pool."""
+    pool = await session.scalar(select(WorkerSession.pool).where(WorkerSession.claim_id == claim_id))
+    await launches.record_launch(session, worker_id=worker_id, pool=pool or "", version="1", task_id="t")
+    await worker_sessions.assign_worker(session, claim_id=claim_id, worker_id=worker_id, warm=True)
+
+
+def drop_database(server: PostgresServer, name: str) -> None:
+    """Ends a database's connections and removes it; a missing one is no error."""
+
+    async def drop() -> None:
+        link = await asyncpg.connect(
+            host=HOST, port=server.port, user=server.user, database="postgres", ssl=False
+        )
+        try:
+            await link.execute(f'drop database if exists "{name}" with (force)')
+        finally:
+            await link.close()
+
+    with ThreadPoolExecutor(max_workers=1) as thread:  # an event loop may run in this one
+        thread.submit(asyncio.run, drop()).result()
+
+
 class MigratedDatabases:
     """Of one server. `take` and `give_back` may be called while an event loop runs in this thread."""
 
@@ -88,8 +122,10 @@ class MigratedDatabases:
         self._thread = ThreadPoolExecutor(max_workers=1)
 
     def __enter__(self) -> Self:
-        url = self._server.create_database(self._template)
-        self._thread.submit(asyncio.run, migrate(url)).result()
+        owner = self._server.create_database(self._template)
+        self._thread.submit(asyncio.run, self._ask(self._template, _ROLE, "select 1")).result()
+        settings = Settings(database_owner_url=owner, database_url=f"postgresql+asyncpg://{SERVICES}@{HOST}/")
+        self._thread.submit(asyncio.run, migrate_as_owner(settings)).result()
         self._shape = self._thread.submit(asyncio.run, self._ask(self._template, _SHAPE)).result()
         return self
 
@@ -112,7 +148,7 @@ class MigratedDatabases:
         if shape == self._shape:
             self._free.append(name)
         else:
-            self._server.drop_database(name)
+            drop_database(self._server, name)
 
     async def _ask(self, name: str, *statements: str) -> str:
         """What the last statement says."""

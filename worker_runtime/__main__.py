@@ -1,7 +1,5 @@
 """`python -m worker_runtime`: one user worker, configured by a JSON document on standard input."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

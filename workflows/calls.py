@@ -6,8 +6,6 @@ them are safe to run twice. Durations are seconds. No call is retried for ever: 
 workflow's state shows why.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
@@ -276,7 +274,7 @@ async def tell_rollout(request: rm.TellRollout) -> None:
     )
 
 
-# --- the morning and the daily statements -------------------------------------------------------------
+# --- the morning, daily statements and reports -------------------------------------------------------------
 
 
 async def plan_morning(request: mo.PlanMorning) -> mo.MorningPlan:
@@ -314,6 +312,12 @@ async def enqueue_statements(request: sm.EnqueueStatements) -> sm.StatementsPage
     limits = _Limits(12 * 3600.0, each=300.0, beat=_SLOW_BEAT, retry=_SLOWLY)
     why = f"users after {request.after!r}"
     return await _call(BULK_QUEUE, "enqueue_statements", request, sm.StatementsPage, limits, why)
+
+
+async def make_report(request: sm.MakeReport) -> sm.ReportResult:
+    """Some statements, up to 60 s for the figures, and a job a mail. Tried until the next report is due."""
+    limits = _Limits(24 * 3600.0, each=120.0, beat=_BULK_BEAT, retry=_SLOWLY)
+    return await _call(BULK_QUEUE, "make_report", request, sm.ReportResult, limits, "make the daily report")
 
 
 # --- what a failed call says --------------------------------------------------------------------------

@@ -5,8 +5,6 @@ again, until somebody resets the workflow. So handlers take every payload, and d
 not fit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol, TypeVar

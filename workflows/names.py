@@ -1,7 +1,5 @@
 """Names under which workflows, task queues and search attributes are known to Temporal."""
 
-from __future__ import annotations
-
 from temporalio.common import SearchAttributeKey
 
 USER_WORKER = "UserWorkerWorkflow"
@@ -12,11 +10,14 @@ MAINTENANCE_BATCH = "MaintenanceBatchWorkflow"
 MORNING = "MorningWorkflow"
 ROLLOUT = "RolloutWorkflow"
 STATEMENTS = "StatementsWorkflow"
+DAILY_REPORT = "DailyReportWorkflow"
 
 #: Schedules. What one starts has the same id, with the time behind it.
 MAINTENANCE_SCHEDULE = "maintenance"
 MORNING_SCHEDULE = "morning"
+EVENING_SCHEDULE = "evening"
 STATEMENTS_SCHEDULE = "statements"
+REPORT_SCHEDULE = "daily-report"
 
 #: Workflows and light activities.
 LIFECYCLE_QUEUE = "berth-lifecycle"
@@ -42,9 +43,9 @@ def worker_pool_id(pool: str) -> str:
     return f"worker-pool-{pool}"
 
 
-def morning_id(day: str) -> str:
-    """One a day."""
-    return f"morning-{day}"
+def morning_id(day: str, evening: bool = False) -> str:
+    """One a day, and one an evening."""
+    return f"{'evening' if evening else 'morning'}-{day}"
 
 
 def statements_id(day: str) -> str:

@@ -1,41 +1,53 @@
 """The activities of a claim: from a claim id to a connected worker. All are idempotent by the claim id."""
 
-from __future__ import annotations
-
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 import structlog
 from redis.asyncio import Redis
+from sqlalchemy.ext.asyncio import AsyncSession
 from temporalio import activity
 
-from activities.claims.handshake import WAIT_SLICE, ClaimReplies, push_signed, seal_accounts
+from activities.claims.handshake import WAIT_SLICE, AssignmentSealer, ClaimReplies, push_signed
 from activities.pool import entries
 from activities.pool.launch import COLD_PREFIX
 from activities.rollout.canary import CanaryRegistry
+from infra.database.accounts import record_logins, split_rejected
 from infra.database.engine import Database
 from infra.database.models import StoredCredentials
 from infra.database.orders import listing as open_orders_table
 from infra.database.trading import switches
 from infra.database.users import UserNotFound
 from infra.database.workers import sessions as worker_sessions
+from infra.process_metrics import CLAIM_SECONDS, count_claim_failure
+from infra.tracing import Traces
 from infra.valkey import client as valkey
-from infra.valkey import switch_fanout
-from infra.valkey.client import reply_of
-from infra.vault.key_pairs import KeyUnwrapper, OrchestratorKeys
+from infra.valkey.switch_fanout import SwitchSigner
+from infra.valkey.worker_users import WorkerUsers
 from worker_runtime.protocol import errors, keys
+from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Claim, ClaimReply, Connect, PlaceOrder
 from workflows.user_worker import messages as m
 
 #: Recent crashes after which a start is held back. After the first one, the user gets a new worker at once.
 BACK_OFF_FROM = 2
+#: Entries that one claim tries. Each one refused costs it about 5 ms; after that, a launch helps.
+ENTRIES_TRIED = 5
 
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, kw_only=True)
+class _EntryRefused(Exception):
+    """The entry that `claim.lua` returned may not be claimed."""
+
+    def __init__(self, worker_id: str, why: str) -> None:
+        super().__init__(why)
+        self.worker_id = worker_id
+
+
+@dataclass(frozen=True)
 class _ClaimedWorker:
     """What a claim got in its transaction."""
 
@@ -44,19 +56,24 @@ class _ClaimedWorker:
     accounts: Sequence[StoredCredentials] = ()
     open_orders: list[PlaceOrder] = field(default_factory=list)
     crashes: tuple[float, ...] = ()
+    #: Why an account, or each, may not log in.
+    rejection: BerthError | None = None
 
 
+@dataclass(eq=False, repr=False)
 class ClaimActivities:
     """Activities `claim_worker`, `await_connected`, `connect_again`."""
 
-    def __init__(
-        self, client: Redis, database: Database, unwrapper: KeyUnwrapper, orchestrator_keys: OrchestratorKeys
-    ) -> None:
-        self._client = client
-        self._database = database
-        self._unwrapper = unwrapper
-        self._keys = orchestrator_keys
-        self._canaries = CanaryRegistry(client)
+    client: Redis
+    database: Database
+    sealer: AssignmentSealer
+    #: None: workers log in to Valkey as we do.
+    users: WorkerUsers | None = None
+    traces: Traces | None = None
+
+    def __post_init__(self) -> None:
+        self._switches = SwitchSigner(self.sealer.secrets)
+        self._canaries = CanaryRegistry(self.client)
 
     @activity.defn
     async def claim_worker(self, request: m.ClaimRequest) -> m.ClaimResult:
@@ -72,39 +89,69 @@ class ClaimActivities:
         if found.status == "gone":
             return _gone(worker, "the claimed worker is gone")
         if found.status == "refused":
-            return _no_account(request, worker)
-        if not found.proven(self._keys):
-            log.error("worker_key_not_proven", worker_id=worker.worker_id, pool=request.pool)
-            return _gone(worker, "the worker's public key is not proven to be its own")
+            return _no_account(request, claimed)
         # Read after the commit of the assignment, so that no change of the switch is missed.
-        generation, server = await valkey.read_generation_and_server(self._client, uuid.uuid4().hex)
-        async with self._database.session(autocommit=True) as session:
+        generation, server = await valkey.read_generation_and_server(self.client, uuid.uuid4().hex)
+        async with self.database.session(autocommit=True) as session:
             switch = await switches.switch_of_user(session, request.user_id)
-        switch = switch_fanout.addressed_to(switch, server)
-        if not await entries.write_owner(self._client, request.user_id, worker, generation, switch):
+        words = self._switches.words(request.user_id, switch, server)
+        if not await entries.write_owner(self.client, request.user_id, worker, generation, words):
             return _gone(worker, "a later assignment owns the user")
-        replies = ClaimReplies(self._client, request.pool, request.claim_id)
-        reply = None if found.status == "claimed" else await replies.present(worker.worker_id, 1)
+        if self.users:
+            await self.users.admit(worker.worker_id, request.pool, request.user_id)
+        replies = ClaimReplies(self.client, self.sealer.keys, worker)
+        reply = None if found.status == "claimed" else await replies.present(1)
         if reply is None:
             inbox = keys.pool_inbox(request.pool, worker.worker_id)
             # Sent again only if it was lost on the way: a worker answers a repeated claim again.
-            if found.status == "claimed" or not await reply_of(self._client.llen(inbox)):
-                claim = await self._claim_message(request, claimed, generation)
-                await push_signed(self._client, inbox, claim, self._keys.signing_key)
-            reply = await replies.wait(worker.worker_id, 1, request.reply_wait)
-        return await self._result(worker, reply)
+            if found.status == "claimed" or not await valkey.reply_of(self.client.llen(inbox)):
+                claim = await self._claim_message(request, claimed, generation, switch.version)
+                await push_signed(self.client, inbox, claim, self.sealer.keys.signing_keys)
+            reply = await replies.wait(1, request.reply_wait)
+        return await self._result(request, worker, reply)
 
-    async def _result(self, worker: m.WorkerRef, reply: ClaimReply | None) -> m.ClaimResult:
+    async def _result(
+        self, request: m.ClaimRequest | m.ConnectRequest, worker: m.WorkerRef, reply: ClaimReply | None
+    ) -> m.ClaimResult:
         result = _result(worker, reply)
+        if reply is not None and any(login.rejected for login in reply.logins):  # the others have their event
+            async with self.database.session() as session:
+                await record_logins(session, request.user_id, worker.epoch, reply.at_ms, reply.logins)
+        if result.failure_code:
+            count_claim_failure(result.failure_code)
         if result.status == m.ClaimStatus.ACTIVE:
+            if self.traces is not None:
+                began, ended = result.claimed_at, result.connected_at
+                self.traces.add("worker login", self.traces.context("claim"), began, ended)
             await self._canaries.served(worker.pool, worker.version)
         return result
 
     async def _assign(self, request: m.ClaimRequest) -> _ClaimedWorker:
-        """Epoch, worker and accounts in one transaction; a repeat of the claim id gets the same ones."""
+        """Passes over entries that may not be claimed, so that whoever wrote them blocks nobody."""
         avoid = await self._canaries.to_avoid(request.pool, request.failed)
-        avoided = avoid.version if avoid else ""
-        async with self._database.session() as session:
+        refused: set[str] = set()
+        while len(refused) < ENTRIES_TRIED:
+            try:
+                return await self._assign_once(request, avoid.version if avoid else "", refused)
+            except _EntryRefused as error:
+                if error.worker_id in refused:  # it writes the claim's note, too
+                    break
+                refused.add(error.worker_id)
+                log.error(
+                    "pool_entry_refused", worker_id=error.worker_id, pool=request.pool, reason=str(error)
+                )
+                await entries.discard_entry(self.client, request.pool, error.worker_id, request.claim_id)
+        empty = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id=request.claim_id, pool=request.pool)
+        return _ClaimedWorker(found=entries.PoolEntry(status="empty"), worker=empty)
+
+    async def _assign_once(
+        self, request: m.ClaimRequest, avoided: str, refused: Collection[str]
+    ) -> _ClaimedWorker:
+        """Epoch, worker and accounts in one transaction; a repeat of the claim id gets the same ones.
+
+        Raises `_EntryRefused`; the transaction is rolled back then, so that nothing of it counts.
+        """
+        async with self.database.session() as session:
             try:
                 assigned = await worker_sessions.assign_epoch(
                     session,
@@ -122,99 +169,106 @@ class ClaimActivities:
                 return _ClaimedWorker(found=entries.PoolEntry(status="gone"), worker=gone)
             accounts: Sequence[StoredCredentials] = ()
             open_orders: list[PlaceOrder] = []
+            rejection: BerthError | None = None
             if epoch:
-                accounts, open_orders = await open_orders_table.open_orders_with_accounts(
+                stored, open_orders = await open_orders_table.open_orders_with_accounts(
                     session, request.user_id
                 )
+                accounts, rejection = await split_rejected(session, stored, starts=True)
             if accounts:
                 found = await entries.claim_entry(
-                    self._client, request.pool, request.claim_id, request.user_id, avoid=avoided
+                    *(self.client, request.pool, request.claim_id, request.user_id),
+                    avoid=avoided,
+                    refused=refused,
                 )
             else:  # no account to log in with, or too many crashes: no worker is claimed
                 found = entries.PoolEntry(status="refused")
+            if found.status == "gone" and found.worker_id != assigned.worker_id:
+                raise _EntryRefused(found.worker_id, "its entry is gone")  # nothing was sent to it
             worker = m.WorkerRef(
                 worker_id=found.worker_id,
-                task_id=found.task_id,
+                task_id=assigned.task_id,
                 epoch=epoch,
                 claim_id=request.claim_id,
                 pool=request.pool,
-                version=found.version,
                 warm=not found.worker_id.startswith(COLD_PREFIX),
                 public_key=found.public_key.hex(),
             )
-            if found.public_key:
-                await worker_sessions.set_worker(
-                    session,
-                    claim_id=request.claim_id,
-                    worker_id=worker.worker_id,
-                    task_id=worker.task_id,
-                    warm=worker.warm,
-                )
-        return _ClaimedWorker(
-            found=found, worker=worker, accounts=accounts, open_orders=open_orders, crashes=assigned.crashes
-        )
+            if found.status in ("claimed", "again"):
+                worker = await self._take(session, worker, found)
+        return _ClaimedWorker(found, worker, accounts, open_orders, assigned.crashes, rejection)
+
+    async def _take(
+        self, session: AsyncSession, worker: m.WorkerRef, found: entries.PoolEntry
+    ) -> m.WorkerRef:
+        """Writes down the worker of the claim: the only one that it ever has. Raises `_EntryRefused`."""
+        if not found.proven(self.sealer.keys):
+            raise _EntryRefused(worker.worker_id, "its public key is not proven to be its own")
+        try:
+            launched = await worker_sessions.assign_worker(
+                session, claim_id=worker.claim_id, worker_id=worker.worker_id, warm=worker.warm
+            )
+        except worker_sessions.NotAssignable as error:
+            raise _EntryRefused(worker.worker_id, str(error)) from None
+        if found.status == "claimed":  # and not again
+            kind = "warm" if worker.warm else "cold"
+            CLAIM_SECONDS.labels(worker.pool, kind).observe(launched.waited)
+        return replace(worker, task_id=launched.task_id, version=launched.version)
 
     async def _to_end_first(
         self, request: m.ClaimRequest, assigned: worker_sessions.AssignmentResult
     ) -> m.WorkerRef | None:
         """A worker that may be logged in and has to end before another one starts (one-owner)."""
         other = assigned.unended
+        claim_id, pool = (other or request).claim_id, (other or request).pool
+        own, task_id = (other or assigned).worker_id or "", (other or assigned).task_id or ""
         if other is not None:
-            log.error("claim_while_another_unended", user_id=request.user_id, worker_id=other.worker_id)
-            return m.WorkerRef(
-                worker_id=other.worker_id or "",
-                task_id=other.task_id or "",
-                epoch=other.epoch,
-                claim_id=other.claim_id,
-                pool=other.pool,
-                warm=False,
-            )
-        own, claim_id, pool = assigned.worker_id, request.claim_id, request.pool
-        lost = bool(own) and await entries.worker_of_claim(self._client, pool, claim_id) != own  # by Valkey
-        if not lost and not assigned.ended:
+            log.error("claim_while_another_unended", user_id=request.user_id, worker_id=own)
+        elif not assigned.ended and (
+            not own or await entries.worker_of_claim(self.client, pool, claim_id) == own  # by Valkey
+        ):
             return None
+        epoch, warm = (other or assigned).epoch, bool(own) and other is None
         return m.WorkerRef(
-            worker_id=own,
-            task_id=assigned.task_id,
-            epoch=assigned.epoch,
-            claim_id=claim_id,
-            pool=pool,
-            warm=bool(own),
+            worker_id=own, task_id=task_id, epoch=epoch, claim_id=claim_id, pool=pool, warm=warm
         )
 
     async def _claim_message(
-        self, request: m.ClaimRequest, claimed: _ClaimedWorker, generation: str
+        self, request: m.ClaimRequest, claimed: _ClaimedWorker, generation: str, switch_version: int
     ) -> Claim:
         worker = claimed.worker
+        accounts, sealed_keys = await self.sealer.seal(
+            request.user_id, claimed.accounts, claimed.found.public_key, worker, request.claim_id
+        )
         return Claim(
             claim_id=request.claim_id,
             worker_id=worker.worker_id,
             user_id=request.user_id,
             epoch=worker.epoch,
             generation=generation,
+            switch_version=switch_version,
             connect_timeout=request.connect_timeout,
             open_orders=claimed.open_orders,
-            accounts=await seal_accounts(
-                claimed.accounts, self._unwrapper, claimed.found.public_key, worker, request.claim_id
-            ),
+            accounts=accounts,
+            sealed_keys=sealed_keys,
         )
 
     @activity.defn
     async def await_connected(self, request: m.ConnectRequest) -> m.ClaimResult:
         """Waits for the answer to a login that has begun."""
         worker, deadline = request.worker, time.monotonic() + request.timeout
-        replies = ClaimReplies(self._client, worker.pool, worker.claim_id)
+        replies = ClaimReplies(self.client, self.sealer.keys, worker)
         while (left := deadline - time.monotonic()) > 0:
-            reply = await replies.wait(worker.worker_id, request.attempt, min(left, WAIT_SLICE))
+            reply = await replies.wait(request.attempt, min(left, WAIT_SLICE))
             if reply is not None:
-                return await self._result(worker, reply)
+                return await self._result(request, worker, reply)
             activity.heartbeat()
             if not await entries.is_alive(
-                self._client, worker.pool, worker.worker_id, request.user_id, worker.epoch
+                self.client, worker.pool, worker.worker_id, request.user_id, worker.epoch
             ):
                 return _gone(worker, "the worker ended before it connected")
         # Confirming and releasing exclude each other: a worker that has not confirmed by now never connects.
-        settled = await entries.release_claim(self._client, worker.pool, worker.worker_id, worker.claim_id)
+        settled = await entries.release_claim(self.client, worker.pool, worker.worker_id, worker.claim_id)
         if settled == "released":
             return _gone(worker, "the worker did not confirm the claim in time")
         return m.ClaimResult(
@@ -228,24 +282,24 @@ class ClaimActivities:
     async def connect_again(self, request: m.ConnectRequest) -> m.ClaimResult:
         """Asks the worker for a further login; it knows a repeated message by its attempt."""
         worker = request.worker
-        replies = ClaimReplies(self._client, worker.pool, worker.claim_id)
+        replies = ClaimReplies(self.client, self.sealer.keys, worker)
         inbox = keys.pool_inbox(worker.pool, worker.worker_id)
-        answered = await replies.present(worker.worker_id, request.attempt)
-        if answered is None and not await reply_of(self._client.llen(inbox)):
+        answered = await replies.present(request.attempt)
+        if answered is None and not await valkey.reply_of(self.client.llen(inbox)):
             message = Connect(
                 claim_id=worker.claim_id,
                 worker_id=worker.worker_id,
                 attempt=request.attempt,
                 connect_timeout=request.timeout,
             )
-            await push_signed(self._client, inbox, message, self._keys.signing_key)
+            await push_signed(self.client, inbox, message, self.sealer.keys.signing_keys)
         return await self.await_connected(request)
 
 
-def _no_account(request: m.ClaimRequest, worker: m.WorkerRef) -> m.ClaimResult:
-    """The user is unknown or has stored no credentials."""
+def _no_account(request: m.ClaimRequest, claimed: _ClaimedWorker) -> m.ClaimResult:
+    """The user is unknown, has stored no credentials, or only such as the broker has rejected."""
     unknown = UserNotFound(f"there is no user {request.user_id}")
-    error = errors.UnknownAccount() if worker.epoch else unknown
+    error = claimed.rejection or (errors.UnknownAccount() if claimed.worker.epoch else unknown)
     return m.ClaimResult(
         status=m.ClaimStatus.FAILED, failure_code=error.code, failure_detail=error.detail, retryable=False
     )

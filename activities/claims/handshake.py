@@ -4,10 +4,10 @@ The list of replies is never popped, because the repeat of a lost activity must 
 is a BLMOVE of the list onto itself, which blocks while it is empty and changes nothing when it is not.
 """
 
-from __future__ import annotations
-
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 import structlog
@@ -15,59 +15,90 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from redis.asyncio import Redis
 
 from infra.database.models import StoredCredentials
-from infra.valkey.client import reply_of
+from infra.process_metrics import REFUSED
+from infra.valkey import client as valkey
 from infra.vault import vault
-from infra.vault.key_pairs import KeyUnwrapper
-from worker_runtime.protocol import keys, sealing
-from worker_runtime.protocol.errors import MalformedMessage
-from worker_runtime.protocol.messages import ClaimReply, Message, SealedAccount, decode
+from infra.vault.key_pairs import KeyUnwrapper, OrchestratorKeys
+from infra.vault.message_secret import MessageSecrets
+from worker_runtime.protocol import keys, scripts, sealing
+from worker_runtime.protocol.authentication import RefusalCounter
+from worker_runtime.protocol.errors import InvalidSignature, MalformedMessage
+from worker_runtime.protocol.messages import ClaimReply, Credentials, Message, SealedAccount
+from worker_runtime.protocol.requests import ControlMessage
 from workflows.user_worker.messages import WorkerRef
 
 #: Seconds of one blocking wait: below Valkey's socket timeout (5 s), with a heartbeat in between.
 WAIT_SLICE = 1.0
+#: Replies read at once: a list that somebody else filled costs no more.
+READ_AT_ONCE = 100
 
 log = structlog.get_logger()
 
 
-async def seal_accounts(
-    stored: Sequence[StoredCredentials],
-    unwrapper: KeyUnwrapper,
-    public_key: bytes,
-    worker: WorkerRef,
-    claim_id: str,
-) -> list[SealedAccount]:
-    """Decrypts and seals each account at once, so that the clear text exists only in this call (sealed)."""
-    sealed = []
-    for one in stored:
-        credentials = await vault.decrypt_credentials(
-            one.encrypted, unwrapper, user_id=one.user_id, account_id=one.account_id
-        )
-        box = sealing.seal(
-            msgspec.json.encode(credentials),
-            public_key,
-            user_id=one.user_id,
-            account_id=one.account_id,
-            epoch=worker.epoch,
-            claim_id=claim_id,
-            worker_id=worker.worker_id,
-        )
-        sealed.append(
-            SealedAccount(
-                account_id=one.account_id,
-                broker=one.account.broker,
-                broker_type=one.account.broker_type,
-                simulation=one.account.simulation,
-                version=one.version,
-                sealed=box,
+@dataclass(frozen=True, eq=False, repr=False)
+class AssignmentSealer:
+    """Seals what a worker needs for its user to that worker's key."""
+
+    unwrapper: KeyUnwrapper
+    keys: OrchestratorKeys
+    secrets: MessageSecrets
+    _: KW_ONLY
+    #: As in `SealedAccount`.
+    books_first: bool = False
+
+    async def seal(
+        self, user_id: str, stored: Iterable[StoredCredentials], key: bytes, worker: WorkerRef, claim_id: str
+    ) -> tuple[list[SealedAccount], bytes]:
+        """The accounts and the keys of the user's messages. Decrypts and seals each account at once, so that
+        the clear text exists only in this call (sealed)."""
+        known = {"user_id": user_id, "claim_id": claim_id, "worker_id": worker.worker_id}
+        sealed = []
+        for one in stored:
+            await asyncio.sleep(0)  # each takes about 0.3 ms, and a user may have `MAX_ACCOUNTS`
+            account = one.account
+            credentials = await vault.decrypt_credentials(
+                one.encrypted, self.unwrapper, user_id=user_id, account_id=one.account_id
             )
-        )
-    return sealed
+            clear = msgspec.json.encode(credentials)
+            sealed.append(
+                SealedAccount(
+                    account_id=one.account_id,
+                    broker=account.broker,
+                    broker_type=account.broker_type,
+                    simulation=account.simulation,
+                    number=account.number,
+                    version=one.version,
+                    budgets=list(self.keys.budget_names(account.broker, *_person(one, credentials))),
+                    sealed=sealing.seal(clear, key, account_id=one.account_id, epoch=worker.epoch, **known),
+                    books_first=self.books_first,
+                )
+            )
+        message_keys = self.secrets.for_worker(user_id, worker.epoch)
+        return sealed, sealing.seal_message_keys(message_keys, key, epoch=worker.epoch, **known)
 
 
-async def push_signed(client: Redis, key: str, message: Message, signing: Ed25519PrivateKey) -> None:
+def _person(stored: StoredCredentials, credentials: Credentials) -> tuple[str, str]:
+    """Whose calls the broker counts together."""
+    if credentials.person_id:
+        return "person", credentials.person_id
+    if stored.account.broker == "paper":  # there, an account without a person is a person of its own
+        return "account", stored.account_id
+    return "api key", credentials.api_key
+
+
+async def send_control(client: Redis, orchestrator_keys: OrchestratorKeys, message: ControlMessage) -> None:
+    """Signs a message for the worker that serves the user, and wakes it."""
+    names = [keys.control(message.user_id), keys.doorbell(message.user_id)]
+    signed = sealing.sign(message, *orchestrator_keys.signing_keys)
+    await valkey.run_script(client, scripts.SEND_CONTROL, names, [signed])
+
+
+async def push_signed(
+    client: Redis, key: str, message: Message, signing: Iterable[Ed25519PrivateKey]
+) -> None:
     """Puts a signed message on a worker's inbox, which expires after `CLAIM_TTL`."""
     async with client.pipeline(transaction=True) as pipe:
-        pipe.rpush(key, sealing.sign(message, signing))
+        pipe.rpush(key, sealing.sign(message, *signing))
         pipe.expire(key, keys.CLAIM_TTL)
         await pipe.execute()
 
@@ -75,41 +106,46 @@ async def push_signed(client: Redis, key: str, message: Message, signing: Ed2551
 class ClaimReplies:
     """The answers to one claim id or reload id."""
 
-    def __init__(self, client: Redis, pool: str, claim_id: str) -> None:
+    def __init__(
+        self, client: Redis, orchestrator_keys: OrchestratorKeys, worker: WorkerRef, reload_id: str = ""
+    ) -> None:
         self._client = client
-        self._claim_id = claim_id
-        self._key = keys.pool_reply(pool, claim_id)
+        self._keys = orchestrator_keys
+        self._worker_id, self._claim_id = worker.worker_id, reload_id or worker.claim_id
+        self._key = keys.pool_reply(worker.pool, self._worker_id, self._claim_id)
+        self._refused = RefusalCounter(REFUSED.labels("claim reply").inc)
 
-    async def present(self, worker_id: str, attempt: int) -> ClaimReply | None:
-        """The answer to this attempt, if it has come. Removes answers to other attempts."""
-        items: list[bytes] = await reply_of(self._client.lrange(self._key, 0, -1))
+    async def present(self, attempt: int) -> ClaimReply | None:
+        """The answer to this attempt, if it has come. Removes answers to other attempts, and forged ones."""
+        items: list[bytes] = await valkey.reply_of(self._client.lrange(self._key, 0, READ_AT_ONCE - 1))
         for item in items:
             reply = self._read(item)
             # A success of any attempt counts: the worker is connected.
-            if (
-                reply is None
-                or reply.worker_id != worker_id
-                or (reply.attempt < attempt and reply.failure is not None)
-            ):
-                await reply_of(self._client.lrem(self._key, 1, item))  # type: ignore[arg-type]
+            if reply is None or (reply.attempt < attempt and reply.failure is not None):
+                await valkey.reply_of(self._client.lrem(self._key, 1, item))  # type: ignore[arg-type]
             else:
                 return reply
         return None
 
-    async def wait(self, worker_id: str, attempt: int, timeout: float) -> ClaimReply | None:
+    async def wait(self, attempt: int, timeout: float) -> ClaimReply | None:
         """The answer to this attempt, or None after `timeout` seconds (less than the socket timeout)."""
         deadline = time.monotonic() + timeout
         while True:
-            reply = await self.present(worker_id, attempt)
+            reply = await self.present(attempt)
             left = deadline - time.monotonic()
             if reply is not None or left <= 0:
                 return reply
-            await reply_of(self._client.blmove(self._key, self._key, max(left, 0.01), "LEFT", "RIGHT"))  # type: ignore[arg-type]
+            await valkey.reply_of(self._client.blmove(self._key, self._key, max(left, 0.01), "LEFT", "RIGHT"))  # type: ignore[arg-type]
 
     def _read(self, item: bytes) -> ClaimReply | None:
+        """The reply, if it is the worker's own to this claim."""
+        worker_id = self._worker_id
         try:
-            reply: ClaimReply = decode(item, ClaimReply)
-        except MalformedMessage as error:
-            log.warning("malformed_claim_reply", claim_id=self._claim_id, reason=error.detail)
+            reply = sealing.open_reply(item, *self._keys.launch_tokens(worker_id))
+        except (MalformedMessage, InvalidSignature) as error:
+            if self._refused.add(worker_id):
+                log.warning(
+                    "claim_reply_dropped", claim_id=self._claim_id, worker_id=worker_id, reason=error.detail
+                )
             return None
-        return reply if reply.claim_id == self._claim_id else None
+        return reply if (reply.claim_id, reply.worker_id) == (self._claim_id, worker_id) else None

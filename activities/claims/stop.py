@@ -1,68 +1,189 @@
-"""The activity that ends a user's worker: asks it, stops it, waits until the launcher confirms the end."""
+"""Ends a user's worker, and knows when that is certain; the activities that ask it first, and how it is.
 
-from __future__ import annotations
+A worker counts as ended when its launcher confirmed it, or when its epoch was fenced long enough ago. A
+listing proves nothing, because it may be minutes behind what another orchestrator launched.
+"""
 
 import asyncio
 import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import structlog
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 from temporalio import activity
 
-from activities.claims.handshake import push_signed
+from activities.claims.handshake import push_signed, send_control
 from activities.heartbeat import Heartbeat
 from activities.pool import entries
-from infra.database.engine import Database
+from infra.database.engine import Database, DatabaseUnavailable
+from infra.database.trading import switches
+from infra.database.workers import assignments, launches
 from infra.database.workers import sessions as worker_sessions
 from infra.launchers.port import Launcher
 from infra.valkey import client as valkey
-from infra.valkey.client import reply_of
+from infra.valkey.switch_fanout import SwitchSigner
+from infra.valkey.worker_users import WorkerUsers
 from infra.vault.key_pairs import OrchestratorKeys
-from infra.worker_task import Task
+from infra.vault.message_secret import MessageSecrets
+from infra.worker_task import LauncherUnreachable, StopFailed, Task
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.protocol import keys, scripts, sealing
+from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import WorkerUnavailable
 from worker_runtime.protocol.messages import ReleaseClaim, Shutdown
+from worker_runtime.protocol.worker_reports import read_metadata
 from workflows.user_worker import messages as m
+
+log = structlog.get_logger()
 
 #: Seconds between two checks whether the worker has ended by itself: that takes at least 0.1 s.
 POLL = 0.1
+#: Seconds beyond the life of its mark for which a fenced worker may still hold its broker session.
+MARGIN = 10.0
+#: Seconds that the launcher gets to confirm the end of a worker whose mark has run out, before it is fenced.
+ASK_FIRST = 2.0
+#: Stands in the owner key of a user whose last worker was fenced. No worker has this name.
+FENCED = "-"
+
+
+@dataclass(eq=False, repr=False)
+class _WorkerAccess:
+    """What the check of a user's worker and its end have in common."""
+
+    client: Redis
+    database: Database
+    launcher: Launcher
+    message_secrets: MessageSecrets
+    mark_ttl: float
+
+    def __post_init__(self) -> None:
+        self._switches = SwitchSigner(self.message_secrets)
+
+    async def _write_owner(self, user_id: str, worker: m.WorkerRef) -> None:
+        """Makes the worker the user's owner, and writes the user's switch beside it."""
+        generation, server = await valkey.read_generation_and_server(self.client, uuid.uuid4().hex)
+        async with self.database.session(autocommit=True) as session:
+            switch = await switches.switch_of_user(session, user_id)
+        words = self._switches.words(user_id, switch, server)
+        await entries.write_owner(self.client, user_id, worker, generation, words)
+
+
+class EndConfirmer(_WorkerAccess):
+    """Ends a user's worker, and knows when that is certain (one-owner)."""
+
+    async def end(
+        self, user_id: str, worker: m.WorkerRef, reason: str, *, wait: float = 0.0, grace: float | None = None
+    ) -> None:
+        """Returns when the worker has certainly ended; `wait`: seconds that it gets to end by itself first.
+
+        Without an answer of the launcher its epoch is fenced; then it takes the mark's life and `MARGIN`, and
+        until then `StopFailed` is raised. A repeat does not wait anew. Of a worker whose mark has run out,
+        the lease has, too: then it waits `MARGIN` itself, and no longer for a launcher that does not answer.
+        """
+        mark = f"{worker.epoch}:{worker.worker_id}"
+        known_for = self.mark_ttl + MARGIN
+        lapsed = wait <= 0.0 and await valkey.has_lapsed(self.client, user_id, mark, known_for)
+        why = await self._ask(worker, reason, wait, grace, ASK_FIRST if lapsed else None)
+        if not why:
+            return
+        fenced = await self._fence(user_id, worker)
+        # Read after the fence: from there on nothing renews it.
+        lapsed = await valkey.has_lapsed(self.client, user_id, mark, known_for)
+        left = (min(MARGIN, known_for) if lapsed else known_for) - fenced
+        log.warning("worker_fenced", user_id=user_id, worker_id=worker.worker_id, why=why, seconds_left=left)
+        if not lapsed and left > 0:
+            raise StopFailed(f"{why}; it is fenced, and counts as ended in {left:.0f} s")
+        until = time.monotonic() + left
+        if left > 0 and await self._ask(worker, reason, 0.0, grace, left):
+            await asyncio.sleep(until - time.monotonic())
+
+    async def _ask(
+        self, worker: m.WorkerRef, reason: str, wait: float, grace: float | None, timeout: float | None
+    ) -> str:
+        """Has the launcher stop the worker; why it did not confirm the end in `timeout` seconds, '' if so."""
+        try:
+            async with asyncio.timeout(timeout):
+                confirmed = await self._stop(worker, reason, wait, grace)
+            return "" if confirmed else "its launcher does not know it"
+        except TimeoutError:
+            return "its launcher does not answer"
+        except (LauncherUnreachable, StopFailed) as error:
+            return error.detail
+
+    async def _stop(self, worker: m.WorkerRef, reason: str, wait: float, grace: float | None) -> bool:
+        """Whether the launcher confirmed the end of each of its tasks, of which there is at least one.
+
+        The list only shows further ones, since a worker may run twice.
+        """
+        async with self.database.session(autocommit=True) as session:
+            noted = await launches.task_of(session, worker.worker_id)
+        known = {worker.task_id, noted} - {""}
+        deadline = time.monotonic() + wait
+        ends = [await self._end_task(task, reason, deadline, grace) for task in known]
+        listed: list[Task] = []
+        with suppress(LauncherUnreachable):
+            listed = await self.launcher.list()
+        more = {one.task_id for one in listed if one.worker_id == worker.worker_id} - known
+        ends += [await self._end_task(task, reason, deadline, grace) for task in more]
+        return bool(ends) and all(ends)
+
+    async def _end_task(self, task_id: str, reason: str, deadline: float, grace: float | None) -> bool:
+        while True:
+            runs = await self.launcher.is_running(task_id)
+            if not runs or time.monotonic() >= deadline:
+                break
+            await asyncio.sleep(POLL)
+        return runs is False or await self.launcher.stop(task_id, reason, grace=grace)
+
+    async def _fence(self, user_id: str, worker: m.WorkerRef) -> float:
+        """Takes the user from the worker's epoch, and returns for how many seconds that has been so.
+
+        PostgreSQL first: from there a lost owner key is written again. The time counts from the owner key on.
+        """
+        async with self.database.session(autocommit=True) as session:
+            epoch, since = await assignments.leave_epoch(session, worker.claim_id)
+        if since is not None:
+            return since
+        if epoch:
+            nobody = m.WorkerRef(worker_id=FENCED, task_id="", epoch=epoch, claim_id="", pool=worker.pool)
+            await self._write_owner(user_id, nobody)
+        async with self.database.session(autocommit=True) as session:
+            await assignments.set_fenced(session, worker.claim_id)
+        return 0.0
+
 
 #: Seconds of grace for a worker that is stopped at once, so that it can log out. A worker that lost its mark
 #: has to be replaced within the mark's lifetime + 10 s, of which its discovery takes up to 8.
 AT_ONCE = 1.0
 
-log = structlog.get_logger()
 
-
+@dataclass(frozen=True, eq=False, repr=False)
 class StopActivity:
     """Activity `stop_worker`."""
 
-    def __init__(
-        self, client: Redis, database: Database, launcher: Launcher, orchestrator_keys: OrchestratorKeys
-    ) -> None:
-        self._client = client
-        self._database = database
-        self._launcher = launcher
-        self._keys = orchestrator_keys
+    client: Redis
+    database: Database
+    ends: EndConfirmer
+    orchestrator_keys: OrchestratorKeys
+    #: None: workers log in to Valkey as we do.
+    users: WorkerUsers | None = None
 
     @activity.defn
     async def stop_worker(self, request: m.StopWorker) -> m.Stopped:
         """Returns when the worker has certainly ended; finds it by its claim if its id is unknown."""
         asked = request.worker
-        known = worker_id = asked.worker_id or await self._worker_of(asked)
-        if worker_id and await self._serves_another(asked, worker_id):
-            log.warning("worker_serves_another_claim", worker_id=worker_id, claim_id=asked.claim_id)
-            worker_id = ""
+        worker_id = await self._worker_of(asked)
         if worker_id:
             marked = await self._ask_to_end(request, worker_id)
-            if request.grace > 0:
-                await self._wait_for_end(worker_id, request.grace)
+            grace = None if request.grace > 0 else AT_ONCE
             async with Heartbeat():
-                for task in await self._tasks(worker_id, asked.task_id):
-                    await self._launcher.stop(
-                        task.task_id, request.reason, grace=None if request.grace > 0 else AT_ONCE
-                    )
+                await self.ends.end(
+                    *(request.user_id, replace(asked, worker_id=worker_id), request.reason),
+                    wait=request.grace,
+                    grace=grace,
+                )
             await self._clean_up(request, worker_id)
             log.info(
                 "worker_stopped",
@@ -71,11 +192,11 @@ class StopActivity:
                 reason=request.reason,
                 was_marked=marked,
             )
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             late = await worker_sessions.end_session(
                 session, claim_id=asked.claim_id, reason=request.reason[:200], crashed=request.crashed
             )
-        if late not in ("", known):
+        if late not in ("", worker_id):
             raise WorkerUnavailable(f"worker {late} was claimed meanwhile")  # the repeat stops it
         return m.Stopped(waiting=await self._waiting(request.user_id))
 
@@ -85,7 +206,7 @@ class StopActivity:
         Jobs count as one for each of: some wait, some are delayed, a runner did not sign off.
         """
         tag = job_keys.user_tag(user_id)
-        async with self._client.pipeline(transaction=False) as pipe:
+        async with self.client.pipeline(transaction=False) as pipe:
             pipe.llen(keys.requests(user_id))
             pipe.llen(keys.processing(user_id))
             pipe.exists(job_keys.ready(tag), job_keys.delayed(tag), job_keys.beats(tag))
@@ -93,62 +214,113 @@ class StopActivity:
         return int(queued) + int(in_hand) + int(jobs)
 
     async def _worker_of(self, asked: m.WorkerRef) -> str:
-        """The worker of a claim, from Valkey, or from the assignment's row if Valkey has lost it."""
-        worker_id = await entries.worker_of_claim(self._client, asked.pool, asked.claim_id)
-        if worker_id:
-            return worker_id
-        async with self._database.session() as session:
-            row = await worker_sessions.session_of_claim(session, asked.claim_id)
-        return (row.worker_id or "") if row is not None else ""
+        """The worker of a claim, from the assignment's row, or from Valkey if its claimer died before that.
 
-    async def _serves_another(self, asked: m.WorkerRef, worker_id: str) -> bool:
-        """Whether the worker was claimed anew after its entry had expired; it refuses this claim."""
-        if await entries.claim_of_worker(self._client, asked.pool, worker_id) not in ("", asked.claim_id):
-            return True
-        async with self._database.session() as session:
-            return await worker_sessions.serves_another(session, worker_id, asked.claim_id)
+        Empty if it is another claim's: whoever can write to Valkey may name any worker there.
+        """
+        async with self.database.session() as session:
+            row = await worker_sessions.session_of_claim(session, asked.claim_id)
+            own = (row.worker_id or "") if row is not None else ""
+            noted = "" if own else await entries.worker_of_claim(self.client, asked.pool, asked.claim_id)
+            found = asked.worker_id or own or noted
+            if found in ("", own):
+                return found
+            holder = await launches.claim_of(session, found) or ""
+        if not holder and not asked.worker_id:
+            holder = await entries.claim_of_worker(self.client, asked.pool, found) or "nobody's"
+        if holder in ("", asked.claim_id):
+            return found
+        log.warning("worker_of_another_claim", worker_id=found, claim_id=asked.claim_id)
+        return ""
 
     async def _ask_to_end(self, request: m.StopWorker, worker_id: str) -> bool:
         """Sends signed messages to the worker's inbox and, if it has its mark, to the control list."""
         worker, user = request.worker, request.user_id
         # A worker that has not confirmed the claim cannot do so from here on.
-        await entries.release_claim(self._client, worker.pool, worker_id, worker.claim_id)
-        mark = await reply_of(self._client.get(keys.mark(user)))
+        await entries.release_claim(self.client, worker.pool, worker_id, worker.claim_id)
+        mark = await valkey.reply_of(self.client.get(keys.mark(user)))
         marked = bool(mark == f"{worker.epoch}:{worker_id}".encode())
         if request.grace <= 0:
             return marked
         if marked:
             order = Shutdown(user_id=user, epoch=worker.epoch, reason=request.reason)
-            signed = sealing.sign(order, self._keys.signing_key)
-            await valkey.run_script(
-                self._client, scripts.SEND_CONTROL, [keys.control(user), keys.doorbell(user)], [signed]
-            )
+            await send_control(self.client, self.orchestrator_keys, order)
         # A worker that could not log in has its mark already, and still listens to its inbox only.
         release = ReleaseClaim(claim_id=worker.claim_id, worker_id=worker_id, reason=request.reason)
         inbox = keys.pool_inbox(worker.pool, worker_id)
-        await push_signed(self._client, inbox, release, self._keys.signing_key)
+        await push_signed(self.client, inbox, release, self.orchestrator_keys.signing_keys)
         return marked
 
-    async def _wait_for_end(self, worker_id: str, grace: float) -> None:
-        deadline = time.monotonic() + grace
-        while time.monotonic() < deadline and await self._tasks(worker_id):
-            activity.heartbeat()
-            await asyncio.sleep(POLL)
-
-    async def _tasks(self, worker_id: str, task_id: str = "") -> list[Task]:
-        return [
-            task
-            for task in await self._launcher.list()
-            if task.worker_id == worker_id or (task_id and task.task_id == task_id)
-        ]
-
     async def _clean_up(self, request: m.StopWorker, worker_id: str) -> None:
-        """Removes the entry and the mark at once; the mark would else stay for up to 30 s."""
+        """Removes the entry, the mark and the worker's Valkey user."""
         user, worker = request.user_id, request.worker
-        await entries.remove_entry(self._client, worker.pool, worker_id)
-        await valkey.run_script(
-            self._client,
-            scripts.REMOVE_MARK,
-            [keys.mark(user), keys.metadata(user)],
-            [f"{worker.epoch}:{worker_id}"],
+        await entries.remove_entry(self.client, worker.pool, worker_id)
+        await entries.remove_mark(self.client, user, f"{worker.epoch}:{worker_id}")
+        if self.users:  # the report of its exit may be lost
+            await self.users.delete(worker_id)
+
+
+#: Seconds that the launcher gets to answer: a frozen node would else use up the activity's 8 s.
+ASK = 2.0
+
+
+class HealthActivity(_WorkerAccess):
+    """Activity `check_worker`."""
+
+    @activity.defn
+    async def check_worker(self, request: m.CheckWorker) -> m.WorkerHealth:
+        """Reads the mark and the metadata, asks the launcher for the task; writes a missing owner key again.
+
+        Only the orchestrator writes that key. A flushed Valkey has lost it, and the worker takes no order
+        until it is there again. The workflow decides what a running worker without a mark means.
+        """
+        running = await self._running(request.worker)
+        if running is not False:
+            await self._restore_owner(request)
+        mark, metadata, now_ms = await valkey.read_mark(self.client, request.user_id)
+        generation = await self.client.get(keys.GENERATION)
+        marked = mark == f"{request.worker.epoch}:{request.worker.worker_id}".encode()
+        keys_of = self.message_secrets.assignment_keys
+        found = read_metadata(metadata, mark, request.user_id, now_ms, keys_of) if marked else {}
+        if marked and not found:
+            # Nobody can say how long it was not used: no healthy worker ends for that (no-healthy-kill).
+            log.warning("metadata_not_authentic", user_id=request.user_id, epoch=request.worker.epoch)
+            found = {"last_activity_ms": str(time.time_ns() // 1_000_000)}
+        return m.WorkerHealth(
+            unreported=running is False,
+            in_flight=not marked and await self._in_flight(request),
+            marked=marked,
+            running=running,
+            last_activity=valkey.seconds_of(found.get("last_activity_ms")),
+            generation=valkey.text_of(generation),
+            worker_state=found.get("state", ""),
         )
+
+    async def _in_flight(self, request: m.CheckWorker) -> bool:
+        user, worker = request.user_id, request.worker
+        if not await valkey.reply_of(self.client.llen(keys.processing(user))):
+            return False
+        mark = f"{worker.epoch}:{worker.worker_id}"
+        return not await valkey.has_lapsed(self.client, user, mark, self.mark_ttl)
+
+    async def _running(self, worker: m.WorkerRef) -> bool | None:
+        """None: nobody knows."""
+        try:
+            task = worker.task_id
+            if not task:  # its launcher had not answered when it was claimed
+                async with self.database.session(autocommit=True) as session:
+                    task = await launches.task_of(session, worker.worker_id)
+            async with asyncio.timeout(ASK):
+                return await self.launcher.is_running(task) if task else None
+        except (DatabaseUnavailable, LauncherUnreachable, TimeoutError):
+            return None
+
+    async def _restore_owner(self, request: m.CheckWorker) -> None:
+        owner = keys.owner(request.user_id)
+        try:
+            if await valkey.reply_of(self.client.exists(owner)):
+                return
+            await self._write_owner(request.user_id, request.worker)
+            log.warning("owner_key_restored", user_id=request.user_id, epoch=request.worker.epoch)
+        except (RedisError, DatabaseUnavailable) as error:  # the watcher tries again
+            log.warning("owner_key_not_restored", user_id=request.user_id, reason=str(error))

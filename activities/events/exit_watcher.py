@@ -1,50 +1,78 @@
 """Signals workflows when the launcher reports the end of their workers."""
 
-from __future__ import annotations
-
 import asyncio
+from dataclasses import KW_ONLY, dataclass
 
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
 from temporalio.service import RPCError
 
 from activities.events.recorder import CLOSED_BY_WORKER
 from activities.pool import entries
 from infra import tasks
-from infra.database.engine import Database
+from infra.database.engine import Database, DatabaseUnavailable
+from infra.database.locks import SILENCE, lead
 from infra.database.workers import sessions as worker_sessions
 from infra.launchers.port import Launcher
 from infra.temporal.client import signal_workflow
 from infra.valkey.client import reply_of, text_of
-from infra.worker_task import LauncherUnreachable, TaskExit
+from infra.valkey.worker_users import WorkerUsers
+from infra.worker_task import HOST_LOST, HOST_RESTARTED, LOST, STOPPED, LauncherUnreachable, TaskExit
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.launch import ExitCode
 from workflows import names
 from workflows.user_worker import messages as m
 from workflows.worker_pool import messages as pm
 
+#: Ends that are not the worker's own doing: somebody asked for it, or its host or node went away.
+NO_CRASH = frozenset({STOPPED, HOST_RESTARTED, HOST_LOST, LOST})
+#: Nor are these: answers to a SIGTERM, of a host that shuts down, for example; and the end of a worker whose
+#: orchestrator died before the login.
+_NO_CRASH_CODES = frozenset({ExitCode.OK, ExitCode.SHUTDOWN_TIMEOUT, ExitCode.CLAIM_REFUSED})
 #: Seconds between two tries while the launcher, Valkey, PostgreSQL or Temporal is away.
 RETRY = 1.0
+#: The name of this advisory lock; any constant would do.
+LOCK = 0x6265727478
 
 log = structlog.get_logger()
 
 
+@dataclass(eq=False, repr=False)
 class ExitWatcher:
     """Follows the launcher's stream of exits until cancelled."""
 
-    def __init__(
-        self, client: Redis, database: Database, launcher: Launcher, temporal: Client, *, pool: str
-    ) -> None:
-        self._client = client
-        self._database = database
-        self._launcher = launcher
-        self._temporal = temporal
-        self._pool = pool
+    client: Redis
+    database: Database
+    launcher: Launcher
+    temporal: Client
+    _: KW_ONLY
+    pool: str
+    users: WorkerUsers | None = None
+
+    def __post_init__(self) -> None:
         #: Pools that lost a free worker, with the last one that each lost.
         self._lost: dict[str, str] = {}
         self._losing = asyncio.Event()
+
+    async def run_alone(self, database_url: str) -> None:
+        """`run` in one process at a time, for exits that one reader takes from all others (SQS)."""
+        while True:
+            try:
+                await lead(database_url, LOCK, self._run_while_leading)
+            except DatabaseUnavailable as error:
+                log.warning("exits_wait", reason=error.detail)
+            await asyncio.sleep(RETRY)
+
+    async def _run_while_leading(self, connection: AsyncConnection) -> None:
+        async with tasks.running(self.run()):
+            while True:
+                await connection.execute(text("select 1"))
+                await asyncio.sleep(SILENCE / 6)
 
     async def run(self) -> None:
         """Also reports the ends that happened while no orchestrator ran."""
@@ -53,8 +81,8 @@ class ExitWatcher:
             while True:
                 try:
                     # '' is all that the launcher still knows.
-                    position = await reply_of(self._client.get(keys.EXITS_HANDLED))
-                    async for ended in self._launcher.exits(text_of(position)):
+                    position = await reply_of(self.client.get(keys.EXITS_HANDLED))
+                    async for ended in self.launcher.exits(text_of(position)):
                         await self._report_until_done(ended)
                 except (LauncherUnreachable, RedisError) as error:
                     log.warning("exits_not_read", error=type(error).__name__, reason=str(error)[:200])
@@ -78,7 +106,7 @@ class ExitWatcher:
                 worker_id = self._lost.pop(pool)
                 try:
                     gone = pm.WorkerGone(worker_id=worker_id)
-                    await signal_workflow(self._temporal, names.worker_pool_id(pool), "worker_gone", gone)
+                    await signal_workflow(self.temporal, names.worker_pool_id(pool), "worker_gone", gone)
                 except (RPCError, OSError) as error:
                     log.warning("pool_not_signalled", pool=pool, error=type(error).__name__)
                 except Exception:  # the boundary of a loop, which would end unseen
@@ -95,7 +123,7 @@ class ExitWatcher:
                 await self.report(ended)
                 position = ended.detail.get("position")
                 if position:
-                    await reply_of(self._client.set(keys.EXITS_HANDLED, position))
+                    await reply_of(self.client.set(keys.EXITS_HANDLED, position))
                 return
             except (BerthError, RedisError, RPCError, OSError) as error:
                 log.warning("exit_not_reported", worker_id=ended.worker_id, error=type(error).__name__)
@@ -103,10 +131,12 @@ class ExitWatcher:
 
     async def report(self, ended: TaskExit) -> None:
         """Takes the worker out of its pool, then signals its user's workflow; `run` signals the pool's."""
-        async with self._database.session(autocommit=True) as session:
+        async with self.database.session(autocommit=True) as session:
             row = await worker_sessions.last_session_of_worker(session, ended.worker_id)
-        pool = row.pool if row else self._pool
-        await entries.remove_entry(self._client, pool, ended.worker_id)
+        pool = row.pool if row else self.pool
+        if self.users:
+            await self.users.delete(ended.worker_id)
+        await entries.remove_entry(self.client, pool, ended.worker_id)
         log.info(
             "worker_exited",
             worker_id=ended.worker_id,
@@ -118,16 +148,17 @@ class ExitWatcher:
         if row is None:
             self._lost[pool] = ended.worker_id
             self._losing.set()
-        elif row.ended_at is None or (row.end_reason or "").startswith(CLOSED_BY_WORKER):
+        elif row.ended_at is None or (row.end_reason or "").startswith((CLOSED_BY_WORKER, m.WAS_GONE)):
             lost = m.WorkerLostSignal(
                 task_id=ended.task_id,
                 worker_id=ended.worker_id,
                 exit_code=ended.exit_code,
                 reason=ended.reason[:200],
+                planned=ended.reason in NO_CRASH or ended.exit_code in _NO_CRASH_CODES,
             )
             workflow_id = names.user_worker_id(row.user_id)
-            if not await signal_workflow(self._temporal, workflow_id, "worker_lost", lost):
+            if not await signal_workflow(self.temporal, workflow_id, "worker_lost", lost):
                 # The assignment of a worker without workflow would else stay open for ever.
                 reason = f"{ended.reason}, no workflow"[:200]
-                async with self._database.session() as session:
+                async with self.database.session() as session:
                     await worker_sessions.end_session(session, claim_id=row.claim_id, reason=reason)

@@ -5,52 +5,167 @@ at a time. Nobody is stopped here: the workflow checks again, and acts only if t
 the same generation. It also restores owner keys and switches that Valkey has lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from activities.events.absences import GAP, Absences
+from activities.maintenance.anomalies import is_many
 from activities.pool import entries
 from infra.database.engine import DatabaseUnavailable
 from infra.database.locks import lead
 from infra.database.trading import switches
 from infra.database.workers import sessions as worker_sessions
 from infra.database.workers.sessions import WorkerInService
+from infra.launchers.port import Launcher
+from infra.process_metrics import MARKS
 from infra.settings import Settings
 from infra.temporal.client import signal_workflow
 from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
+from infra.valkey.switch_fanout import SwitchSigner
+from infra.valkey.worker_users import WorkerUsers
+from infra.vault.message_secret import MessageSecrets
+from infra.worker_task import LauncherUnreachable
+from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 from workflows import names
 from workflows.user_worker import messages as m
 
+log = structlog.get_logger()
+
+#: Seconds between two reads after which what happened in between is unknown.
+GAP = 10.0
+#: Seconds after which a worker that is still unmarked is signalled again.
+SIGNAL_AGAIN = 60.0
+
+
+class Absences:
+    """Which marks are missing, since when, and when that means that a worker is dead; without I/O.
+
+    Other reasons for a missing mark concern many workers at once (Valkey was emptied, restarted or out of
+    reach) or end within seconds (the worker renews it). In doubt nobody is signalled (no-healthy-kill). But
+    on a server that kept its data and could be read all the time, a mark goes when its worker's lease has
+    ended, and that worker has fenced itself. So many missing ones are only waited for longer: their host is
+    lost.
+
+    `now` is in seconds of a monotonic clock.
+
+    `confirm`: seconds that a mark must be missing at every read before its workflow is signalled. `settle`:
+    seconds without a decision after the first read, and after Valkey was out of reach, emptied, restarted or
+    replaced, so that workers can renew. It is the lifetime of a mark. While many marks are missing, a third
+    of it is waited for instead of `confirm`, and once more when most are back: workers that reach Valkey
+    again renew within seconds.
+    """
+
+    def __init__(self, *, confirm: float, settle: float) -> None:
+        self._confirm = confirm
+        self._settle = settle
+        self._hold = max(confirm, settle / 3)
+        self._updated_at: float | None = None
+        self._place = ""
+        #: Seconds that a mark must be missing now.
+        self._wanted = confirm
+        self._settled_at = 0.0
+        self._since: dict[WorkerInService, float] = {}
+        self._signalled_at: dict[WorkerInService, float] = {}
+        self._without_workflow: set[WorkerInService] = set()
+        #: Whether so many were missing at the last read that it may be an outage.
+        self.many = False
+
+    @property
+    def missing(self) -> list[WorkerInService]:
+        """Workers whose marks were missing at the last read."""
+        return list(self._since)
+
+    def reset(self) -> None:
+        """A read failed: what was known before does not count any more."""
+        self._updated_at = None
+        self._since.clear()
+
+    def update(
+        self, now: float, place: str, marks: Mapping[WorkerInService, bytes | None]
+    ) -> list[WorkerInService]:
+        """Adds one read: the mark of each worker in service. Returns the workers to signal now, the longest
+        missing first. `place`: names Valkey's generation and server process."""
+        updated_at, self._updated_at = self._updated_at, now
+        if updated_at is None or now - updated_at > GAP or place != self._place:
+            self._since.clear()
+            self._settled_at = now + self._settle
+        self._place = place
+        missing = [one for one, mark in marks.items() if mark != one.mark]
+        self._since = {one: self._since.get(one, now) for one in missing}
+        self._signalled_at = {one: at for one, at in self._signalled_at.items() if one in self._since}
+        self._without_workflow &= self._since.keys()
+        counted = len(missing) - len(self._without_workflow)
+        were_many, self.many = self.many, is_many(counted, len(marks))
+        self._wanted = self._hold if self.many else self._confirm
+        if were_many and not self.many:  # most are back: the others may be about to
+            self._settled_at = max(self._settled_at, now + self._hold)
+        if now < self._settled_at:
+            return []
+        return sorted((one for one in missing if self._due_at(one) <= now), key=self._since.__getitem__)
+
+    def _due_at(self, one: WorkerInService) -> float:
+        if one in self._without_workflow:
+            return float("inf")
+        signalled_at = self._signalled_at.get(one)
+        due = self._since[one] + self._wanted
+        return due if signalled_at is None else max(due, signalled_at + SIGNAL_AGAIN)
+
+    def pause(self, now: float, period: float) -> float:
+        """Seconds until the next read: `period`, or less if a worker becomes due before."""
+        times = (max(self._due_at(one), self._settled_at) for one in self._since)
+        return min((at - now for at in times if now < at < now + period), default=period)
+
+    def signalled(self, now: float, one: WorkerInService) -> None:
+        self._signalled_at[one] = now
+
+    def without_workflow(self, one: WorkerInService) -> None:
+        """It has no workflow to signal, and does not count as missing while its mark is."""
+        self._without_workflow.add(one)
+
+    def restored(self, now: float, ones: Iterable[WorkerInService]) -> None:
+        """Their owner keys were restored, without which they could not renew."""
+        for one in ones:
+            self._since[one] = now + self._settle
+
+
 #: Names the watcher's lock among PostgreSQL's advisory locks; any constant that no other lock has.
 LOCK = 0x6265727469
-#: Keys of one MGET: it blocks Valkey, and 500 keys take about 0.1 ms.
+#: Keys of one script, which blocks Valkey.
 CHUNK = 500
 #: Seconds between two tries while PostgreSQL is away.
 RETRY = 1.0
+#: Users who ask for nothing and are signalled at one check while many marks are missing: 5 a second. Each
+#: needs a launch and a login, and those who ask go first.
+QUIET_AT_ONCE = 10
 
-log = structlog.get_logger()
 
-
+@dataclass(eq=False, repr=False)
 class MarkWatcher:
     """`run` until cancelled."""
 
-    def __init__(self, client: Redis, temporal: Client, settings: Settings) -> None:
-        self._client = client
-        self._temporal = temporal
-        self._settings = settings
+    client: Redis
+    temporal: Client
+    settings: Settings
+    message_secrets: MessageSecrets
+    #: And the launcher of their workers; None: workers log in to Valkey as we do.
+    users: WorkerUsers | None = None
+    launcher: Launcher | None = None
+
+    def __post_init__(self) -> None:
+        #: The last server on which this process made the workers' users.
+        self._users_on = ""
+        self._switches = SwitchSigner(self.message_secrets)
         self._unreadable = False
         self._many = False
         #: The last server of which it was written down since when it is known.
@@ -62,7 +177,7 @@ class MarkWatcher:
         while True:
             try:
                 await lead(
-                    self._settings.database_url, LOCK, self.watch, on_standby=self.restore_on_new_server
+                    self.settings.database_url, LOCK, self.watch, on_standby=self.restore_on_new_server
                 )
             except DatabaseUnavailable as error:
                 log.warning("watcher_waits", reason=error.detail)
@@ -74,10 +189,12 @@ class MarkWatcher:
         The leader may be frozen, or unable to reach Valkey while it keeps its lock. Until the switches stand
         on a new server, workers leave all requests in their queues.
         """
+        MARKS.clear()  # the leader shows them
         try:
-            server = await valkey.read_server_id(self._client)
+            server = await valkey.read_server_id(self.client)
             if server != self._restored_on:
-                await valkey.note_server(self._client, server)
+                await valkey.note_server(self.client, server)
+                await self._restore_users(server, connection)
                 workers = await worker_sessions.workers_in_service(connection)
                 await self._restore_switches(workers, server, connection)
                 self._restored_on = server
@@ -86,7 +203,7 @@ class MarkWatcher:
 
     async def watch(self, connection: AsyncConnection) -> None:
         """Checks the marks every `watch_period`; reads PostgreSQL by `connection`."""
-        own = self._settings
+        own = self.settings
         absences = Absences(confirm=own.watch_confirm, settle=own.mark_ttl)
         period = min(own.watch_period, GAP / 2)  # further apart they would prove nothing
         while True:
@@ -101,13 +218,20 @@ class MarkWatcher:
         try:
             generation, server, marks = await self._marks(workers)
             if server != self._noted:  # before any switch, without which no worker takes an order
-                await valkey.note_server(self._client, server)
+                await valkey.note_server(self.client, server)
                 self._noted = server
-            due = absences.update(_now(), generation, dict(zip(workers, marks, strict=True)))
+            missing = marks.count(None)
+            MARKS.labels("missing").set(missing)
+            MARKS.labels("present").set(len(marks) - missing)
+            await self._restore_users(server, connection)
+            place = f"{generation} {server}"
+            due = absences.update(_now(), place, dict(zip(workers, marks, strict=True)))
             if absences.missing:
                 restored = await self._restore_owners(absences.missing, generation, server, connection)
                 absences.restored(_now(), restored)
                 due = [one for one in due if one not in restored]
+            if absences.many:
+                due = await self._asking_first(due)
             await self._restore_switches(workers, server, connection)
         except (RedisError, OSError) as error:
             absences.reset()
@@ -125,35 +249,54 @@ class MarkWatcher:
 
     async def _marks(self, workers: Sequence[WorkerInService]) -> tuple[str, str, list[bytes | None]]:
         """Valkey's generation and run id, and each mark. Raises `RedisError` when the generation changed."""
-        generation, server = await valkey.read_generation_and_server(self._client, uuid.uuid4().hex)
-        async with self._client.pipeline(transaction=False) as pipe:
-            for start in range(0, len(workers), CHUNK):
-                pipe.mget([keys.mark(one.user_id) for one in workers[start : start + CHUNK]])
-            pipe.get(keys.GENERATION)
-            *chunks, after = await pipe.execute()
-        if after != generation.encode():
+        generation, server = await valkey.read_generation_and_server(self.client, uuid.uuid4().hex)
+        marks: list[bytes | None] = []
+        for start in range(0, len(workers), CHUNK):
+            some = [keys.mark(one.user_id) for one in workers[start : start + CHUNK]]
+            marks += await valkey.read_strings(self.client, some)
+        if await self.client.get(keys.GENERATION) != generation.encode():
             raise RedisError("the generation changed during a read")
-        return generation, server, [mark for chunk in chunks for mark in chunk]
+        return generation, server, marks
+
+    async def _restore_users(self, server: str, connection: AsyncConnection) -> None:
+        """Lets the workers log in to a server that is new: it has neither their users nor their scripts."""
+        if self.users is None or self.launcher is None or server == self._users_on:
+            return
+        assigned = await worker_sessions.assigned_now(connection)
+        try:
+            running = await self.launcher.list()
+        except LauncherUnreachable as error:  # the next check tries again
+            log.warning("free_workers_not_restored", reason=error.detail)
+            await self.users.restore((), assigned)
+            return
+        await self.users.restore(((one.worker_id, one.pool) for one in running), assigned)
+        self._users_on = server
 
     async def _restore_switches(
         self, workers: Sequence[WorkerInService], server: str, connection: AsyncConnection
     ) -> None:
-        """Writes the switches that Valkey lost or never got, or that were copied from another server."""
+        """Writes the switches that Valkey lost or never got, that were forged, or copied from another
+        server."""
         picture, users = await switches.read_switches(connection), [one.user_id for one in workers]
-        behind = await switch_fanout.users_behind(self._client, server, picture, users)
+        behind = await switch_fanout.users_behind(self.client, self._switches, server, picture, users)
         if behind:
             # Read again: a switch that was set since, and lost by Valkey, would come back open.
             picture = await switches.read_switches(connection)
-            await switch_fanout.write_switches(
-                self._client, server, {user_id: picture.for_user(user_id) for user_id in behind}
-            )
-            log.warning("switches_restored", count=len(behind))
+            wanted = {user_id: picture.for_user(user_id) for user_id in behind}
+            try:
+                await switch_fanout.write_switches(self.client, self._switches, server, wanted, behind)
+            except (
+                ResponseError
+            ) as error:  # of some users: their orders wait, and the marks are read all the same
+                log.error("switches_refused", of=len(behind), reason=str(error)[:200])
+            else:
+                log.warning("switches_restored", count=len(behind))
 
     async def _restore_owners(
         self, missing: Sequence[WorkerInService], generation: str, server: str, connection: AsyncConnection
     ) -> set[WorkerInService]:
         """Writes missing owner keys again, without which no mark is renewed; returns their workers."""
-        async with self._client.pipeline(transaction=False) as pipe:
+        async with self.client.pipeline(transaction=False) as pipe:
             for one in missing:
                 pipe.exists(keys.owner(one.user_id))
             present = await pipe.execute()
@@ -165,17 +308,35 @@ class MarkWatcher:
             worker = m.WorkerRef(
                 worker_id=one.worker_id, task_id="", epoch=one.epoch, claim_id=one.claim_id, pool=""
             )
-            switch = switch_fanout.addressed_to(picture.for_user(one.user_id), server)
-            await entries.write_owner(self._client, one.user_id, worker, generation, switch)
+            words = self._switches.words(one.user_id, picture.for_user(one.user_id), server)
+            await entries.write_owner(self.client, one.user_id, worker, generation, words)
         log.warning("owner_keys_restored", count=len(without))
         return without
+
+    async def _asking_first(self, due: Sequence[WorkerInService]) -> list[WorkerInService]:
+        """Those whose orders or jobs wait, and some of the others: not all launch and log in at once."""
+        asked: list[int] = []
+        for start in range(0, len(due), CHUNK):
+            async with self.client.pipeline(transaction=False) as pipe:
+                for one in due[start : start + CHUNK]:
+                    tag = job_keys.user_tag(one.user_id)
+                    pipe.exists(
+                        *(keys.requests(one.user_id), keys.processing(one.user_id)),
+                        *(job_keys.ready(tag), job_keys.beats(tag)),
+                    )
+                asked += await pipe.execute()
+        asking = [one for one, work in zip(due, asked, strict=True) if work]
+        quiet = [one for one, work in zip(due, asked, strict=True) if not work]
+        return asking + quiet[:QUIET_AT_ONCE]
 
     async def _signal(self, due: Sequence[WorkerInService], generation: str, absences: Absences) -> None:
         for one in due:
             workflow_id = names.user_worker_id(one.user_id)
-            unmarked = m.WorkerUnmarked(worker_id=one.worker_id, epoch=one.epoch, generation=generation)
+            unmarked = m.WorkerUnmarked(
+                worker_id=one.worker_id, epoch=one.epoch, generation=generation, outage=True
+            )
             try:
-                found = await signal_workflow(self._temporal, workflow_id, "worker_unmarked", unmarked)
+                found = await signal_workflow(self.temporal, workflow_id, "worker_unmarked", unmarked)
             except RPCError as error:
                 log.warning("unmarked_not_signalled", user_id=one.user_id, reason=str(error)[:200])
                 return  # Temporal is away: the next check tries again

@@ -3,36 +3,45 @@
 Events are hints: a repeat changes nothing, and a late one moves nothing back.
 """
 
-from __future__ import annotations
-
 import asyncio
+import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass
+from datetime import UTC, datetime
 
-import asyncpg
 import structlog
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
-from activities.events.stream import LogDeduplicator
 from activities.orders import reconciliation
+from infra.database.accounts import record_logins
+from infra.database.dead_letters import DeadLetter, DeadLetters, fails_for_good
 from infra.database.engine import Database
-from infra.database.orders import recording
+from infra.database.orders import attention, recording
+from infra.database.trading import reconciliations
 from infra.database.workers import sessions as worker_sessions
 from infra.database.workers import timeline
-from worker_runtime.protocol.messages import AccountReported, Event, OrderEvent, WorkerEvent, WorkerEventKind
+from infra.process_metrics import REFUSED
+from infra.tracing import Traces
+from worker_runtime.protocol.authentication import RefusalCounter
+from worker_runtime.protocol.messages import (
+    AccountReported,
+    Event,
+    OrderEvent,
+    WorkerEvent,
+    WorkerEventKind,
+    encode,
+)
+from worker_runtime.protocol.requests import BooksCompared, ControlMessage
 from workflows.user_worker import messages as m
 
 #: Begins the reason of an end that the worker itself reported.
 CLOSED_BY_WORKER = "worker closed: "
-
-#: PostgreSQL's refusals, with and without a session.
-_REFUSALS = (DBAPIError, asyncpg.PostgresError)
-#: Classes of SQLSTATE for faulty values: a data exception, a violated constraint.
-_OF_THE_VALUES = ("22", "23")
+#: Begins the reason for which a person has to look at an order.
+LATE_NEWS = "a worker that is long gone has news of it"
 
 #: Seconds before a batch without orders is written. Nobody waits for it, but a worker sends it right before
 #: it answers its claim, and what is done at once takes the CPU from whoever waits for that: 6 of 63 ms.
@@ -41,55 +50,75 @@ ORDERLESS_PAUSE = 0.02
 log = structlog.get_logger()
 
 
+@dataclass(eq=False, repr=False)
 class Recorder:
     """The handler of the group `recorder`; one transaction a batch."""
 
-    def __init__(self, database: Database, *, differences_block: bool = False) -> None:
-        """`differences_block`: an account whose books differ from the broker's takes no orders."""
-        self._database = database
-        self._differences_block = differences_block
-        self._unknown = LogDeduplicator()
+    database: Database
+    _: KW_ONLY
+    traces: Traces | None = None
+    #: An account whose books differ from the broker's takes no orders. Its worker is told of each comparison
+    #: then, by `send_control`.
+    differences_block: bool = False
+    send_control: Callable[[ControlMessage], Awaitable[None]] | None = None
 
-    async def handle(self, events: Sequence[Event]) -> None:
+    def __post_init__(self) -> None:
+        self._dead_letters = DeadLetters(self.database)
+        self._unknown = RefusalCounter()
+        self._refused = RefusalCounter(REFUSED.labels("order event").inc)
+
+    async def handle(self, events: Sequence[Event], received_ms: Sequence[int] = ()) -> None:
         """Raises `DatabaseUnavailable`: then the batch comes again."""
-        if not any(isinstance(event, OrderEvent) for event in events):
+        received = received_ms or [time.time_ns() // 1_000_000] * len(events)
+        chosen = [
+            (event, at)
+            for event, at in zip(events, received, strict=True)
+            if isinstance(event, OrderEvent) and self._names_its_order(event)
+        ]
+        order_events, order_times = [event for event, _ in chosen], [at for _, at in chosen]
+        if not order_events:
             await asyncio.sleep(ORDERLESS_PAUSE)
-        try:
-            await self._record(events)
-        except _REFUSALS as refusal:
-            if not _for_its_values(refusal):
-                raise
-            # PostgreSQL would refuse the batch for ever because of one event: handle them one by one.
-            for event in events:
-                try:
-                    await self._record([event])
-                except _REFUSALS as error:
-                    if not _for_its_values(error):
-                        raise
-                    reason = type(getattr(error, "orig", error)).__name__
-                    log.error("event_refused", kind=type(event).__name__, reason=reason)
-
-    async def _record(self, events: Sequence[Event]) -> None:
-        order_events = [event for event in events if isinstance(event, OrderEvent) and _has_order_id(event)]
         unchanged = all(event.quantity is None for event in order_events)
         if order_events and unchanged and len(order_events) == len(events):
-            _log_unknown(await recording.record_events_alone(self._database, order_events))
-            return
-        async with self._database.session() as session:
+            recorded = await recording.record_events_alone(self.database, order_events, order_times)
+            self._log_unknown(order_events, recorded)
+            await self._trace(order_events, recorded.fresh)
+            if not recorded.late:
+                return
+        late: list[OrderEvent] = []
+        fresh: frozenset[str] = frozenset()
+        compared: list[BooksCompared] = []
+        async with self.database.session() as session:
             if order_events:
-                _log_unknown(await recording.record_events(session, order_events))
-            for event in events:
+                recorded = await recording.record_events(session, order_events, order_times)
+                self._log_unknown(order_events, recorded)
+                fresh = recorded.fresh
+                late = [order_events[place] for place in sorted(recorded.late)]
+                await _show_late(session, late)
+            # By user, so that two recorders lock accounts in the same order.
+            for event, at in sorted(zip(events, received, strict=True), key=lambda one: one[0].user_id):
                 if isinstance(event, WorkerEvent):
                     await self._record_worker(session, event)
-                elif isinstance(event, AccountReported):
-                    await reconciliation.reconcile_account(session, event, blocks=self._differences_block)
+                elif isinstance(event, AccountReported) and not await _is_late(session, event, at):
+                    await reconciliation.reconcile_account(session, event, blocks=self.differences_block)
+                    if self.differences_block:  # also for a repeat, whose first answer may be lost
+                        compared.append(await _comparison_of(session, event))
+        if self.send_control is not None:
+            for message in compared:
+                await self.send_control(message)
+        await self._trace(order_events, fresh)
+        await self._dead_letters.put([_late_letter(event) for event in late])
 
     async def _record_worker(self, session: AsyncSession, event: WorkerEvent) -> None:
+        if event.kind in (WorkerEventKind.FAILED, WorkerEventKind.SESSION_REPLACED):
+            who = {"user_id": event.user_id, "worker_id": event.worker_id}
+            log.error("worker_failed", kind=str(event.kind), said=event.detail[:200], **who)
+        await record_logins(session, event.user_id, event.epoch, event.at_ms, event.logins)
         if event.kind not in (WorkerEventKind.CONNECTED, WorkerEventKind.CLOSED):
             return
         row = await worker_sessions.open_session_of_worker(session, event.worker_id)
-        if row is None or row.epoch != event.epoch:
-            if self._unknown.new((event.worker_id, event.epoch)):
+        if row is None or (row.user_id, row.epoch) != (event.user_id, event.epoch):
+            if self._unknown.add(event.worker_id):
                 log.info("event_of_no_open_assignment", worker_id=event.worker_id[:64], kind=str(event.kind))
             return
         if event.kind == WorkerEventKind.CONNECTED:
@@ -98,32 +127,66 @@ class Recorder:
             reason = f"{CLOSED_BY_WORKER}{event.detail}"[:200]
             await worker_sessions.end_session(session, claim_id=row.claim_id, reason=reason)
 
+    async def _trace(self, events: Sequence[OrderEvent], fresh: Collection[str]) -> None:
+        """Adds the events with the ids `fresh` to the traces of their orders."""
+        if self.traces is not None and fresh:
+            contexts = await recording.traces_of(self.database, {event.order_id for event in events})
+            for event in events:
+                if event.event_id in fresh:
+                    self.traces.add_event(event, contexts.get(event.order_id, ""))
 
-def _for_its_values(error: Exception) -> bool:
-    """Whether the values are refused every time. Other faults, such as a missing right, can be mended."""
-    return _sqlstate(error).startswith(_OF_THE_VALUES)
+    def _log_unknown(self, events: Sequence[OrderEvent], recorded: recording.RecordedEvents) -> None:
+        for event in events:
+            if event.order_id in recorded.unknown and self._refused.add(event.user_id):
+                log.error("events_of_unknown_order", order_id=event.order_id, user_id=event.user_id)
 
-
-def _sqlstate(error: Exception) -> str:
-    return str(getattr(getattr(error, "orig", error), "sqlstate", None))
-
-
-def _log_unknown(recorded: recording.RecordedEvents) -> None:
-    for order_id in recorded.unknown:
-        log.error("events_of_unknown_order", order_id=order_id)
-
-
-def _has_order_id(event: OrderEvent) -> bool:
-    try:
-        uuid.UUID(event.order_id)
-    except ValueError:
-        log.error("order_event_dropped", event_id=event.event_id, reason="the order id is not a UUID")
+    def _names_its_order(self, event: OrderEvent) -> bool:
+        """Whether the event's id begins with the order's: else a worker could use up the id of another
+        order's event, which would then count as a repeat."""
+        if event.event_id.startswith(f"{event.order_id}:"):
+            return True
+        if self._refused.add(event.user_id):
+            reason = "its id is not of its order"
+            log.error("order_event_dropped", event_id=event.event_id, user_id=event.user_id, reason=reason)
         return False
-    return True
 
 
-#: SQLSTATE class of values that a column cannot hold.
-_DATA_EXCEPTION = "22"
+async def _comparison_of(session: AsyncSession, event: AccountReported) -> BooksCompared:
+    blocks = await reconciliations.is_blocked(session, event.user_id, event.account_id)
+    return BooksCompared(
+        user_id=event.user_id,
+        epoch=event.epoch,
+        account_id=event.account_id,
+        at_ms=event.at_ms,
+        blocks=blocks,
+    )
+
+
+async def _show_late(session: AsyncSession, events: Sequence[OrderEvent]) -> None:
+    """Has a person look at orders of which a worker has news that ended long ago. The reason names no more
+    than the epoch, so that repeats change nothing."""
+    for event in events:
+        reason = f"{LATE_NEWS}: assignment {event.epoch}, which ended over a day before"
+        await attention.demand_attention(session, uuid.UUID(event.order_id), reason)
+
+
+def _late_letter(event: OrderEvent) -> DeadLetter:
+    """Keeps what the worker said: an order that is final is on nobody's list."""
+    return DeadLetter(
+        kind="late",
+        source=f"{event.user_id}:{event.epoch}",
+        user_id=event.user_id,
+        reason=LATE_NEWS,
+        message=encode(event),
+    )
+
+
+async def _is_late(session: AsyncSession, event: AccountReported, received_ms: int) -> bool:
+    received = datetime.fromtimestamp(received_ms / 1000, UTC)
+    late = await worker_sessions.ended_before(session, event.user_id, event.epoch, received - recording.LATE)
+    if late:
+        log.warning("late_account_report", user_id=event.user_id, epoch=event.epoch)
+    return late
 
 
 class TimelineActivity:
@@ -142,7 +205,7 @@ class TimelineActivity:
                     session, user_id=request.user_id, chain=request.chain, transitions=rows
                 )
         except DBAPIError as error:
-            if not _sqlstate(error).startswith(_DATA_EXCEPTION):
+            if not fails_for_good(error):
                 raise
             kind = type(error.orig).__name__
             raise ApplicationError("PostgreSQL refuses the rows", type=kind, non_retryable=True) from error

@@ -3,16 +3,16 @@
 Only events on which a workflow acts: Temporal's load follows these, not the number of workers.
 """
 
-from __future__ import annotations
-
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import structlog
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from activities.events.stream import LogDeduplicator
 from infra.temporal.client import TemporalUnavailable, signal_workflow
+from worker_runtime.protocol.authentication import RefusalCounter
 from worker_runtime.protocol.messages import Event, WorkerEvent, WorkerEventKind
 from workflows import names
 from workflows.user_worker import messages as m
@@ -31,21 +31,68 @@ RELAYED = frozenset(
     }
 )
 
+#: Signals of one assignment in `WINDOW` seconds. A worker whose broker comes and goes would else fill its
+#: workflow's history: each signal is three events or more. Of what comes beyond, the newest stays in the
+#: stream until the window is over, so the workflow gets the present state though any process is killed.
+MOST_SIGNALS = 12
+WINDOW = 60.0
+
 log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _SignalWindow:
+    until: float
+    count: int = 0
+    #: When the newest event came.
+    newest_ms: int = 0
 
 
 class Relay:
     """The handler of the group `relay`."""
 
-    def __init__(self, temporal: Client) -> None:
+    def __init__(self, temporal: Client, *, window: float = WINDOW) -> None:
         self._temporal = temporal
-        self._logged = LogDeduplicator()
+        self._window = window
+        self._unheard = RefusalCounter()
+        #: By user and epoch.
+        self._windows: dict[tuple[str, int], _SignalWindow] = {}
+        self._forget_at = 0.0
 
-    async def handle(self, events: Sequence[Event]) -> None:
-        """Raises `TemporalUnavailable`: then the batch comes again. Workflows drop repeats by sequence."""
-        for event in events:
-            if isinstance(event, WorkerEvent) and _matters(event):
+    async def handle(self, events: Sequence[Event], received_ms: Sequence[int] = ()) -> list[WorkerEvent]:
+        """Returns those that are held back. Raises `TemporalUnavailable`: then the batch comes again.
+        Workflows drop repeats by sequence."""
+        received = received_ms or [time.time_ns() // 1_000_000] * len(events)
+        held: dict[tuple[str, int], WorkerEvent] = {}
+        for event, at_ms in zip(events, received, strict=True):
+            if not (isinstance(event, WorkerEvent) and _matters(event)):
+                continue
+            key = event.user_id, event.epoch
+            window = self._window_of(key)
+            if at_ms < window.newest_ms:  # it was held back, and a newer one came
+                continue
+            window.newest_ms = at_ms
+            if window.count < MOST_SIGNALS:
                 await self._signal(event)
+                held.pop(key, None)
+            else:
+                if window.count == MOST_SIGNALS:
+                    log.warning("worker_flaps", user_id=event.user_id, epoch=event.epoch)
+                held[key] = event
+            window.count += 1  # not before: while Temporal is away, the same event comes again and again
+        return list(held.values())
+
+    def _window_of(self, key: tuple[str, int]) -> _SignalWindow:
+        """The present window of an assignment."""
+        now = time.monotonic()
+        if now >= self._forget_at:
+            self._forget_at = now + self._window
+            self._windows = {at: one for at, one in self._windows.items() if one.until + self._window > now}
+        window = self._windows.get(key)
+        if window is None or window.until <= now:
+            newest_ms = window.newest_ms if window else 0
+            window = self._windows[key] = _SignalWindow(now + self._window, newest_ms=newest_ms)
+        return window
 
     async def _signal(self, event: WorkerEvent) -> None:
         message = m.WorkerEventSignal(
@@ -61,7 +108,7 @@ class Relay:
             found = await signal_workflow(self._temporal, workflow_id, "worker_event", message)
         except RPCError as error:
             raise TemporalUnavailable(error.message) from error
-        if not found and self._logged.new((event.user_id, event.worker_id)):
+        if not found and self._unheard.add(f"{event.user_id} {event.worker_id}"):
             log.warning(
                 "event_of_no_workflow",
                 user_id=event.user_id[:64],

@@ -1,55 +1,40 @@
-"""Reads the stream `worker:events` as a consumer group: each entry at least once, none lost.
+"""Reads a stream of events, which `EventPump` writes, as a consumer group: each entry at least once.
 
-An entry is acknowledged after its handler returned. Entries of a dead consumer are claimed by another one. A
-missing group (new or flushed server) starts again at 0, so handlers must tolerate repeats. The stream is
-trimmed below what every group has acknowledged, and only while all groups exist.
+An entry is acknowledged after its handler returned; one that the handler keeps comes again, also if this
+process is killed meanwhile. What is not from the worker that it names is dropped before a handler sees it.
+What cannot be read, and what the handler fails on for good, goes to the dead letters; an outage is waited
+for. Entries of a dead consumer are claimed by another one. A missing group (new or flushed server) starts
+again at 0, so handlers must tolerate repeats. The stream is trimmed below what its group has acknowledged.
 """
-
-from __future__ import annotations
 
 import asyncio
 import os
 import socket
 import time
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple, Protocol
 
 import structlog
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
+from infra.database.dead_letters import MOST_TRIES, DeadLetter, DeadLetters, TryCounter, reason_of
+from infra.process_metrics import EVENTS, REFUSED
 from infra.valkey.client import reply_of, text_of
+from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.errors import BerthError, MalformedMessage
-from worker_runtime.protocol.messages import Event, decode
-
-#: Remembered keys: with short ids about 100 kB.
-REMEMBERED = 1000
-
-
-class LogDeduplicator:
-    """Remembers what was logged recently, so that a sender that repeats itself is logged once."""
-
-    def __init__(self, kept: int = REMEMBERED) -> None:
-        self._kept = kept
-        self._logged: OrderedDict[Hashable, None] = OrderedDict()
-
-    def new(self, thing: Hashable) -> bool:
-        """Whether `thing` is not remembered; from now on it is."""
-        new = thing not in self._logged
-        self._logged[thing] = None
-        self._logged.move_to_end(thing)
-        if len(self._logged) > self._kept:
-            self._logged.popitem(last=False)
-        return new
-
+from worker_runtime.protocol.authentication import RefusalCounter
+from worker_runtime.protocol.errors import InvalidSignature, MalformedMessage, NewerKeyNeeded
+from worker_runtime.protocol.messages import Event, OrderEvent, WorkerEvent
+from worker_runtime.protocol.worker_reports import EVENT, payload_of, read_event, read_sender
 
 #: Writes order events and session times to PostgreSQL.
 RECORDER_GROUP = "recorder"
 #: Turns lifecycle events into signals.
 RELAY_GROUP = "relay"
-GROUPS = (RECORDER_GROUP, RELAY_GROUP)
+#: The stream of each group.
+GROUPS = {RECORDER_GROUP: keys.EVENTS, RELAY_GROUP: keys.CHANGES}
 
 #: Entries handled together: one transaction, one acknowledgement.
 BATCH = 64
@@ -68,6 +53,11 @@ ABANDONED_MS = 30_000
 UPKEEP = 10.0
 #: Milliseconds after which a consumer without entries is forgotten.
 IDLE_CONSUMER_MS = 3_600_000
+#: Seconds that a message waits for a version of the message secret that this process has not read; the file
+#: is read again each second. Only so often, since anybody who can write to Valkey can name a version.
+KEY_WAIT = 5.0
+KEY_WAIT_PERIOD = 120.0
+KEY_RETRY = 0.2
 #: Seconds between two tries while Valkey or the handler's server is away.
 RETRY = 1.0
 
@@ -75,29 +65,48 @@ log = structlog.get_logger()
 
 
 class EventHandler(Protocol):
-    async def handle(self, events: Sequence[Event]) -> None:
-        """Handles a batch in order; raises to get all of it again. Must tolerate repeats."""
+    async def handle(
+        self, events: Sequence[Event], received_ms: Sequence[int] = ()
+    ) -> Sequence[Event] | None:
+        """Handles a batch in order. Must tolerate repeats. `received_ms`: when each was put into the stream.
+
+        Those that it returns are kept: they come again, not before `abandoned_ms`. After an error the batch
+        comes again, as a whole while `TryCounter` says that the error may pass, else one by one.
+        """
         ...
 
 
+class ReceivedEvent(NamedTuple):
+    entry_id: bytes
+    event: Event
+    entry: bytes
+    #: When the pump took it from its worker's list: an outage of what handles it makes no event late.
+    at_ms: int
+
+
+@dataclass(eq=False, repr=False)
 class EventStream:
     """One consumer of one group."""
 
-    def __init__(
-        self,
-        client: Redis,
-        group: str,
-        handler: EventHandler,
-        *,
-        consumer: str = "",
-        abandoned_ms: int = ABANDONED_MS,
-    ) -> None:
-        self._client = client
-        self._group = group
-        self._handler = handler
-        self._consumer = consumer or f"{socket.gethostname()}-{os.getpid()}"
-        self._abandoned_ms = abandoned_ms
+    client: Redis
+    group: str
+    handler: EventHandler
+    message_secrets: MessageSecrets
+    _: KW_ONLY
+    #: Without them what fails for good is dropped.
+    dead_letters: DeadLetters | None = None
+    consumer: str = ""
+    abandoned_ms: int = ABANDONED_MS
+    most_tries: int = MOST_TRIES
+
+    def __post_init__(self) -> None:
+        self._stream = GROUPS[self.group]
+        self.refused = RefusalCounter(REFUSED.labels("event").inc)
+        self._tries = TryCounter(self.most_tries)
+        self._consumer = self.consumer or f"{socket.gethostname()}-{os.getpid()}"
+        self._last_id = b"0"
         self._upkeep_at = 0.0
+        self._wait_until = self._next_wait = 0.0
 
     async def run(self) -> None:
         """Runs until cancelled; survives outages of Valkey and of what the handler writes to."""
@@ -109,9 +118,8 @@ class EventStream:
                     await self._create_group()
                     missing = False
                 handled = await self.step(cursor)
-                if handled == 0:
-                    cursor = b">"
-                elif handled < BATCH:
+                cursor = self._last_id if handled and cursor != b">" else b">"
+                if 0 < handled < BATCH:
                     await asyncio.sleep(GATHER if handled <= ONE_ORDER else GATHER_MORE)
                 if time.monotonic() >= self._upkeep_at:
                     self._upkeep_at = time.monotonic() + UPKEEP
@@ -120,70 +128,142 @@ class EventStream:
                 missing = str(error).startswith("NOGROUP")
                 if not missing:
                     await self._wait("event_stream_failed", error)
-            except (RedisError, OSError, BerthError) as error:
+            except Exception as error:  # the boundary of a loop that outlives every outage
                 cursor = b"0"
                 await self._wait("event_stream_waits", error)
 
     async def step(self, cursor: bytes = b">") -> int:
         """Handles one batch; returns its size."""
         found = await reply_of(
-            self._client.xreadgroup(
-                self._group, self._consumer, {keys.EVENTS: cursor}, count=BATCH, block=BLOCK_MS
+            self.client.xreadgroup(
+                self.group, self._consumer, {self._stream: cursor}, count=BATCH, block=BLOCK_MS
             )
         )
         entries = [entry for lists in (found or {}).values() for some in lists for entry in some]
+        if entries:
+            self._last_id = entries[-1][0]
         await self._handle(entries)
         return len(entries)
 
     async def upkeep(self) -> None:
-        """Takes over abandoned entries, forgets idle consumers, trims."""
-        claimed = await reply_of(
-            self._client.xautoclaim(keys.EVENTS, self._group, self._consumer, self._abandoned_ms, count=BATCH)
-        )
-        await self._handle([entry for entry in claimed[1] if entry[1]])
-        for consumer in await reply_of(self._client.xinfo_consumers(keys.EVENTS, self._group)):
+        """Takes over abandoned entries and those that were kept, forgets idle consumers, trims."""
+        cursor, mine = b"0-0", (self._stream, self.group, self._consumer, self.abandoned_ms)
+        while True:
+            cursor, found, _ = await reply_of(self.client.xautoclaim(*mine, start_id=cursor, count=BATCH))
+            await self._handle([entry for entry in found if entry[1]])
+            if cursor == b"0-0":
+                break
+        for consumer in await reply_of(self.client.xinfo_consumers(self._stream, self.group)):
             if consumer["pending"] == 0 and consumer["idle"] > IDLE_CONSUMER_MS:
-                await reply_of(self._client.xgroup_delconsumer(keys.EVENTS, self._group, consumer["name"]))
+                await reply_of(self.client.xgroup_delconsumer(self._stream, self.group, consumer["name"]))
         await self._trim()
 
     async def _handle(self, entries: list[tuple[bytes, dict[bytes, bytes]]]) -> None:
         if not entries:
             return
-        events = []
+        events: list[ReceivedEvent] = []
+        dead: list[DeadLetter] = []
         for entry_id, fields in entries:
+            if not fields:  # it was delivered before, and then deleted
+                continue
+            entry = fields.get(EVENT.encode(), b"")
             try:
-                event: Event = decode(fields.get(b"e", b""), Event)
+                event = await self._read(entry)
+                events.append(ReceivedEvent(entry_id, event, entry, _position(text_of(entry_id))[0]))
+            except NewerKeyNeeded as error:
+                if self.group == RECORDER_GROUP:
+                    # One for each user and epoch. Its author is not known: all share one part of the list.
+                    why = reason_of(error)
+                    dead.append(DeadLetter(kind="event", subject=why, source="newer key", reason=why))
+            except InvalidSignature as error:
+                if self.refused.add(error.detail):
+                    log.warning("event_not_authentic", of=error.detail, count=self.refused.count)
             except MalformedMessage as error:
-                log.error("malformed_event", entry=entry_id.decode(), reason=error.detail)
-            else:
-                events.append(event)
-        if events:
-            await self._handler.handle(events)
-        await reply_of(self._client.xack(keys.EVENTS, self._group, *(entry_id for entry_id, _ in entries)))
+                # The relay reads the same events.
+                if self.group == RECORDER_GROUP:
+                    dead.append(_dead_letter("event", entry, error))
+        kept = await self._deliver(events, dead)
+        for one in events:
+            if one.entry_id not in kept:
+                EVENTS.labels(self.group, kind_of(one.event)).inc()
+        if self.dead_letters is not None:
+            await self.dead_letters.put(dead)
+        if done := [entry_id for entry_id, _ in entries if entry_id not in kept]:
+            await reply_of(self.client.xack(self._stream, self.group, *done))
+
+    async def _read(self, entry: bytes) -> Event:
+        """`read_event`, which waits a while for a secret that was rotated and is not here yet."""
+        while True:
+            try:
+                return read_event(entry, self.message_secrets.assignment_keys)
+            except NewerKeyNeeded:
+                now = time.monotonic()
+                if now >= self._next_wait:
+                    self._wait_until, self._next_wait = now + KEY_WAIT, now + KEY_WAIT_PERIOD
+                if now >= self._wait_until:
+                    raise
+                await asyncio.sleep(KEY_RETRY)
+
+    async def _deliver(self, received: Sequence[ReceivedEvent], dead: list[DeadLetter]) -> set[bytes]:
+        """Hands the events to the handler; adds those on which it fails for good to `dead`, and returns the
+        ids of the entries that it keeps."""
+        try:
+            kept = await self._hand_over(received)
+            self._tries.handled()
+            return kept
+        except Exception as error:  # the boundary of a batch
+            if not self._tries.gives_up(error):
+                raise
+        kept = set()
+        for one in received:
+            try:
+                kept |= await self._hand_over([one])
+            except Exception as error:  # the boundary of one message
+                if not self._tries.gives_up(error):
+                    raise
+                dead.append(_dead_letter(self.group, one.entry, error))
+        self._tries.handled()
+        return kept
+
+    async def _hand_over(self, received: Sequence[ReceivedEvent]) -> set[bytes]:
+        if not received:
+            return set()
+        kept = await self.handler.handle([one.event for one in received], [one.at_ms for one in received])
+        return {one.entry_id for one in received if any(one.event is event for event in kept or ())}
 
     async def _create_group(self) -> None:
         try:
-            await reply_of(self._client.xgroup_create(keys.EVENTS, self._group, id="0", mkstream=True))
-            log.info("event_group_created", group=self._group)
+            await reply_of(self.client.xgroup_create(self._stream, self.group, id="0", mkstream=True))
+            log.info("event_group_created", group=self.group)
         except ResponseError as error:
             if not str(error).startswith("BUSYGROUP"):
                 raise
 
     async def _trim(self) -> None:
-        groups = {
-            text_of(group["name"]): group for group in await reply_of(self._client.xinfo_groups(keys.EVENTS))
-        }
-        if not set(GROUPS) <= groups.keys():
-            return
-        lowest = []
-        for name, group in groups.items():
-            pending = await reply_of(self._client.xpending(keys.EVENTS, name))
-            lowest.append(text_of(pending["min"] or group["last-delivered-id"]))
-        await reply_of(self._client.xtrim(keys.EVENTS, minid=min(lowest, key=_position), approximate=False))
+        for group in await reply_of(self.client.xinfo_groups(self._stream)):
+            pending = await reply_of(self.client.xpending(self._stream, group["name"]))
+            lowest = pending["min"] or group["last-delivered-id"]
+            await reply_of(self.client.xtrim(self._stream, minid=text_of(lowest), approximate=False))
 
     async def _wait(self, event: str, error: Exception) -> None:
-        log.warning(event, group=self._group, error=type(error).__name__, reason=str(error)[:200])
+        log.warning(event, group=self.group, error=type(error).__name__, reason=str(error)[:200])
         await asyncio.sleep(RETRY)
+
+
+def kind_of(event: Event) -> str:
+    """What the metrics call an event: an order's state, a change of the worker, or `account`."""
+    if isinstance(event, OrderEvent):
+        return event.state
+    return event.kind if isinstance(event, WorkerEvent) else "account"
+
+
+def _dead_letter(kind: str, entry: bytes, error: Exception) -> DeadLetter:
+    """The letter of an authentic message. Its MAC covers the user and the epoch, not the worker's id."""
+    sender = read_sender(payload_of(entry))
+    source = f"{sender.user_id}:{sender.epoch}"
+    return DeadLetter(
+        kind=kind, source=source, user_id=sender.user_id, reason=reason_of(error), message=entry
+    )
 
 
 def _position(entry_id: str) -> tuple[int, int]:

@@ -266,18 +266,21 @@ def is_many(count: int, of: int) -> bool:
     return count > FEW and count >= MANY * of
 
 
-def guard_reason(scan: ScanSummary, before: PassRecord | None) -> str:
-    """Why maintenance must not act now; '': it may."""
+def guard_reason(scan: ScanSummary, before: PassRecord | None, *, override: bool = False) -> str:
+    """Why maintenance must not act now; '': it may. With `override` it may though much looks odd at once, but
+    not when two passes saw different servers or data, and so cannot agree."""
     if not scan.place.generation:
         return "the generation is missing"
     if before is None or before.age > OLD:
         return "the first pass in a while"
-    if before.guarded and not before.place.generation:
+    if not before.place.generation:
         return "the pass before could not read"
     if scan.place.generation != before.place.generation:
         return "the generation has changed"
     if scan.place.server != before.place.server:
         return "Valkey was restarted"
+    if override:
+        return ""
     if is_many(before.place.tasks - scan.place.tasks, before.place.tasks):
         return "the launcher lists far fewer tasks"
     if is_many(scan.unlisted, scan.size):

@@ -5,8 +5,6 @@ signalled to check it, and nothing else is done. A worker that no workflow knows
 ended only when the launcher confirms it (one-owner). No worker with an order in hand is stopped.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Collection, Iterable, Sequence
@@ -17,6 +15,7 @@ from redis.asyncio import Redis
 from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
 from temporalio.service import RPCError, RPCStatusCode
 
+from activities.claims.stop import EndConfirmer
 from activities.maintenance.anomalies import AnomalyKind, FleetSnapshot
 from activities.pool import entries
 from infra.database.engine import Database
@@ -24,9 +23,8 @@ from infra.database.workers import assignments
 from infra.database.workers.passes import Suspect
 from infra.launchers.port import Launcher
 from infra.temporal.client import CALL
-from infra.valkey import client as valkey
 from infra.worker_task import StopFailed
-from worker_runtime.protocol import keys, scripts
+from worker_runtime.protocol import keys
 from workflows import names
 from workflows.user_worker import messages as m
 
@@ -53,10 +51,13 @@ log = structlog.get_logger()
 class AnomalyCleaner:
     """`clean` may be called again with the same anomalies."""
 
-    def __init__(self, client: Redis, database: Database, launcher: Launcher, temporal: Client) -> None:
+    def __init__(
+        self, client: Redis, database: Database, launcher: Launcher, ends: EndConfirmer, temporal: Client
+    ) -> None:
         self._client = client
         self._database = database
         self._launcher = launcher
+        self._ends = ends
         self._temporal = temporal
 
     async def clean(self, suspects: Sequence[Suspect], seen: FleetSnapshot) -> dict[str, int]:
@@ -124,12 +125,7 @@ class AnomalyCleaner:
         if not one.user_id:
             await entries.remove_entry(self._client, one.pool, one.worker_id)
             return "deleted"
-        gone = await valkey.run_script(
-            self._client,
-            scripts.REMOVE_MARK,
-            [keys.mark(one.user_id), keys.metadata(one.user_id)],
-            [one.value],
-        )
+        gone = await entries.remove_mark(self._client, one.user_id, one.value)
         return "deleted" if gone else "healed"
 
     async def _known_to_its_workflow(self, one: Suspect) -> bool:
@@ -165,22 +161,25 @@ class AnomalyCleaner:
 
     async def _end(self, one: Suspect, seen: FleetSnapshot, ended: list[Suspect]) -> str:
         """Stops a user's worker that no workflow knows, and adds it to `ended` when it has ended."""
-        tasks = [task.task_id for task in seen.running.get(one.worker_id, ())]
         if one.worker_id:
             await entries.release_claim(self._client, one.pool, one.worker_id, one.claim_id)
-        for task_id in tasks:
-            if not await self._stopped(task_id, one.why):
+            worker = m.WorkerRef(
+                worker_id=one.worker_id,
+                task_id=one.task_id,
+                epoch=one.epoch,
+                claim_id=one.claim_id,
+                pool=one.pool,
+            )
+            try:
+                await self._ends.end(one.user_id, worker, f"maintenance: {one.why}", grace=GRACE)
+            except StopFailed as error:
+                log.warning("worker_not_ended", worker_id=one.worker_id, reason=error.detail)
                 return "failed"
         ended.append(one)
         if one.worker_id:
             await entries.remove_entry(self._client, one.pool, one.worker_id)
-            await valkey.run_script(
-                self._client,
-                scripts.REMOVE_MARK,
-                [keys.mark(one.user_id), keys.metadata(one.user_id)],
-                [f"{one.epoch}:{one.worker_id}"],
-            )
-        return "stopped" if tasks else "closed"
+            await entries.remove_mark(self._client, one.user_id, f"{one.epoch}:{one.worker_id}")
+        return "stopped" if one.worker_id in seen.running else "closed"
 
     async def _stopped(self, task_id: str, why: str) -> bool:
         try:

@@ -1,7 +1,5 @@
 """The activities of maintenance: scan, compare with the scan before, clean up what both have found."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from pathlib import Path
@@ -15,8 +13,7 @@ from activities.maintenance.anomalies import OverdueLimits, find_anomalies, guar
 from activities.maintenance.cleanup import AnomalyCleaner
 from activities.maintenance.scan import FleetScanner
 from infra.database.engine import Database
-from infra.database.workers import passes
-from infra.database.workers.passes import PassBasis, PassRecord, Suspect
+from infra.database.workers import launches, passes
 from infra.settings import Settings
 from infra.worker_task import LauncherUnreachable
 from workflows.maintenance import messages as mm
@@ -25,7 +22,8 @@ from workflows.maintenance import messages as mm
 #: with their pauses (82 s), and as much again.
 CONNECT_LIMIT = 300.0
 #: Seconds beyond twice the idle timeout that a worker may be unused: its workflow checks at most 20 min late
-#: (docs/how-it-works/lifecycle.md).
+#: (docs/how-it-works/lifecycle.md). A worker of the morning waits `morning_window` for its bell, too, and
+#: at most 15 min more for a later one.
 IDLE_MARGIN = 1800.0
 
 log = structlog.get_logger()
@@ -41,34 +39,42 @@ class MaintenanceActivities:
         self._cleaner = cleaner
         self._database = database
         self._confirm = settings.maintenance_confirm
-        self._limits = OverdueLimits(connect=CONNECT_LIMIT, idle=2 * settings.idle_timeout + IDLE_MARGIN)
+        idle = 2 * settings.idle_timeout + settings.morning_window + IDLE_MARGIN
+        self._limits = OverdueLimits(connect=CONNECT_LIMIT, idle=idle)
+        self._history_days = settings.worker_history_days
         self._boot = _boot()
 
     @activity.defn
     async def scan_fleet(self, request: mm.ScanFleet) -> mm.Scanned:
-        """Scans all workers and compares with the pass before. A failed scan counts as a guarded pass."""
-        began = time.monotonic()
+        """Scans all workers and compares with the pass before. A failed scan counts as a guarded pass.
+
+        With `override_guard` it compares with the last pass that is old enough, guarded or not.
+        """
+        began, override = time.monotonic(), request.override_guard
         async with self._database.session() as session:
-            before = await passes.find_pass(session)
-        if before is not None and self._seconds_since(before) < self._confirm:
+            before = await passes.find_pass(session, older_than=self._confirm if override else 0.0)
+        if before is not None and not override and self._seconds_since(before) < self._confirm:
             return mm.Scanned(number=0, guarded="too soon after the last pass")
-        place, workers = PassBasis(), 0
-        suspects: list[Suspect] = []
-        confirmed: list[Suspect] = []
+        place, workers, seen = passes.PassBasis(), 0, None
+        suspects: list[passes.Suspect] = []
+        confirmed: list[passes.Suspect] = []
         try:
             seen = await self._scanner.scan_all()
         except (RedisError, OSError, LauncherUnreachable) as error:
             log.warning("maintenance_cannot_read", error=type(error).__name__, reason=str(error)[:200])
-            what = "the launcher" if isinstance(error, LauncherUnreachable) else "Valkey"
-            why = f"{what} could not be read"
+            away = isinstance(error, LauncherUnreachable)
+            why = passes.LAUNCHER_UNREAD if away else "Valkey could not be read"
         else:
             place, workers = seen.place, seen.size
             suspects = await asyncio.to_thread(find_anomalies, seen, self._limits)
-            why = guard_reason(seen.summary(len(suspects)), before)
-            if not why and before is not None and not before.guarded:
+            why = guard_reason(seen.summary(len(suspects)), before, override=override)
+            if not why and before is not None and (override or not before.guarded):
                 known = set(before.suspects)
                 confirmed = [one for one in suspects if one in known]
         async with self._database.session() as session:
+            if seen is not None and not why:
+                running = [task.worker_id for task in seen.tasks]
+                await launches.purge_ended(session, self._history_days, running)
             number = await passes.begin_pass(
                 session,
                 place=place,
@@ -84,7 +90,7 @@ class MaintenanceActivities:
             number=number, workers=workers, found=len(suspects), confirmed=len(confirmed), guarded=why
         )
 
-    def _seconds_since(self, before: PassRecord) -> float:
+    def _seconds_since(self, before: passes.PassRecord) -> float:
         """By the monotonic clock if that pass was on this host."""
         if self._boot and before.boot == self._boot:
             return _boottime() - before.boottime
@@ -139,7 +145,7 @@ class MaintenanceActivities:
         return seconds
 
 
-def _world_changed(now: PassBasis, then: PassBasis) -> bool:
+def _world_changed(now: passes.PassBasis, then: passes.PassBasis) -> bool:
     """Whether Valkey, its data or the launcher's list are not those of the pass."""
     other = (now.generation, now.server) != (then.generation, then.server)
     return other or is_many(then.tasks - now.tasks, then.tasks)

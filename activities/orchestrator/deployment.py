@@ -4,8 +4,6 @@ A version is a build id. New runs start on the current one; a pinned run stays o
 continues as new. What the server does was tried on 1.32; docs/adr/0007 has the facts.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ old code, then continues as new on the current version. When no orchestrator ser
 the run itself is handed over, and the current code replays its history; `tests/replay` proves that it can.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from itertools import groupby

@@ -4,44 +4,118 @@ It makes every client and closes it. Several orchestrators may run beside each o
 worker's parent, and stopping one stops no worker.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import structlog
-from temporalio.client import Client, WorkflowUpdateFailedError
+from temporalio.client import Client, WorkflowQueryFailedError, WorkflowUpdateFailedError
 from temporalio.service import RPCError
 
+from activities.claims.handshake import send_control
 from activities.events.exit_watcher import ExitWatcher
 from activities.events.mark_watcher import MarkWatcher
+from activities.events.pump import EventPump
 from activities.events.recorder import Recorder
 from activities.events.relay import Relay
 from activities.events.stream import RECORDER_GROUP, RELAY_GROUP, EventStream
+from activities.maintenance.failures import FailureCollector
+from activities.maintenance.kept_jobs import KeptJobSweeper
 from activities.orchestrator.deployment import Deployment
 from activities.orchestrator.mover import WorkflowMover
-from activities.orchestrator.pool_policy import ANSWERS, LONGEST, ensure_pool
 from activities.orchestrator.promotion import Promotion, build_id
-from activities.orchestrator.queues import hosted_queues, make_worker
-from activities.orchestrator.resources import OrchestratorResources, open_resources
-from activities.orchestrator.runtime import Loop, run_in_background, stop_on_signals, unless_stopped
+from activities.orchestrator.queues import OrchestratorResources, hosted_queues, make_worker, open_resources
 from activities.orders.sweeper import OrderSweeper
-from activities.pool.hosts import HostProvisioner
-from activities.pool.snapshot import PoolSnapshots
+from activities.pool.sizing import ANSWERS, LONGEST, ensure_pool
+from activities.pool.snapshot import HostProvisioner, PoolSnapshots
+from infra import tasks
+from infra.alerts.errors import send_errors
+from infra.database.dead_letters import DeadLetters
+from infra.database.retention import purge_each_hour
+from infra.doctor.checks import LAUNCHER, ORCHESTRATOR_KEYS
+from infra.doctor.servers import POSTGRESQL, VALKEY, log_problems
+from infra.jobs.client import JobClient
+from infra.jobs.kept import KeptJobs
 from infra.settings import EcsSettings, Settings
-from infra.temporal.client import RETRY, connect_orchestrator
-from infra.temporal.schedules import ScheduleMaker
+from infra.temporal.connection import RETRY, connect_orchestrator, watch_connection
+from infra.temporal.schedules import make_schedules
 from infra.temporal.starter import WorkerStarter
+
+log = structlog.get_logger()
+
+
+def stop_on_signals(cut_short: Callable[[], None], *, limit: float) -> asyncio.Event:
+    """The event is set by the first SIGTERM or SIGINT; a second one, or `limit` seconds, end the process.
+
+    The limit is needed because Temporal's client waits for ever while Temporal is away. Activities in hand
+    are repeated elsewhere, as after a crash. `cut_short` is called before an end at once.
+    """
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def end(number: signal.Signals, reason: str) -> None:
+        log.warning("stopped_at_once", reason=reason)
+        cut_short()
+        os._exit(128 + number)  # without clean-up, which is what takes time
+
+    def heard(number: signal.Signals) -> None:
+        if stopping.is_set():
+            end(number, f"a second signal, {number.name}")
+        stopping.set()
+        loop.call_later(limit, end, number, f"the stop took longer than {limit:.0f} s")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, heard, number)
+    return stopping
+
+
+#: Seconds until a loop that failed is started again.
+LOOP_RETRY = 0.5
+
+Loop = Callable[[], Coroutine[Any, Any, None]]
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def run_in_background(loops: Sequence[Loop]) -> AsyncIterator[None]:
+    """Runs loops that never end; one that fails or ends is started again."""
+    running = [asyncio.create_task(_forever(loop)) for loop in loops]
+    try:
+        yield
+    finally:
+        await tasks.cancel_tasks(*running)
+
+
+async def _forever(loop: Loop) -> None:
+    while True:
+        try:
+            await loop()
+        except Exception as error:  # the boundary of a loop, which is started again
+            log.exception("background_loop_failed", loop=loop.__qualname__, error=type(error).__name__)
+        await asyncio.sleep(LOOP_RETRY)
+
+
+async def unless_stopped(stopping: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None when the process is asked to stop first."""
+    task, stop = asyncio.create_task(work), asyncio.create_task(stopping.wait())
+    await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+    await tasks.cancel_tasks(stop)
+    if task.done():
+        return task.result()
+    await tasks.cancel_tasks(task)
+    return None
+
 
 #: Seconds that a graceful stop may take besides the activities' grace.
 STOP_MARGIN = 3.0
 #: Seconds the Rust core needs to let go before the loop ends: without it 13 of 200 processes crashed at
 #: exit (sdk-python issue 300).
 CORE_SETTLES = 0.1
-
-log = structlog.get_logger()
 
 
 def ready_file(settings: Settings) -> Path:
@@ -55,8 +129,11 @@ async def run(settings: Settings) -> None:
     stopping = stop_on_signals(lambda: ready.unlink(missing_ok=True), limit=settings.stop_grace + STOP_MARGIN)
     ready.unlink(missing_ok=True)
     try:
-        async with open_resources(settings) as parts:
-            temporal = await unless_stopped(stopping, connect_orchestrator(settings))
+        # Connecting to Temporal says itself what is wrong with it.
+        trying = tasks.running(log_problems(settings, POSTGRESQL, VALKEY, LAUNCHER, ORCHESTRATOR_KEYS))
+        async with open_resources(settings) as parts, trying:
+            interceptors = parts.traces.interceptors if parts.traces else ()
+            temporal = await unless_stopped(stopping, connect_orchestrator(settings, interceptors))
             if temporal is not None:
                 await _serve(temporal, parts, stopping)
     finally:
@@ -108,7 +185,7 @@ async def _become_ready(temporal: Client, settings: Settings, promotion: Promoti
             try:
                 free = await ensure_pool(temporal, settings, patience)
                 break
-            except (RPCError, WorkflowUpdateFailedError) as error:
+            except (RPCError, WorkflowQueryFailedError, WorkflowUpdateFailedError) as error:
                 log.warning("pool_not_started", reason=str(error)[:200])
                 patience = min(patience * 2, LONGEST)
                 await asyncio.sleep(RETRY)
@@ -118,18 +195,44 @@ async def _become_ready(temporal: Client, settings: Settings, promotion: Promoti
 
 
 def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResources) -> Sequence[Loop]:
-    settings = parts.settings
-    recorder = Recorder(parts.database, differences_block=settings.differences_block)
+    settings, relay = parts.settings, Relay(temporal)
+    recorder = Recorder(
+        parts.database,
+        traces=parts.traces,
+        differences_block=settings.differences_block,
+        send_control=partial(send_control, parts.client, parts.keys),
+    )
+    letters = DeadLetters(parts.database)
+    exits = ExitWatcher(
+        *(parts.client, parts.database, parts.launcher, temporal), pool=settings.pool, users=parts.users
+    )
+    alone = settings.launcher == "ecs"
+    pump = EventPump(parts.client, parts.database, parts.launcher, parts.keys, parts.users)
     loops = [
-        EventStream(parts.client, RECORDER_GROUP, recorder).run,
-        EventStream(parts.client, RELAY_GROUP, Relay(temporal)).run,
-        ExitWatcher(parts.client, parts.database, parts.launcher, temporal, pool=settings.pool).run,
-        MarkWatcher(parts.client, temporal, settings).run,
+        pump.run,
+        pump.attend,
+        EventStream(parts.client, RECORDER_GROUP, recorder, parts.message_secrets, dead_letters=letters).run,
+        EventStream(parts.client, RELAY_GROUP, relay, parts.message_secrets, dead_letters=letters).run,
+        (lambda: exits.run_alone(settings.database_url)) if alone else exits.run,
+        MarkWatcher(
+            *(parts.client, temporal, settings, parts.message_secrets), parts.users, parts.launcher
+        ).run,
+        lambda: watch_connection(temporal, settings),
+        lambda: parts.message_secrets.compare_with_others(parts.client),
     ]
+    if settings.sends_alerts:
+        loops.append(lambda: send_errors(parts.client, "orchestrator"))
     if "orders" in settings.task_queues:
-        loops.append(OrderSweeper(parts.client, parts.database, temporal, starter, settings).run)
+        sweeper = OrderSweeper(
+            parts.client, parts.database, temporal, starter, settings, parts.message_secrets
+        )
+        loops.append(sweeper.run)
     if "bulk" in settings.task_queues:
-        loops.append(ScheduleMaker(temporal, settings).run)
+        loops.append(lambda: make_schedules(temporal, settings))
+        loops.append(lambda: purge_each_hour(parts.database, settings))
+        kept = KeptJobs(parts.database, JobClient(parts.client, parts.message_secrets))
+        loops.append(KeptJobSweeper(parts.client, kept, starter).run)
+        loops.append(FailureCollector(parts.database, temporal, settings.dead_letter_days).run)
         if parts.hosts is not None:
             ecs = EcsSettings()
             provisioner = HostProvisioner(

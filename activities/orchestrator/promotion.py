@@ -6,8 +6,6 @@ depends on. At its start an orchestrator makes its version the current one if it
 serves.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import re
@@ -31,10 +29,8 @@ REPLAYED = (workflows, protocol)
 _RELEASE = re.compile(r"(\d+(?:\.\d+)*)(?:-|$)")
 
 
-class CodeUnreadable(BerthError):
+class CodeUnreadable(BerthError, code="CODE_UNREADABLE"):
     """The source files of the workflows are not there, so that no build id can be made of them."""
-
-    code = "CODE_UNREADABLE"
 
 
 def build_id() -> str:

@@ -1,45 +1,123 @@
-"""What each task queue hosts: its activities and workflows, and the Temporal worker that serves it."""
+"""The resources of an orchestrator (clients, keys, calendar), and what each task queue hosts: its activities
+and workflows, and the Temporal worker that serves it.
+"""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+from redis.asyncio import Redis
 from temporalio.client import Client
 from temporalio.worker import PollerBehaviorAutoscaling, Worker
 from temporalio.workflow import NondeterminismError
 
 from activities.claims.claim import ClaimActivities
-from activities.claims.health import HealthActivity
+from activities.claims.handshake import AssignmentSealer
 from activities.claims.morning import MorningActivities
 from activities.claims.reload import ReloadActivity
-from activities.claims.stop import StopActivity
+from activities.claims.stop import EndConfirmer, HealthActivity, StopActivity
 from activities.events.recorder import TimelineActivity
 from activities.maintenance.cleanup import AnomalyCleaner
 from activities.maintenance.passes import MaintenanceActivities
 from activities.maintenance.scan import FleetScanner
 from activities.orchestrator.deployment import Deployment
-from activities.orchestrator.resources import OrchestratorResources
-from activities.orders.account_query import AccountQueryClient
-from activities.orders.verification import OrderActivities
+from activities.orders.verification import AccountQueryClient, OrderActivities
 from activities.pool.launch import LaunchActivities
-from activities.pool.sizing import PoolActivities
+from activities.pool.sizing import PoolActivities, policy_of
 from activities.pool.snapshot import PoolSnapshots
-from activities.reports.statements import StatementActivities
+from activities.reports.daily import DailyActivities
 from activities.rollout.replacement import RolloutActivities
+from infra.database.engine import Database
+from infra.hosts.scaling import HostScaler
 from infra.jobs.client import JobClient
+from infra.jobs.kept import KeptJobs
+from infra.launchers.limited import LaunchTurns, LimitedLauncher, SharedRate
+from infra.launchers.port import Launcher
+from infra.launchers.registry import create_host_scaler, create_launcher
+from infra.market import calendar
+from infra.market.calendar import Calendar
+from infra.settings import EcsSettings, Settings
 from infra.temporal.starter import WorkerStarter
+from infra.tracing import Traces, closing_traces
+from infra.valkey import client as valkey
+from infra.valkey.worker_users import WorkerUsers
+from infra.vault.key_pairs import KeyUnwrapper, OrchestratorKeys
+from infra.vault.master_key import master_unwrapper
+from infra.vault.message_secret import MessageSecretFile, MessageSecrets
 from workflows import names
 from workflows.maintenance.workflow import MaintenanceBatchWorkflow, MaintenanceWorkflow
 from workflows.morning.workflow import MorningWorkflow
 from workflows.order.workflow import OrderWorkflow
-from workflows.reports.workflow import StatementsWorkflow
+from workflows.reports.workflow import DailyReportWorkflow, StatementsWorkflow
 from workflows.rollout.workflow import RolloutWorkflow
 from workflows.sandbox import workflow_runner
 from workflows.user_worker.workflow import UserWorkerWorkflow
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
+
+#: The pool of Valkey connections: each waiting claim holds one for up to 1.5 s.
+VALKEY_CONNECTIONS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrchestratorResources:
+    """Everything the activities get in their constructors."""
+
+    settings: Settings
+    client: Redis
+    database: Database
+    launcher: Launcher
+    unwrapper: KeyUnwrapper
+    keys: OrchestratorKeys
+    message_secrets: MessageSecrets
+    calendar: Calendar
+    #: None: all workers log in to Valkey as we do.
+    users: WorkerUsers | None = None
+    #: None: the number of hosts is not managed here.
+    hosts: HostScaler | None = None
+    #: None: nobody collects traces.
+    traces: Traces | None = None
+
+
+@asynccontextmanager
+async def open_resources(settings: Settings) -> AsyncIterator[OrchestratorResources]:
+    """Opens and closes the resources. Reads keys and calendar first, so that a missing one fails at once."""
+    policy_of(settings)
+    days = calendar.load_calendar(Path(settings.calendar_file) if settings.calendar_file else None)
+    keys = OrchestratorKeys(settings.orchestrator_key_dir)
+    message_secrets = MessageSecretFile(settings.message_key_file)
+    unwrapper = master_unwrapper(settings)
+    traces = Traces(settings.traces_url, "berth-orchestrator") if settings.traces_url else None
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(closing_traces(traces))
+        client = valkey.connect_valkey(settings.valkey_url, max_connections=VALKEY_CONNECTIONS)
+        stack.push_async_callback(client.aclose)
+        database = Database(
+            settings.database_url, pool_size=settings.database_pool, pool_wait=settings.database_pool_wait
+        )
+        stack.push_async_callback(database.close)
+        rate = SharedRate(client, settings.launch_rate, settings.launch_burst)
+        launcher = LimitedLauncher(create_launcher(settings), LaunchTurns(rate))
+        stack.push_async_callback(launcher.close)
+        hosts = create_host_scaler(settings, EcsSettings())
+        if hosts is not None:
+            stack.push_async_callback(hosts.close)
+        yield OrchestratorResources(
+            settings=settings,
+            client=client,
+            database=database,
+            launcher=launcher,
+            unwrapper=unwrapper,
+            keys=keys,
+            message_secrets=message_secrets,
+            calendar=days,
+            users=WorkerUsers(client, database, keys) if settings.valkey_users else None,
+            hosts=hosts,
+            traces=traces,
+        )
+
 
 #: A run whose history cannot be replayed fails; otherwise it would stand still for ever. It is started anew:
 #: the pool at the next check of an orchestrator, a user's worker with the next order, an order's verification
@@ -102,6 +180,7 @@ def hosted_queues(
                 MorningWorkflow,
                 RolloutWorkflow,
                 StatementsWorkflow,
+                DailyReportWorkflow,
             ),
             cached=50,
         ),
@@ -134,10 +213,14 @@ def make_worker(temporal: Client, hosted: HostedQueue, deployment: Deployment, g
 
 
 def lifecycle_activities(parts: OrchestratorResources) -> Activities:
-    claiming = ClaimActivities(parts.client, parts.database, parts.unwrapper, parts.keys)
-    stopping = StopActivity(parts.client, parts.database, parts.launcher, parts.keys)
-    checking = HealthActivity(parts.client, parts.database, parts.launcher)
-    reloading = ReloadActivity(parts.client, parts.database, parts.unwrapper, parts.keys)
+    secrets, books_first = parts.message_secrets, parts.settings.differences_block
+    sealer = AssignmentSealer(parts.unwrapper, parts.keys, secrets, books_first=books_first)
+    claiming = ClaimActivities(parts.client, parts.database, sealer, parts.users, parts.traces)
+    stopping = StopActivity(parts.client, parts.database, _ends(parts), parts.keys, parts.users)
+    checking = HealthActivity(
+        parts.client, parts.database, parts.launcher, parts.message_secrets, parts.settings.mark_ttl
+    )
+    reloading = ReloadActivity(parts.client, parts.database, sealer)
     pool = PoolActivities(parts.client, parts.database, parts.launcher, parts.calendar)
     return [
         claiming.claim_worker,
@@ -152,27 +235,39 @@ def lifecycle_activities(parts: OrchestratorResources) -> Activities:
     ]
 
 
+def _ends(parts: OrchestratorResources) -> EndConfirmer:
+    return EndConfirmer(
+        *(parts.client, parts.database, parts.launcher, parts.message_secrets), parts.settings.mark_ttl
+    )
+
+
 def launch_activities(temporal: Client, parts: OrchestratorResources) -> Activities:
     launching = LaunchActivities(
-        parts.client, parts.database, parts.launcher, parts.settings, parts.keys, PoolSnapshots(temporal)
+        *(parts.client, parts.database, parts.launcher, parts.settings, parts.keys),
+        PoolSnapshots(temporal),
+        parts.users,
     )
     return [launching.launch_for_claim, launching.launch_pool_worker]
 
 
 def order_activities(starter: WorkerStarter, parts: OrchestratorResources) -> Activities:
-    verifying = OrderActivities(parts.client, parts.database, AccountQueryClient(parts.client, starter))
+    asking = AccountQueryClient(parts.client, parts.database, starter, parts.message_secrets)
+    verifying = OrderActivities(parts.client, parts.database, asking, parts.message_secrets)
     return [verifying.verify_order, verifying.settle_absent, verifying.demand_attention]
 
 
 def bulk_activities(temporal: Client, starter: WorkerStarter, parts: OrchestratorResources) -> Activities:
-    scanner = FleetScanner(parts.client, parts.database, parts.launcher, pool=parts.settings.pool)
-    cleaner = AnomalyCleaner(parts.client, parts.database, parts.launcher, temporal)
+    scanner = FleetScanner(
+        parts.client, parts.database, parts.launcher, parts.message_secrets, pool=parts.settings.pool
+    )
+    cleaner = AnomalyCleaner(parts.client, parts.database, parts.launcher, _ends(parts), temporal)
     maintenance = MaintenanceActivities(scanner, cleaner, parts.database, parts.settings)
     morning = MorningActivities(parts.database, parts.calendar, starter)
     rollout = RolloutActivities(
         parts.client, parts.database, parts.launcher, temporal, parts.calendar, parts.settings
     )
-    statements = StatementActivities(parts.database, JobClient(parts.client), parts.calendar, parts.settings)
+    jobs = KeptJobs(parts.database, JobClient(parts.client, parts.message_secrets))
+    daily = DailyActivities(parts.database, jobs, parts.calendar, parts.settings)
     return [
         maintenance.scan_fleet,
         maintenance.clean_up,
@@ -184,6 +279,7 @@ def bulk_activities(temporal: Client, starter: WorkerStarter, parts: Orchestrato
         rollout.retire_workers,
         rollout.ask_to_move,
         rollout.tell_rollout,
-        statements.plan_statements,
-        statements.enqueue_statements,
+        daily.plan_statements,
+        daily.enqueue_statements,
+        daily.make_report,
     ]

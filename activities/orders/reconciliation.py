@@ -8,23 +8,22 @@ A difference stays until a comparison shows that the books agree, or a person cl
 listed any more, symbols in which something is under way, and incomplete reports prove nothing.
 """
 
-from __future__ import annotations
-
 from collections import Counter
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
 
-import msgspec
 import structlog
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.models import Order
 from infra.database.orders import recording
 from infra.database.trading import reconciliations
-from infra.database.trading.reconciliations import FILL_MARGIN, EarlierComparisons
+from infra.database.trading.reconciliations import FILL_MARGIN, ODD_SHARES, EarlierComparisons
 from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, AccountReported, OrderEvent, OrderState
+from worker_runtime.protocol.order_terms import SHARES_PER_LOT
 from worker_runtime.protocol.requests import AccountReport, decode_report
 
 
@@ -71,33 +70,33 @@ _NEVER_TAKEN = frozenset({OrderState.REJECTED, OrderState.EXPIRED})
 
 Differences = dict[str, list[Any]]
 
+#: The kind of differences in full lots, or in contracts.
+POSITIONS = "positions"
+
 log = structlog.get_logger()
 
 
 async def reconcile_account(session: AsyncSession, event: AccountReported, *, blocks: bool) -> None:
-    """Safe to repeat: the same comparison writes nothing new."""
-    try:
-        report = decode_report(event.report)
-    except msgspec.ValidationError as error:
-        log.error("account_report_malformed", user_id=event.user_id, reason=str(error))
+    """Compares a report that is newer than all before; others are ignored, since the books have moved on.
+
+    Raises `MalformedMessage`.
+    """
+    report = decode_report(event.report)
+    if not await reconciliations.note_report(session, **_whose(event), at_ms=event.at_ms):
+        log.info("account_report_not_new", user_id=event.user_id, account=event.account_id, epoch=event.epoch)
         return
     known = await reconciliations.earlier_comparisons(session, event.user_id, event.account_id)
     found = await _orders(session, event, report, known)
     if not report.complete:
-        found["positions"] = known.open.get("positions", [])
-    elif known.begun:
-        found["positions"] = await _positions(session, event, report, known)
-    else:
+        for kind in (POSITIONS, ODD_SHARES):
+            found[kind] = known.open.get(kind, [])
+    elif not known.begun:
         await _begin_books(session, event, report)
+    else:
+        found |= await _positions(session, event, report, known)
     differences = {kind: those for kind, those in found.items() if those}
-    row = await reconciliations.note_differences(
-        session,
-        user_id=event.user_id,
-        account_id=event.account_id,
-        epoch=event.epoch,
-        differences=differences,
-        blocks=blocks,
-    )
+    whose = _whose(event)
+    row = await reconciliations.note_differences(session, **whose, differences=differences, blocks=blocks)
     if row is not None:
         log.warning(
             "books_differ", user_id=event.user_id, account=event.account_id, kinds=sorted(differences)
@@ -157,18 +156,31 @@ def _contradictions(row: Order, listed: ExchangeOrder, certain: bool, found: Dif
 
 async def _positions(
     session: AsyncSession, event: AccountReported, report: AccountReport, known: EarlierComparisons
-) -> list[Any]:
+) -> Differences:
     """Positions that our fills do not explain; symbols in which something is under way stay as before."""
     moving = await reconciliations.unsettled_symbols(
         session, event.user_id, event.account_id, _taken_at(report)
     )
     ours = await reconciliations.filled_positions(session, event.user_id, event.account_id)
-    expected = {symbol: ours.get(symbol, 0) + known.base[symbol] for symbol in {*ours, *known.base}}
+    expected = Counter({symbol: ours.get(symbol, 0) + known.base[symbol] for symbol in {*ours, *known.base}})
+    if report.odd_shown and not known.odd_known:
+        # The books were begun by a release that saw full lots only: what is beyond them was held before.
+        beyond = {ODD_SHARES: _unexplained(expected, report)[ODD_SHARES]}
+        _note_books(session, event, beyond)
+        for one in beyond[ODD_SHARES]:
+            expected[one["symbol"]] += one["broker"] - one["ours"]
     differ = _unexplained(expected, report)
-    stays = [one for one in known.open.get("positions", ()) if one["symbol"] in moving]
-    return sorted(
-        [*stays, *(one for one in differ if one["symbol"] not in moving)], key=lambda one: str(one["symbol"])
-    )
+    unseen = () if report.odd_shown else (ODD_SHARES,)
+    return {
+        kind: sorted(
+            [
+                *(one for one in known.open.get(kind, ()) if one["symbol"] in moving or kind in unseen),
+                *(one for one in those if one["symbol"] not in moving),
+            ],
+            key=lambda one: str(one["symbol"]),
+        )
+        for kind, those in differ.items()
+    }
 
 
 async def _begin_books(session: AsyncSession, event: AccountReported, report: AccountReport) -> None:
@@ -176,25 +188,36 @@ async def _begin_books(session: AsyncSession, event: AccountReported, report: Ac
     ours = await reconciliations.filled_positions(
         session, event.user_id, event.account_id, until=_taken_at(report)
     )
-    reconciliations.note_first_comparison(
-        session,
-        user_id=event.user_id,
-        account_id=event.account_id,
-        epoch=event.epoch,
-        held=_unexplained(ours, report),
-    )
+    held = _unexplained(ours, report)
+    _note_books(session, event, held if report.odd_shown else {POSITIONS: held[POSITIONS]})
 
 
-def _unexplained(expected: dict[str, int], report: AccountReport) -> list[Any]:
+def _note_books(session: AsyncSession, event: AccountReported, held: Differences) -> None:
+    reconciliations.note_first_comparison(session, **_whose(event), held=held)
+
+
+def _whose(event: AccountReported) -> dict[str, Any]:
+    return {"user_id": event.user_id, "account_id": event.account_id, "epoch": event.epoch}
+
+
+def _unexplained(expected: Mapping[str, int], report: AccountReport) -> Differences:
+    """What differs in lots, and in the shares beyond them. `expected`: shares by symbol."""
     theirs: Counter[str] = Counter()
     for held in report.positions:  # a broker may list cash and margin of one symbol separately
-        theirs[held.symbol] += held.quantity
-    pairs = [(symbol, expected.get(symbol, 0), theirs[symbol]) for symbol in {*expected, *theirs}]
-    return [
-        {"symbol": symbol, "ours": ours, "broker": broker}
-        for symbol, ours, broker in sorted(pairs)
-        if ours != broker
-    ]
+        theirs[held.symbol] += held.shares
+    found: Differences = {POSITIONS: [], ODD_SHARES: []}
+    for symbol in sorted({*expected, *theirs}):
+        pairs = zip(_lots_of(expected.get(symbol, 0)), _lots_of(theirs[symbol]), strict=True)
+        for kind, (ours, broker) in zip(found, pairs, strict=True):
+            if ours != broker and (kind == POSITIONS or report.odd_shown):
+                found[kind].append({"symbol": symbol, "ours": ours, "broker": broker})
+    return found
+
+
+def _lots_of(shares: int) -> tuple[int, int]:
+    """Lots, and the shares beyond them, both with their sign."""
+    lots, odd = divmod(abs(shares), SHARES_PER_LOT)
+    return (lots, odd) if shares > 0 else (-lots, -odd)
 
 
 def _taken_at(report: AccountReport) -> datetime:

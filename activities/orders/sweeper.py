@@ -15,10 +15,9 @@ expires by itself, and every step may be repeated.
 | all others that are not final | followed by an `OrderWorkflow` |
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime, time, timedelta
 from uuid import uuid4
 
@@ -30,7 +29,7 @@ from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.service import RPCError
 
 from infra.database.engine import Database
-from infra.database.orders import recording
+from infra.database.orders import attention, recording
 from infra.database.orders import watch as order_watch
 from infra.database.orders.acceptance import place_request
 from infra.database.orders.watch import DueOrder
@@ -39,7 +38,8 @@ from infra.settings import Settings
 from infra.temporal.client import CALL
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
-from infra.valkey.request_queue import RequestFate, RequestQueue, outcome_of
+from infra.valkey.request_queue import EnqueuedBefore, RequestFate, RequestQueue, outcome_of
+from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol.errors import BerthError, DeadlineExceeded, OutcomeUnknown
 from worker_runtime.protocol.messages import Answer, Failure, OrderEvent, OrderOutcome, OrderState
 from workflows import names
@@ -62,26 +62,21 @@ _QUEUEABLE = frozenset({OrderState.ACCEPTED.value, OrderState.QUEUED.value})
 log = structlog.get_logger()
 
 
+@dataclass(eq=False, repr=False)
 class OrderSweeper:
     """A background loop of each orchestrator that serves the queue `orders`."""
 
-    def __init__(
-        self,
-        client: Redis,
-        database: Database,
-        temporal: Client,
-        starter: WorkerStarter,
-        settings: Settings,
-        *,
-        grace: float = GRACE,
-    ) -> None:
-        self._client = client
-        self._queue = RequestQueue(client)
-        self._database = database
-        self._temporal = temporal
-        self._starter = starter
-        self._settings = settings
-        self._grace = grace
+    client: Redis
+    database: Database
+    temporal: Client
+    starter: WorkerStarter
+    settings: Settings
+    message_secrets: MessageSecrets
+    _: KW_ONLY
+    grace: float = GRACE
+
+    def __post_init__(self) -> None:
+        self._queue = RequestQueue(self.client, self.message_secrets)
 
     async def run(self) -> None:
         while True:
@@ -90,13 +85,13 @@ class OrderSweeper:
             except BerthError as error:  # PostgreSQL is away: what is leased comes again
                 log.warning("sweeper_waits", code=error.code, reason=error.detail[:200])
                 full = False
-            await asyncio.sleep(0 if full else self._settings.sweep_period)
+            await asyncio.sleep(0 if full else self.settings.sweep_period)
 
     async def round(self) -> int:
         """Recovers the orders that are due; returns how many. Raises `DatabaseUnavailable`."""
-        async with self._database.session(autocommit=True) as session:
+        async with self.database.session(autocommit=True) as session:
             found = await order_watch.take_due_orders(
-                session, most=MOST, lease=self._settings.sweep_lease, grace=self._grace
+                session, most=MOST, lease=self.settings.sweep_lease, grace=self.grace
             )
         if not found:
             return 0
@@ -129,12 +124,18 @@ class OrderSweeper:
 
     async def _requeue(self, due: DueOrder) -> None:
         order = due.order
-        request = place_request(order, "", self._settings.unknown_blocks)
-        queued = await self._queue.enqueue(request, due.remaining)
+        request = place_request(order, "", self.settings.unknown_blocks)
+        try:
+            queued = await self._queue.enqueue(request, due.remaining, order)
+        except EnqueuedBefore as before:
+            async with self.database.session() as session:
+                await attention.take_over(session, order.id, before.tag, before.reason)
+            log.warning("order_taken_over", order=str(order.id), reason=before.reason)
+            return
         if queued.new:
             log.warning("order_queued_by_sweeper", order=str(order.id), left=round(due.remaining, 1))
         if not queued.marked:
-            self._starter.ensure(order.user_id, mark_missing=True)  # other orders do not wait for it
+            self.starter.ensure(order.user_id, mark_missing=True)  # other orders do not wait for it
 
     async def _overdue(self, due: DueOrder) -> None:
         order = due.order
@@ -149,7 +150,7 @@ class OrderSweeper:
             withdrawn=not copied,
         )
         answer = Answer(request_id=str(order.id), outcome=outcome, failure=Failure.of(late))
-        fate, found = await self._queue.overdue(order.user_id, order.id, answer)
+        fate, found = await self._queue.overdue(order, answer)
         if order.generation != await self._generation():
             return  # a flushed server knows nothing; due again
         if fate == RequestFate.ANSWERED and found is not None:
@@ -171,7 +172,7 @@ class OrderSweeper:
         await self._postpone(due, SOON)
 
     async def _settle(self, outcome: OrderOutcome, code: str | None) -> None:
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             await recording.apply_outcome(session, outcome, code)
 
     async def _unknown(self, due: DueOrder, why: str) -> None:
@@ -185,7 +186,7 @@ class OrderSweeper:
             at_ms=int(datetime.now(UTC).timestamp() * 1000),
             reason=f"{OutcomeUnknown.code}: {why}",
         )
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             await recording.record_events(session, [event])
         log.warning("order_unknown", order=str(due.order.id), reason=why)
         await self._follow(due)
@@ -197,16 +198,16 @@ class OrderSweeper:
         follow = om.FollowOrder(
             order_id=str(order.id),
             user_id=order.user_id,
-            day_end=(midnight + timedelta(seconds=self._settings.trading_day_end)).timestamp(),
+            day_end=(midnight + timedelta(seconds=self.settings.trading_day_end)).timestamp(),
             settings=om.FollowSettings(
-                first_pause=self._settings.verify_pause,
-                longest_pause=self._settings.verify_longest_pause,
-                absent_after=self._settings.absent_after,
-                absent_after_alive=2 * self._settings.absent_after,
-                patience=self._settings.verify_patience,
+                first_pause=self.settings.verify_pause,
+                longest_pause=self.settings.verify_longest_pause,
+                absent_after=self.settings.absent_after,
+                absent_after_alive=2 * self.settings.absent_after,
+                patience=self.settings.verify_patience,
             ),
         )
-        await self._temporal.start_workflow(
+        await self.temporal.start_workflow(
             names.ORDER,
             follow,
             id=names.order_id(str(order.id)),
@@ -220,8 +221,8 @@ class OrderSweeper:
         await self._postpone(due, FOLLOWED)
 
     async def _postpone(self, due: DueOrder, seconds: float) -> None:
-        async with self._database.session(autocommit=True) as session:
+        async with self.database.session(autocommit=True) as session:
             await order_watch.postpone(session, due, seconds)
 
     async def _generation(self) -> str:
-        return await valkey.ensure_generation(self._client, uuid4().hex)
+        return await valkey.ensure_generation(self.client, uuid4().hex)

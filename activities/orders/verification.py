@@ -1,10 +1,14 @@
-"""The activities that verify an order: by PostgreSQL, then a worker's answer, then the broker's list."""
+"""The activities that verify an order: by PostgreSQL, then a worker's answer, then the broker's list.
 
-from __future__ import annotations
+The list is asked for through the user's queue. Several orders of an account are verified at the same time;
+concurrent callers share one query.
+"""
 
+import asyncio
 import time
 import uuid
 from datetime import datetime
+from uuid import uuid4
 
 import structlog
 from redis.asyncio import Redis
@@ -13,7 +17,6 @@ from sqlalchemy import func, select
 from temporalio import activity
 
 from activities.heartbeat import Heartbeat
-from activities.orders.account_query import AccountQueryClient
 from activities.orders.reconciliation import listed_event, may_be_listed_as
 from infra.database.engine import Database
 from infra.database.models import Order, OrderEventRow
@@ -21,24 +24,100 @@ from infra.database.orders import attention, recording
 from infra.database.orders.states import OrderNotFound, rank
 from infra.database.trading import reconciliations
 from infra.database.workers import sessions as worker_sessions
+from infra.tasks import SharedTasks
+from infra.temporal.starter import WorkerStarter
+from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue, outcome_of
-from worker_runtime.protocol.errors import BerthError, WorkerLost
+from infra.vault.message_secret import MessageSecrets
+from worker_runtime.protocol.errors import BerthError, WorkerLost, WorkerUnavailable
 from worker_runtime.protocol.exchange import ExchangeOrder
-from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderOutcome, OrderState
-from worker_runtime.protocol.requests import AccountReport
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Answer, OrderOutcome, OrderState
+from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
 from workflows.order import messages as om
+
+log = structlog.get_logger()
+
+#: Seconds between two reads of the response key: at first, and at most.
+FIRST_POLL = 0.02
+LONGEST_POLL = 0.5
+#: Seconds after which the doorbell is rung again for a worker that has not answered; then twice as many.
+FIRST_RING = 1.0
+
+
+class AccountQueryClient:
+    def __init__(
+        self, client: Redis, database: Database, starter: WorkerStarter, message_secrets: MessageSecrets
+    ) -> None:
+        self._client = client
+        self._database = database
+        self._queue = RequestQueue(client, message_secrets)
+        self._starter = starter
+        self._running: SharedTasks[tuple[str, str], AccountReport] = SharedTasks()
+
+    async def orders(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
+        """The orders of an account as the broker lists them now. `timeout` begins when a worker is active.
+
+        Raises a `BerthError` with the reason if the broker could not be asked.
+        """
+        task = self._running.join((user_id, account_id), lambda: self._ask(user_id, account_id, timeout))
+        # Shielded: another caller waits for the same.
+        return await asyncio.shield(task)
+
+    async def _ask(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
+        try:
+            # A queued query neither starts a worker nor keeps one alive.
+            if not await self._queue.marked(user_id):
+                await self._starter.ensure_active(user_id)
+            query = QueryAccount(
+                request_id=uuid4().hex,
+                user_id=user_id,
+                account_id=account_id,
+                reply_to="",
+                generation=await valkey.ensure_generation(self._client, uuid4().hex),
+            )
+            first_epoch = await worker_sessions.first_epoch(self._database, user_id)
+            await self._queue.enqueue(query, timeout)
+            answer = await self._wait(user_id, query.request_id, timeout, first_epoch)
+        except (RedisError, OSError) as error:
+            raise WorkerUnavailable(f"Valkey: {type(error).__name__}") from None
+        if answer is None:
+            raise WorkerUnavailable(f"no answer of the worker within {timeout:.0f} s")
+        if answer.failure is not None:
+            raise answer.failure.error()
+        return _report(answer)
+
+    async def _wait(self, user_id: str, request_id: str, timeout: float, first_epoch: int) -> Answer | None:
+        began = time.monotonic()
+        pause, ring_after = FIRST_POLL, FIRST_RING
+        while (answer := await self._queue.answer(user_id, request_id, "", first_epoch)) is None:
+            waited = time.monotonic() - began
+            if waited >= timeout:
+                return None
+            if waited >= ring_after:
+                ring_after *= 2
+                await self._queue.ring_again(user_id)
+            await asyncio.sleep(min(pause, timeout - waited))
+            pause = min(2 * pause, LONGEST_POLL)
+        return answer
+
+
+def _report(answer: Answer) -> AccountReport:
+    if answer.report is None:
+        raise BerthError("the worker answered without a report")
+    return decode_report(answer.report)
+
 
 #: Seconds by which the clocks of PostgreSQL, the orchestrator and the broker may differ.
 CLOCKS = 30.0
-
-log = structlog.get_logger()
 
 
 class OrderActivities:
     """Activities `verify_order`, `settle_absent` and `demand_attention`. All may be repeated."""
 
-    def __init__(self, client: Redis, database: Database, asking: AccountQueryClient) -> None:
-        self._queue = RequestQueue(client)
+    def __init__(
+        self, client: Redis, database: Database, asking: AccountQueryClient, message_secrets: MessageSecrets
+    ) -> None:
+        self._queue = RequestQueue(client, message_secrets)
         self._database = database
         self._asking = asking
 
@@ -101,7 +180,7 @@ class OrderActivities:
         if order.state in FINAL_ORDER_STATES:
             return order
         try:
-            answer = await self._queue.answer(order.user_id, str(order_id))
+            answer = await self._queue.answer(order.user_id, str(order_id), str(order_id), order.first_epoch)
         except (RedisError, OSError):
             return order
         if answer is None:
@@ -158,16 +237,10 @@ class OrderActivities:
         time, so it is not submitting this order.
         """
         async with self._database.session() as session:
-            last, epoch = (
-                await session.execute(
-                    select(
-                        func.max(OrderEventRow.at),
-                        func.max(OrderEventRow.data["epoch"].as_integer()).filter(
-                            OrderEventRow.state == OrderState.SUBMITTING
-                        ),
-                    ).where(OrderEventRow.order_id == order.id)
-                )
-            ).one()
+            submitting = OrderEventRow.state == OrderState.SUBMITTING
+            submitter = func.max(OrderEventRow.data["epoch"].as_integer()).filter(submitting)
+            events = select(func.max(OrderEventRow.at), submitter).where(OrderEventRow.order_id == order.id)
+            last, epoch = (await session.execute(events)).one()
             serving = await worker_sessions.latest_session(session, order.user_id)
         since: datetime = max(order.deadline_at, last or order.created_at)
         if serving is None or serving.ended_at is not None:

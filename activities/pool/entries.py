@@ -4,10 +4,9 @@ Users in the line are served in the order in which they came. A user keeps the p
 `LINE_PATIENCE`; asking more often gives no better place.
 """
 
-from __future__ import annotations
-
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
 
@@ -15,11 +14,12 @@ from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
 from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.protocol import keys, scripts, sealing
-from worker_runtime.protocol.requests import UserSwitch
 from workflows.user_worker import messages as m
 
 #: Seconds after which a user who does not ask again leaves the line; six times the wait of `POOL_EXHAUSTED`.
 LINE_PATIENCE = 30.0
+#: Events that are taken at a worker's end at once; a rest has its turn with the others.
+LAST_EVENTS = 1000
 
 
 async def place_in_line(client: Redis, pool: str, user_id: str) -> int:
@@ -49,30 +49,35 @@ class PoolEntry:
     worker_id: str = ""
     public_key: bytes = b""
     proof: bytes = b""
-    task_id: str = ""
-    version: str = ""
 
     def proven(self, orchestrator_keys: OrchestratorKeys) -> bool:
-        """Whether the public key is the worker's own: only its launch token could make the proof."""
-        token = orchestrator_keys.launch_token(self.worker_id)
-        return len(self.public_key) == 32 and sealing.check_key(
-            token, self.worker_id, self.public_key, self.proof
-        )
+        """Whether the public key can be sealed to and is the worker's own: only its launch token could make
+        the proof."""
+        return any(
+            sealing.check_key(token, self.worker_id, self.public_key, self.proof)
+            for token in orchestrator_keys.launch_tokens(self.worker_id)
+        ) and sealing.is_usable_key(self.public_key)
 
 
 async def claim_entry(
-    client: Redis, pool: str, claim_id: str, user_id: str = "", *, avoid: str = ""
+    client: Redis,
+    pool: str,
+    claim_id: str,
+    user_id: str = "",
+    *,
+    avoid: str = "",
+    refused: Iterable[str] = (),
 ) -> PoolEntry:
     """Takes the longest-ready worker for this claim; a repeat returns the same one.
 
-    With `user_id`, leaves workers of version `avoid`, and takes none while earlier waiters in the line need
-    every ready worker.
+    With `user_id`, leaves workers of version `avoid`, drops those `refused`, and takes none while earlier
+    waiters in the line need every ready worker.
     """
     named = [keys.pool_ready(pool), keys.pool_claim(pool, claim_id)]
     given: list[Any] = [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL]
     if user_id:
         named += [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)]
-        given += [user_id, int(LINE_PATIENCE * 1000), avoid]
+        given += [user_id, int(LINE_PATIENCE * 1000), avoid, *refused]
     found = await valkey.run_script(client, scripts.CLAIM, named, given)
     status = text_of(found[0])
     if status == "empty":
@@ -84,20 +89,28 @@ async def claim_entry(
         worker_id=text_of(found[1]),
         public_key=bytes(found[2]),
         proof=bytes(found[3] or b""),
-        task_id=text_of(found[4]),
-        version=text_of(found[5]),
     )
 
 
+async def admit(client: Redis, pool: str, worker_id: str, claim_id: str) -> None:
+    """Makes an announced worker free, or with `claim_id` that claim's worker."""
+    named = [keys.pool_worker(pool, worker_id), keys.pool_ready(pool)]
+    named += [keys.pool_claim(pool, claim_id), keys.pool_born(pool, claim_id)]
+    await valkey.run_script(client, scripts.ADMIT_WORKER, named, [worker_id, claim_id, keys.CLAIM_TTL])
+
+
 async def write_owner(
-    client: Redis, user_id: str, worker: m.WorkerRef, generation: str, switch: UserSwitch
+    client: Redis, user_id: str, worker: m.WorkerRef, generation: str, switch: Sequence[str]
 ) -> bool:
-    """Makes the worker the user's owner and writes the switch; False if a later worker is the owner."""
+    """Makes the worker the user's owner and writes the switch (`SwitchSigner.words`).
+
+    Returns False if a later worker is the owner.
+    """
     owned = await valkey.run_script(
         client,
         scripts.SET_OWNER,
         [keys.owner(user_id), keys.switch(user_id)],
-        [worker.epoch, worker.worker_id, generation, *switch.words()],
+        [worker.epoch, worker.worker_id, generation, *switch],
     )
     return text_of(owned) == "ok"
 
@@ -108,6 +121,12 @@ async def release_claim(client: Redis, pool: str, worker_id: str, claim_id: str)
         client, scripts.SETTLE_CLAIM, [keys.pool_worker(pool, worker_id)], [claim_id, "released"]
     )
     return text_of(state)
+
+
+async def discard_entry(client: Redis, pool: str, worker_id: str, claim_id: str) -> None:
+    """Takes a claim back from an entry that may not be claimed, and removes that entry."""
+    named = [keys.pool_claim(pool, claim_id), keys.pool_worker(pool, worker_id)]
+    await valkey.run_script(client, scripts.DISCARD_ENTRY, named, [claim_id, worker_id])
 
 
 async def worker_of_claim(client: Redis, pool: str, claim_id: str) -> str:
@@ -132,8 +151,43 @@ async def is_alive(client: Redis, pool: str, worker_id: str, user_id: str, epoch
 
 
 async def remove_entry(client: Redis, pool: str, worker_id: str) -> None:
-    """Removes an ended worker from the pool, so that nobody claims it. Only after its confirmed end."""
+    """Removes an ended worker from the pool, so that nobody claims it. Only after its confirmed end.
+
+    Takes its last events first, so that what follows from the end comes after them.
+    """
+    await pump_events(client, worker_id, each=LAST_EVENTS)
     async with client.pipeline(transaction=True) as pipe:
         pipe.zrem(keys.pool_ready(pool), worker_id)
         pipe.delete(keys.pool_worker(pool, worker_id), keys.pool_inbox(pool, worker_id))
         await pipe.execute()
+
+
+async def remove_mark(client: Redis, user_id: str, value: str | bytes) -> bool:
+    """Removes the user's mark, which would else stay for up to 30 s, and its metadata, if it is this one."""
+    named = [keys.mark(user_id), keys.metadata(user_id)]
+    return bool(await valkey.run_script(client, scripts.REMOVE_MARK, named, [value]))
+
+
+class PumpedEvents(NamedTuple):
+    """What `pump_events.lua` returned."""
+
+    #: Rings that were taken, and that were left behind them.
+    rings: int
+    left: int
+    #: Pool and id of workers that want to join.
+    announced: list[tuple[str, str]]
+    #: Worker → length, of lists that are too long.
+    long: dict[str, int]
+
+
+async def pump_events(
+    client: Redis, worker_id: str = "", *, each: int, rings: int = 0, long: int = 0
+) -> PumpedEvents:
+    """Moves up to `each` events of this worker, and of those of up to `rings` rings, to the streams."""
+    given = [keys.events_of(""), each, rings, long, worker_id]
+    taken, left, announced, lengths = await valkey.run_script(
+        client, scripts.PUMP_EVENTS, [keys.EVENTS, keys.EVENT_BELL, keys.CHANGES], given
+    )
+    pairs = (text_of(ring).rpartition(" ") for ring in announced)
+    long_lists = dict(zip(map(text_of, lengths[::2]), lengths[1::2], strict=True))
+    return PumpedEvents(taken, left, [(pool, joining) for pool, _, joining in pairs], long_lists)

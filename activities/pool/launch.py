@@ -4,14 +4,14 @@ A worker's id is derived from its token, so that a repeated launch is the same w
 shows which launches are under way.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 
+import msgspec
 import structlog
 from redis.asyncio import Redis
 from temporalio import activity
@@ -21,13 +21,15 @@ from activities.heartbeat import Heartbeat
 from activities.pool import entries
 from activities.pool.snapshot import PoolSnapshot, PoolSnapshotSource
 from activities.rollout.canary import CanaryRegistry
+from infra.database import images
 from infra.database.engine import Database
-from infra.database.workers import sessions as worker_sessions
-from infra.launchers.port import Launcher, LaunchSpec
+from infra.database.workers import launches
+from infra.launchers.port import Launcher
 from infra.settings import Settings
 from infra.valkey.client import reply_of
+from infra.valkey.worker_users import WorkerUsers
 from infra.vault.key_pairs import OrchestratorKeys
-from infra.worker_task import LauncherUnreachable, LaunchFailed
+from infra.worker_task import LauncherUnreachable, LaunchFailed, LaunchSpec
 from worker_runtime.protocol import errors, keys
 from worker_runtime.protocol.launch import WorkerConfig
 from workflows.rollout.messages import Release
@@ -56,41 +58,46 @@ def worker_id_of(prefix: str, token: str) -> str:
     return prefix + blake2b(token.encode(), digest_size=8).hexdigest()
 
 
+def launched_for(claim_id: str) -> tuple[str, str]:
+    """The ids of the workers that may be launched for this claim: the first one, and its replacement."""
+    return worker_id_of(COLD_PREFIX, claim_id), worker_id_of(COLD_PREFIX, f"claim-{claim_id}-before")
+
+
+@dataclass(eq=False, repr=False)
 class LaunchActivities:
     """Activities `launch_for_claim`, `launch_pool_worker`."""
 
-    def __init__(
-        self,
-        client: Redis,
-        database: Database,
-        launcher: Launcher,
-        settings: Settings,
-        orchestrator_keys: OrchestratorKeys,
-        pools: PoolSnapshotSource | None = None,
-    ) -> None:
-        """`pools`: release and limit for a worker launched for a user; without it, those of the settings."""
-        self._client = client
-        self._database = database
-        self._launcher = launcher
-        self._settings = settings
-        self._keys = orchestrator_keys
-        self._pools = pools
-        self._canaries = CanaryRegistry(client)
+    client: Redis
+    database: Database
+    launcher: Launcher
+    settings: Settings
+    orchestrator_keys: OrchestratorKeys
+    #: Release and limit for a worker launched for a user; None: those of the settings.
+    pools: PoolSnapshotSource | None = None
+    #: None: workers log in to Valkey as we do.
+    users: WorkerUsers | None = None
+
+    def __post_init__(self) -> None:
+        self._canaries = CanaryRegistry(self.client)
 
     def _spec(self, worker_id: str, pool: str, reserved_claim: str, release: Release) -> LaunchSpec:
-        own = self._settings
+        own = self.settings
+        url = own.worker_valkey_url or own.valkey_url
+        egress = (
+            self.orchestrator_keys.budget_names("address", own.egress_address) if own.egress_address else ()
+        )
         return LaunchSpec(
             image=release.image,
             config=WorkerConfig(
                 worker_id=worker_id,
                 pool=pool,
-                valkey_url=own.worker_valkey_url or own.valkey_url,
-                launch_token=self._keys.launch_token(worker_id),
-                orchestrator_key=self._keys.public_key,
+                valkey_url=self.users.url(worker_id, url) if self.users else url,
+                launch_token=self.orchestrator_keys.launch_token(worker_id),
+                orchestrator_keys=self.orchestrator_keys.public_keys,
                 version=release.version or own.worker_version,
                 reserved_claim=reserved_claim,
                 paper_exchange=own.exchange_address,
-                allowance=own.allowance(),
+                allowance=msgspec.structs.replace(own.allowance(), egress=egress),
                 mark_ttl=own.mark_ttl,
                 mark_period=own.mark_period,
                 pulse_timeout=own.pulse_timeout,
@@ -108,7 +115,7 @@ class LaunchActivities:
         """
         began = time.monotonic()
         snapshot = await self._pool_snapshot(request.pool)
-        worker_id = worker_id_of(COLD_PREFIX, request.claim_id)
+        worker_id, replacement = launched_for(request.claim_id)
         await self._check_limit(request, snapshot.limit, worker_id)
         is_announced = partial(self._is_announced, keys.pool_born(request.pool, request.claim_id))
         avoid = await self._canaries.to_avoid(request.pool, request.failed)
@@ -125,18 +132,18 @@ class LaunchActivities:
             good = snapshot.good or Release()
             log.warning("launched_as_before", pool=request.pool, version=good.version, reason=str(error))
             token = f"{token}-before"
-            worker_id = worker_id_of(COLD_PREFIX, token)
+            worker_id = replacement
             spec = self._spec(worker_id, request.pool, request.claim_id, good)
             launched = await self._launch(spec, token, left, partial(is_announced, worker_id))
         if snapshot.limit is not None:
-            await entries.leave_line(self._client, request.pool, request.user_id)
+            await entries.leave_line(self.client, request.pool, request.user_id)
         return launched
 
     async def _is_announced(self, born: str, worker_id: str) -> bool:
         """Waits up to `SLICE` seconds until the worker is on the list of those launched for its claim."""
         # Moves the list onto itself, so that a repeat finds it again.
-        found = await reply_of(self._client.blmove(born, born, SLICE, "LEFT", "RIGHT"))
-        if found is None or found.decode() == worker_id:
+        found = await reply_of(self.client.blmove(born, born, SLICE, "LEFT", "RIGHT"))
+        if found is None or await reply_of(self.client.lpos(born, worker_id)) is not None:
             return found is not None
         await asyncio.sleep(SLICE)  # the other one of this claim, which an earlier attempt launched
         return False
@@ -144,18 +151,18 @@ class LaunchActivities:
     async def _pool_snapshot(self, pool: str) -> PoolSnapshot:
         """From the pool's workflow, else from the settings."""
         async with Heartbeat():  # it may have to ask twice
-            found = await self._pools.snapshot(pool) if self._pools else None
-        return found or PoolSnapshot(limit=self._settings.pool_limit or None)
+            found = await self.pools.snapshot(pool) if self.pools else None
+        return found or PoolSnapshot(limit=self.settings.pool_limit or None)
 
     async def _check_limit(self, request: m.LaunchForClaim, limit: int | None, worker_id: str) -> None:
         """Raises `POOL_EXHAUSTED` if the limit is reached or earlier waiters need all that is left."""
         if limit is None:
             return
-        running = {task.worker_id for task in await self._launcher.list() if task.pool == request.pool}
+        running = {task.worker_id for task in await self.launcher.list() if task.pool == request.pool}
         if worker_id in running:  # a repeat
             return
         left = max(limit - len(running), 0)
-        place = await entries.place_in_line(self._client, request.pool, request.user_id)
+        place = await entries.place_in_line(self.client, request.pool, request.user_id)
         if place >= left:
             raise ApplicationError(
                 f"{len(running)} of {limit} workers run; place {place + 1} in the line",
@@ -178,7 +185,7 @@ class LaunchActivities:
                 return True
             until = time.monotonic() + SLICE
             while time.monotonic() < until:
-                if await reply_of(self._client.exists(entry)):
+                if await reply_of(self.client.hexists(entry, "state")):
                     return True
                 await asyncio.sleep(POLL)
             return False
@@ -190,9 +197,14 @@ class LaunchActivities:
         self, spec: LaunchSpec, token: str, timeout: float, ready: Callable[[], Awaitable[bool]]
     ) -> m.Launched:
         try:
+            await self._require_allowed(spec.image)
+            # Before the launch: it may be claimed before the launcher's answer is here.
+            await self._record(spec.config)
+            server = await self._create_user(spec.config)
             async with Heartbeat():  # it may have to wait for the rate limit
-                task = await self._launcher.launch(spec, token)
-        except LaunchFailed as error:
+                task = await self.launcher.launch(spec, token)
+            await self._record(spec.config, task.task_id)
+        except (LaunchFailed, images.ImageNotAllowed) as error:
             raise ApplicationError(
                 error.detail,
                 pm.NOTHING_RUNS,
@@ -204,27 +216,46 @@ class LaunchActivities:
             raise ApplicationError(error.detail, type=error.code, category=_NOT_LOGGED) from None
         began = time.monotonic()
         launched = m.Launched(worker_id=task.worker_id, task_id=task.task_id)
-        listed = False
-        while (waited := time.monotonic() - began) < timeout:
+        while time.monotonic() - began < timeout:
             activity.heartbeat()
+            server = await self._create_user(spec.config, server)
             if await ready():
                 seconds = round(time.monotonic() - began, 3)
                 log.info("worker_launched", worker_id=task.worker_id, task_id=task.task_id, seconds=seconds)
                 return launched
-            runs = any(other.task_id == task.task_id for other in await self._launcher.list())
-            listed = listed or runs
-            # A list that is behind does not show a new worker yet.
-            if not runs and (listed or waited > self._launcher.list_lag):
+            if await self.launcher.is_running(task.task_id) is False:
                 raise _never_ready(f"worker {task.worker_id} ended before it was ready")
         # A pool entry lives 30 s from the claim on: a worker without one may have a user (no-healthy-kill).
         if await self._assigned(task.worker_id):
             return launched
-        await self._launcher.stop(task.task_id, "not ready in time")
+        await self.launcher.stop(task.task_id, "not ready in time")
         raise _never_ready(f"worker {task.worker_id} was not ready within {timeout:.0f} s")
 
+    async def _create_user(self, config: WorkerConfig, made_on: str | None = None) -> str | None:
+        """Lets the worker log in to Valkey; again if the server is no longer `made_on`."""
+        if self.users is None:
+            return None
+        return await self.users.create(config.worker_id, config.pool, made_on)
+
     async def _assigned(self, worker_id: str) -> bool:
-        async with self._database.session() as session:
-            return bool(await worker_sessions.assigned_workers(session, [worker_id]))
+        async with self.database.session() as session:
+            return bool(await launches.assigned_workers(session, [worker_id]))
+
+    async def _require_allowed(self, image: str) -> None:
+        """Raises `ImageNotAllowed`: whoever reaches Temporal could start a rollout of any image."""
+        if image:
+            async with self.database.session(autocommit=True) as session:
+                await images.require_allowed(session, image)
+
+    async def _record(self, config: WorkerConfig, task_id: str | None = None) -> None:
+        async with self.database.session(autocommit=True) as session:
+            await launches.record_launch(
+                session,
+                worker_id=config.worker_id,
+                pool=config.pool,
+                version=config.version,
+                task_id=task_id,
+            )
 
 
 def _never_ready(why: str) -> ApplicationError:

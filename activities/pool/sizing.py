@@ -1,29 +1,44 @@
-"""The activities that count and shrink a pool, and read its demand: recent claims and the present window."""
+"""The activities that count and shrink a pool, and read its demand: recent claims and the present window.
 
-from __future__ import annotations
+And the start of the pool's workflow, with the policy of the settings.
+"""
 
 import asyncio
 import time
+from collections.abc import Collection
+from dataclasses import asdict
 from datetime import time as clock_time
+from datetime import timedelta
+from typing import Any
 
+import msgspec
 import structlog
 from redis.asyncio import Redis
 from temporalio import activity
+from temporalio.client import Client
+from temporalio.common import WorkflowIDConflictPolicy
 
 from activities.heartbeat import Heartbeat
 from activities.pool import entries
 from activities.pool.launch import POOL_PREFIX, worker_id_of
 from infra.database.engine import Database
+from infra.database.workers import launches
 from infra.database.workers import sessions as worker_sessions
+from infra.database.workers.sessions import LaunchedWorker
 from infra.launchers.port import Launcher
 from infra.market import windows
 from infra.market.calendar import Calendar
-from infra.valkey.client import reply_of
+from infra.settings import Settings
+from infra.valkey.client import replies_of, reply_of, text_of
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
+from workflows import names
 from workflows.worker_pool import messages as pm
-from workflows.worker_pool.messages import WindowNow
-from workflows.worker_pool.policy import PoolPolicy, PoolWindow, check_policy, days_of
+from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, PoolWindow, check_policy, days_of
+
+#: Members of the ready list that one count reads besides the workers that run. Only forged ones are more;
+#: they are removed, and the next count reads the next ones.
+UNLISTED = 1000
 
 log = structlog.get_logger()
 
@@ -37,14 +52,6 @@ def window_of(given: PoolWindow) -> windows.Window:
         zone=windows.zone_of(given.zone),
         days=windows.Days(given.calendar),
     )
-
-
-def checked_policy(policy: PoolPolicy) -> PoolPolicy:
-    """The same policy, if it is valid. Raises `PoolPolicyInvalid`, `ZoneUnknown`."""
-    check_policy(policy)
-    for window in policy.windows:
-        windows.zone_of(window.zone)
-    return policy
 
 
 class PoolActivities:
@@ -74,11 +81,19 @@ class PoolActivities:
         ours = {task.worker_id: task for task in listed if task.pool == request.pool}
         tasks = {worker: task for worker, task in ours.items() if worker.startswith(POOL_PREFIX)}
         ready, announced = await self._announced(request.pool, list(tasks))
-        dead = ready - announced.keys()
+        # A worker that the list does not show yet counts if we launched it; one that has a user never does,
+        # whatever its entry says.
+        own = await self._never_assigned(
+            request.pool, {w for w, state in announced.items() if state == b"ready"}
+        )
+        dead, lost = ready - own.keys(), own.keys() - ready
         if dead:
             await reply_of(self._client.zrem(keys.pool_ready(request.pool), *dead))
             log.info("pool_entries_removed", pool=request.pool, count=len(dead))
-        free = {worker for worker in ready if announced.get(worker) == b"ready"} - launching
+        if lost:  # one that was claimed meanwhile is passed over by the next claim
+            now = time.time_ns() // 1_000_000
+            await self._client.zadd(keys.pool_ready(request.pool), dict.fromkeys(lost, now), nx=True)
+        free = own.keys() - launching
         silent = tasks.keys() - announced.keys() - launching
         silent -= await self._assigned(silent)
         hanging = self._hanging(silent, request.launch_timeout)
@@ -104,33 +119,41 @@ class PoolActivities:
             log.warning("pool_demand_unknown", pool=pool, reason=error.detail)
             return None
 
-    def _window(self, policy: PoolPolicy) -> WindowNow:
+    def _window(self, policy: PoolPolicy) -> pm.WindowNow:
         if not policy.windows:
-            return WindowNow()
+            return pm.WindowNow()
         try:
             hours = [window_of(one) for one in policy.windows]
         except (BerthError, ValueError) as error:  # a time zone that this host does not know
             log.error("pool_windows_not_understood", reason=str(error)[:200])
-            return WindowNow()
+            return pm.WindowNow()
         number, until = windows.current_window(hours, self._calendar, time.time())
-        return WindowNow(name="" if number is None else policy.windows[number].name, until=until)
+        return pm.WindowNow(name="" if number is None else policy.windows[number].name, until=until)
 
     async def _announced(self, pool: str, running: list[str]) -> tuple[set[str], dict[str, bytes]]:
-        """The ready list, and the state of each listed or running worker that has an entry."""
-        ready = {raw.decode() for raw in await reply_of(self._client.zrange(keys.pool_ready(pool), 0, -1))}
-        workers = sorted(ready.union(running))
+        """The free ones of the running workers, and the first `UNLISTED` others of the ready list; and the
+        state of each of these workers that has an entry."""
+        first = await reply_of(self._client.zrange(keys.pool_ready(pool), 0, UNLISTED + len(running)))
+        listed = {text_of(raw) for raw in first}
+        workers = sorted(listed.union(running))
         async with self._client.pipeline(transaction=False) as pipe:
-            for worker in workers:
+            for worker in workers:  # the state second: a worker that joins meanwhile has both
+                pipe.zscore(keys.pool_ready(pool), worker)
                 pipe.hget(keys.pool_worker(pool, worker), "state")
-            states = await pipe.execute() if workers else []
-        return ready, {worker: state for worker, state in zip(workers, states, strict=True) if state}
+            found = await replies_of(pipe) if workers else []
+        ready = {worker for worker, score in zip(workers, found[::2], strict=True) if score is not None}
+        return ready, {worker: state for worker, state in zip(workers, found[1::2], strict=True) if state}
+
+    async def _never_assigned(self, pool: str, workers: Collection[str]) -> dict[str, LaunchedWorker]:
+        async with self._database.session(autocommit=True) as session:
+            return await launches.never_assigned(session, pool, workers)
 
     async def _assigned(self, workers: set[str]) -> set[str]:
         """Those that belong to a user; their pool entry has expired."""
         if not workers:
             return set()
         async with self._database.session() as session:
-            return await worker_sessions.assigned_workers(session, workers)
+            return await launches.assigned_workers(session, workers)
 
     def _hanging(self, silent: set[str], launch_timeout: float) -> set[str]:
         now = time.monotonic()
@@ -140,18 +163,100 @@ class PoolActivities:
     @activity.defn
     async def shrink_pool(self, request: pm.StopPoolWorkers) -> int:
         """Stops free workers; returns how many. Each is claimed first, so that no user gets it."""
-        taken = []
+        claims: dict[str, str] = {}
+        gone: set[str] = set()
         for number in range(request.count):
-            found = await entries.claim_entry(self._client, request.pool, f"shrink-{request.token}-{number}")
+            claim_id = f"shrink-{request.token}-{number}"
+            found = await entries.claim_entry(self._client, request.pool, claim_id)
             if found.status == "empty":
                 break
-            taken.append(found)
+            if found.status == "gone":  # this claim's once: stopped by now, or free again, or another claim's
+                gone.add(found.worker_id)
+                continue
+            claims[found.worker_id] = claim_id
+        own = await self._never_assigned(request.pool, claims)
+        for worker_id in claims.keys() - own.keys():
+            log.error("pool_entry_refused", worker_id=worker_id, pool=request.pool, reason="it has a user")
+            await entries.discard_entry(self._client, request.pool, worker_id, claims[worker_id])
+        running = {task.worker_id: task.task_id for task in await self._launcher.list()}
         # Concurrently, because each may take its grace. A repeated call stops the rest.
         async with Heartbeat():
-            await asyncio.gather(*(self._stop(request.pool, found) for found in taken))
-        return len(taken)
+            await asyncio.gather(
+                *(
+                    self._stop(request.pool, worker_id, running.get(worker_id, launched.task_id))
+                    for worker_id, launched in own.items()
+                )
+            )
+        return len(own) + len(gone - running.keys())
 
-    async def _stop(self, pool: str, found: entries.PoolEntry) -> None:
-        if found.task_id:
-            await self._launcher.stop(found.task_id, "the pool shrinks")
-        await entries.remove_entry(self._client, pool, found.worker_id)
+    async def _stop(self, pool: str, worker_id: str, task_id: str) -> None:
+        if task_id:
+            await self._launcher.stop(task_id, "the pool shrinks")
+        await entries.remove_entry(self._client, pool, worker_id)
+
+
+#: Time limits of a call to the pool's workflow: the first one, and the longest. When no orchestrator serves
+#: its version any more, it answers only after the mover has handed it over, in about 5 s. On a host that has
+#: to replay many workflows, an answer may take some seconds.
+ANSWERS = timedelta(seconds=2)
+LONGEST = timedelta(seconds=16)
+
+
+def policy_of(settings: Settings) -> PoolPolicy:
+    """Raises `PoolPolicyInvalid`, `ZoneUnknown`."""
+    policy = PoolPolicy(
+        target=settings.pool_target,
+        minimum=settings.pool_minimum,
+        maximum=settings.pool_maximum or None,
+        buffer=settings.pool_buffer,
+        demand_minutes=settings.pool_demand_minutes,
+        limit=settings.pool_limit or None,
+        shrink_after=settings.pool_shrink_after,
+        windows=tuple(_window(given) for given in settings.pool_windows),
+    )
+    check_policy(policy)
+    for window in policy.windows:
+        windows.zone_of(window.zone)
+    return policy
+
+
+def _window(given: dict[str, Any]) -> PoolWindow:
+    try:
+        return msgspec.convert(asdict(PoolWindow(**given)), PoolWindow)  # the second checks the types
+    except (TypeError, msgspec.ValidationError) as error:
+        raise PoolPolicyInvalid(f"BERTH_POOL_WINDOWS: {given}: {error}") from None
+
+
+async def ensure_pool(temporal: Client, settings: Settings, patience: timedelta = ANSWERS) -> int:
+    """Starts the pool's workflow, or gives the running one the policy of the settings, if that is new.
+
+    What an operator has set since stays, until the settings change. Each call may take `patience`. Returns
+    how many free workers there will be at least, at any hour. Raises `RPCError`, and
+    `WorkflowUpdateFailedError` while the workflow is still on a version that knows no policy.
+    """
+    policy = policy_of(settings)
+    handle = await temporal.start_workflow(
+        names.WORKER_POOL,
+        pm.PoolInput(
+            pool=settings.pool, launch_timeout=settings.launch_timeout, policy=policy, configured=policy
+        ),
+        id=names.worker_pool_id(settings.pool),
+        task_queue=names.LIFECYCLE_QUEUE,
+        id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+        static_summary="keeps workers ready",
+        rpc_timeout=patience,
+    )
+    view: pm.PoolView = await handle.query("view", result_type=pm.PoolView, rpc_timeout=patience)
+    if view.configured != policy:
+        view = await handle.execute_update(
+            "set_policy",
+            pm.SetPolicy(policy=policy, from_settings=True),
+            result_type=pm.PoolView,
+            rpc_timeout=patience,
+        )
+        log.info("pool_policy_of_settings", pool=settings.pool, target=policy.target)
+    kept = view.policy
+    least = min([kept.target, *(window.target for window in kept.windows)])
+    if kept.limit is not None:
+        least = min(least, kept.limit)
+    return least if view.mode == pm.PoolMode.RUNNING else 0

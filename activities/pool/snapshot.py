@@ -1,10 +1,8 @@
-"""Snapshots of a pool's state, from its workflow: release, limit, missing workers."""
-
-from __future__ import annotations
+"""Snapshots of a pool's state, from its workflow: release, limit, missing workers; and the hosts for them."""
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
@@ -12,6 +10,9 @@ import structlog
 from temporalio.client import Client, WorkflowQueryFailedError
 from temporalio.service import RPCError
 
+from infra.hosts import scaling
+from infra.launchers.port import Launcher
+from infra.worker_task import LauncherUnreachable
 from workflows import names
 from workflows.rollout.messages import Release
 from workflows.worker_pool import messages as pm
@@ -88,3 +89,55 @@ def snapshot_of(view: pm.PoolView) -> PoolSnapshot:
         limit=view.policy.limit,
         missing=max(view.wanted + view.surge - view.ready - view.starting, 0),
     )
+
+
+#: Seconds between two rounds; they are part of the time until a cold host takes workers.
+PERIOD = 10.0
+
+
+@dataclass(eq=False, repr=False)
+class HostProvisioner:
+    """A background loop that asks the platform for worker hosts.
+
+    It counts the workers that run and those that the pool still wants: a cold host takes about a minute.
+    Several orchestrators ask for the same number, so they need no lock.
+    """
+
+    scaler: scaling.HostScaler
+    launcher: Launcher
+    pools: PoolSnapshotSource
+    _: KW_ONLY
+    pool: str
+    #: Spare hosts to keep at least, and workers a second that must find room.
+    warm: int
+    rate: float
+
+    def __post_init__(self) -> None:
+        self._kind = scaling.HostKind()
+        self._warm = scaling.warm_hosts(
+            self._kind, self.rate, least=self.warm, cold_start=scaling.COLD_START + PERIOD
+        )
+        self._logged = ""
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.round()
+            except (scaling.HostsUnreachable, LauncherUnreachable) as error:
+                log.warning("hosts_not_scaled", error=type(error).__name__, reason=error.detail)
+            await asyncio.sleep(PERIOD)
+
+    async def round(self) -> scaling.HostPlan:
+        """Counts and scales once. Raises `HostsUnreachable`, `LauncherUnreachable`."""
+        tasks = await self.launcher.list()
+        snapshot = await self.pools.snapshot(self.pool)
+        hosts = await self.scaler.hosts()
+        # Workers of a draining host count, because they need a place elsewhere.
+        made = scaling.plan_hosts(
+            self._kind, len(tasks) + (snapshot.missing if snapshot else 0), hosts, warm=self._warm
+        )
+        await self.scaler.scale(made)
+        if made.reason != self._logged:
+            log.info("hosts_wanted", wanted=made.wanted, ready=made.ready, why=made.reason)
+            self._logged = made.reason
+        return made

@@ -5,14 +5,12 @@ failed gets no other worker of that version, and the rollout counts it. Kept in 
 count, and the next round of the rollout writes the rest again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
 from redis.asyncio import Redis
 
-from infra.valkey.client import reply_of
+from infra.valkey.client import reply_of, text_of
 from worker_runtime.protocol import keys
 from workflows.rollout.messages import Release
 
@@ -92,7 +90,7 @@ def _words(canary: CanaryRelease) -> dict[Any, Any]:
 
 def _read(entry: dict[bytes, bytes]) -> CanaryRelease | None:
     """None also for what a count alone has left behind."""
-    words = {name.decode(): value.decode() for name, value in entry.items()}
+    words = {text_of(name): text_of(value) for name, value in entry.items()}
     if not words.get("version"):
         return None
     return CanaryRelease(

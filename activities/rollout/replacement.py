@@ -1,10 +1,9 @@
 """The activities of a rollout: count workers by version, end free ones, ask users to move."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple
 from zlib import crc32
@@ -19,14 +18,14 @@ from activities.pool import entries
 from activities.rollout.canary import CanaryRegistry, CanaryRelease
 from infra.database import audit
 from infra.database.engine import Database
+from infra.database.workers import launches
 from infra.database.workers import sessions as workers_in_use
-from infra.database.workers.sessions import WorkerInUse
 from infra.launchers.port import Launcher
 from infra.market.calendar import Calendar, Market
 from infra.settings import Settings
 from infra.temporal.client import CALL, signal_workflow
 from infra.valkey import client as valkey
-from infra.valkey.client import reply_of
+from infra.valkey.client import replies_of
 from infra.worker_task import Task
 from worker_runtime.protocol import keys, scripts
 from workflows import names
@@ -51,31 +50,25 @@ class _MoveRequest(NamedTuple):
     at: float
 
 
+@dataclass(eq=False, repr=False)
 class RolloutActivities:
     """Activities `check_release`, `retire_workers`, `ask_to_move`, `tell_rollout`."""
 
-    def __init__(
-        self,
-        client: Redis,
-        database: Database,
-        launcher: Launcher,
-        temporal: Client,
-        calendar: Calendar,
-        settings: Settings,
-    ) -> None:
-        self._client = client
-        self._database = database
-        self._launcher = launcher
-        self._temporal = temporal
-        self._calendar = calendar
-        self._settings = settings
-        self._canaries = CanaryRegistry(client)
+    client: Redis
+    database: Database
+    launcher: Launcher
+    temporal: Client
+    calendar: Calendar
+    settings: Settings
+
+    def __post_init__(self) -> None:
+        self._canaries = CanaryRegistry(self.client)
         #: User → the last request to move.
         self._asked: dict[str, _MoveRequest] = {}
 
     @activity.defn
     async def check_release(self, request: rm.CheckRelease) -> rm.ReleaseSnapshot:
-        pool = self._temporal.get_workflow_handle(names.worker_pool_id(request.pool))
+        pool = self.temporal.get_workflow_handle(names.worker_pool_id(request.pool))
         view: pm.PoolView = await pool.query("view", result_type=pm.PoolView, rpc_timeout=CALL)
         before = view.release
         if request.change and (before, view.surge) != (request.release, request.surge):
@@ -86,9 +79,9 @@ class RolloutActivities:
                 rpc_timeout=CALL,
             )
         version = self._version(request.release.version)
-        versions = await self._ready_versions(request.pool)
+        versions = await self._free_versions(request.pool)
         others = [task.worker_id for task in await self._others(request.pool, version)]
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             users = await workers_in_use.workers_in_use(session, others)
         new = sum(one == version for one in versions.values())
         served, failed = await self._canary_counts(request)
@@ -120,33 +113,37 @@ class RolloutActivities:
         return await self._canaries.begin(request.pool, canary)
 
     def _version(self, wanted: str) -> str:
-        return wanted or self._settings.worker_version
+        return wanted or self.settings.worker_version
 
-    async def _ready_versions(self, pool: str) -> dict[str, str]:
-        """Version of each free worker."""
-        ready = [raw.decode() for raw in await reply_of(self._client.zrange(keys.pool_ready(pool), 0, -1))]
-        async with self._client.pipeline(transaction=False) as pipe:
-            for worker in ready:
-                pipe.hmget(keys.pool_worker(pool, worker), "state", "version")
-            found = await pipe.execute() if ready else []
-        return {
-            worker: (version or b"").decode()
-            for worker, (state, version) in zip(ready, found, strict=True)
-            if state == b"ready"
-        }
+    async def _free_versions(self, pool: str) -> dict[str, str]:
+        """Version of each free worker that runs, as it was launched: an entry may say anything."""
+        tasks = [task for task in await self.launcher.list() if task.pool == pool]
+        async with self.client.pipeline(transaction=False) as pipe:
+            for task in tasks:
+                pipe.hget(keys.pool_worker(pool, task.worker_id), "state")
+            states = await replies_of(pipe) if tasks else []
+        ready = [task.worker_id for task, state in zip(tasks, states, strict=True) if state == b"ready"]
+        async with self.database.session(autocommit=True) as session:
+            found = await launches.never_assigned(session, pool, ready)
+        return {worker_id: launched.version for worker_id, launched in found.items()}
 
     async def _others(self, pool: str, version: str) -> list[Task]:
         """Running workers of other versions, the oldest first."""
-        tasks = [one for one in await self._launcher.list() if one.pool == pool and one.version != version]
+        tasks = [one for one in await self.launcher.list() if one.pool == pool and one.version != version]
         return sorted(tasks, key=lambda one: one.launched_at)
 
     @activity.defn
     async def retire_workers(self, request: rm.RetireWorkers) -> int:
         """Ends free workers of other versions, and those that an earlier call only took; how many."""
         taken: list[Task] = []
-        for task in await self._others(request.pool, self._version(request.version)):
+        others = await self._others(request.pool, self._version(request.version))
+        async with self.database.session(autocommit=True) as session:
+            own = await launches.never_assigned(session, request.pool, [task.worker_id for task in others])
+        for task in others:
+            if task.worker_id not in own:  # it has a user, whatever its entry says
+                continue
             claim_id = f"retire-{task.worker_id}"
-            left = await entries.claim_of_worker(self._client, request.pool, task.worker_id) == claim_id
+            left = await entries.claim_of_worker(self.client, request.pool, task.worker_id) == claim_id
             wanted = len(taken) < request.count
             if left or (wanted and await self._take(request.pool, task.worker_id, claim_id)):
                 taken.append(task)
@@ -156,7 +153,7 @@ class RolloutActivities:
 
     async def _take(self, pool: str, worker_id: str, claim_id: str) -> bool:
         taken = await valkey.run_script(
-            self._client,
+            self.client,
             scripts.RETIRE_WORKER,
             [keys.pool_ready(pool), keys.pool_worker(pool, worker_id)],
             [claim_id, worker_id],
@@ -164,8 +161,8 @@ class RolloutActivities:
         return taken is not None
 
     async def _stop(self, pool: str, task: Task) -> None:
-        await self._launcher.stop(task.task_id, "replaced by another version")
-        await entries.remove_entry(self._client, pool, task.worker_id)
+        await self.launcher.stop(task.task_id, "replaced by another version")
+        await entries.remove_entry(self.client, pool, task.worker_id)
         log.info("pool_worker_replaced", pool=pool, worker_id=task.worker_id, version=task.version)
 
     @activity.defn
@@ -173,7 +170,7 @@ class RolloutActivities:
         """Returns how many users have been asked. Asks again when a user's markets close or open."""
         version = self._version(request.version)
         others = await self._others(request.pool, version)
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             users = await workers_in_use.workers_in_use(session, [task.worker_id for task in others])
         now = time.monotonic()
         present = {one.user_id for one in users}
@@ -190,7 +187,7 @@ class RolloutActivities:
             await self._ask(one, wanted, request.deadline)
         return len(self._asked)
 
-    async def _ask(self, one: WorkerInUse, wanted: _MoveRequest, deadline: float) -> None:
+    async def _ask(self, one: workers_in_use.WorkerInUse, wanted: _MoveRequest, deadline: float) -> None:
         message = m.MoveWhenQuiet(
             worker_id=one.worker_id,
             version=wanted.version,
@@ -198,34 +195,23 @@ class RolloutActivities:
             quiet=wanted.quiet,
         )
         workflow_id = names.user_worker_id(one.user_id)
-        if await signal_workflow(self._temporal, workflow_id, "move_when_quiet", message):
+        if await signal_workflow(self.temporal, workflow_id, "move_when_quiet", message):
             self._asked[one.user_id] = wanted  # else the run has ended, and its worker ends
 
     def _trades_now(self, markets: Iterable[str]) -> bool:
         """Whether one of these markets is open; an unknown one may be."""
         now = datetime.now(UTC)
         known = {market.value: market for market in Market}
-        return any(one not in known or self._calendar.is_open(known[one], now) for one in markets)
+        return any(one not in known or self.calendar.is_open(known[one], now) for one in markets)
 
     @activity.defn
     async def tell_rollout(self, request: rm.TellRollout) -> None:
         """The same event of the same rollout is written once."""
-        async with self._database.session() as session:
+        actor, subject = request.actor or "orchestrator", f"pool:{request.pool}"
+        said = {"version": request.release.version, "reason": request.reason}
+        about = {"id": f"{request.rollout}:{request.event}", "event": request.event} | said
+        async with self.database.session() as session:
             await audit.append_entry_once(
-                session,
-                actor=request.actor or "orchestrator",
-                action="pool.rollout",
-                subject=f"pool:{request.pool}",
-                id=f"{request.rollout}:{request.event}",
-                event=request.event,
-                version=request.release.version,
-                image=request.release.image,
-                reason=request.reason,
+                session, actor, "pool.rollout", subject, **about, image=request.release.image
             )
-        log.info(
-            "rollout_recorded",
-            pool=request.pool,
-            rollout_event=request.event,
-            version=request.release.version,
-            reason=request.reason,
-        )
+        log.info("rollout_recorded", pool=request.pool, rollout_event=request.event, **said)

@@ -1,153 +1,210 @@
 """Routes for what waits for a person: orders of unknown outcome, and differences with the broker."""
 
-from __future__ import annotations
-
-from typing import Annotated
+from datetime import datetime
+from decimal import Decimal
+from typing import Annotated, Any
 from uuid import UUID
 
 from fastapi import APIRouter, Path, Query
+from pydantic import Field
 
-from api.attention import schemas
-from api.container import InServices
+from api.container import Call
 from api.http import problems
-from api.http.auth import Caller, require_staff
-from api.http.errors import Forbidden, NotFound
-from api.http.fields import UserIdInPath
+from api.http.fields import Body, UserIdInPath, View
 from api.orders.outcomes import view_of
 from api.orders.router import own_order
-from api.orders.schemas import OrderView, PageCursor, PageLimit, cursor_of, position_of
+from api.orders.schemas import (
+    MAX_QUANTITY,
+    NextCursor,
+    OrderView,
+    PageCursor,
+    PageLimit,
+    cursor_of,
+    position_of,
+)
 from infra.database import models
 from infra.database.orders import attention
-from infra.database.orders.attention import OrderSettled, Resolution, ResolutionInvalid
 from infra.database.orders.states import OrderNotFound
 from infra.database.trading import reconciliations
 from infra.database.trading.reconciliations import ReconciliationNotFound
+from worker_runtime.protocol.messages import OrderState
+
+
+class AttentionOrderView(OrderView):
+    """An order that a person has to look at, `attention` says why; or one that is unknown."""
+
+    attention_at: Annotated[
+        datetime | None, Field(description="Since when it waits for a person; null: it does not yet.")
+    ]
+    known_state: Annotated[OrderState, Field(description="The last state that is known of it.")]
+    next_step: Annotated[str, Field(description="What will happen to it, and by whom.")]
+
+
+class AttentionPage(View):
+    """Orders that wait for a person, those that wait longest first."""
+
+    orders: list[AttentionOrderView]
+    next_cursor: NextCursor
+
+
+class ResolveOrderRequest(Body):
+    """How an order ended, as somebody found out at the broker. Nothing changes it any more."""
+
+    state: Annotated[OrderState, Field(description="`filled`, `cancelled`, `rejected` or `expired`.")]
+    filled_quantity: Annotated[int, Field(strict=True, ge=0, le=MAX_QUANTITY, description="Lots.")] = 0
+    average_price: Annotated[
+        Decimal | None,
+        Field(gt=0, max_digits=18, decimal_places=6, allow_inf_nan=False, description="Of the filled lots."),
+    ] = None
+    reason: Annotated[
+        str, Field(min_length=1, max_length=500, description="How it is known; it stands in the audit trail.")
+    ]
+
+
+class ReconciliationView(View):
+    """What one comparison after a login found."""
+
+    id: int
+    user_id: str
+    account_id: str
+    at: datetime
+    differences: Annotated[
+        dict[str, Any],
+        Field(
+            description="`foreign_orders`: broker ids of orders that are not ours. `fills`: lots of our"
+            " orders that we count and the broker does not. `states`: orders that have ended here and work"
+            " at the broker, or were filled though we hold that it never took them. `positions`: lots"
+            " by symbol, in both books, and `odd_shares`: shares"
+            " beyond them; `ours` is what was held before Berth and what our fills make of it."
+        ),
+    ]
+    blocks: Annotated[bool, Field(description="The account takes no orders until it is resolved.")]
+    resolved_at: datetime | None
+    resolved_by: Annotated[
+        str | None, Field(description="`reconciliation`: a later comparison did not find it any more.")
+    ]
+
+
+class ReconciliationList(View):
+    """Differences, in the order that the path says."""
+
+    reconciliations: list[ReconciliationView]
+
+
+class ResolveReconciliationRequest(Body):
+    """Somebody has looked at it."""
+
+    reason: Annotated[
+        str, Field(min_length=1, max_length=500, description="Why; it stands in the audit trail.")
+    ]
+
 
 router = APIRouter(tags=["orders"])
 
 Most = Annotated[int, Query(ge=1, le=500, description="Most of them.")]
 
 
-@router.get("/attention", summary="Orders that wait for a person", responses=problems.responses(Forbidden))
+@router.get("/attention", summary="Orders that wait for a person")
 async def list_attention(
-    caller: Caller, services: InServices, cursor: PageCursor = None, limit: PageLimit = 100
-) -> schemas.AttentionPage:
+    call: Call,
+    cursor: PageCursor = None,
+    limit: PageLimit = 100,
+    unknown: Annotated[
+        bool, Query(description="Also orders of unknown outcome about which Berth still asks the broker.")
+    ] = False,
+) -> AttentionPage:
     """Orders of all users whose outcome nobody but a person can find out, with the whole story.
 
     An order leaves the list when it is final: by `resolve`, by a recheck, or when the broker tells of it
     after all. Operators only.
     """
-    require_staff(caller)
     behind = position_of(cursor) if cursor is not None else None
-    async with services.database.session() as session:
-        rows = await attention.orders_for_a_person(session, after=behind, limit=limit + 1)
+    async with call.database.session() as session:
+        rows = await attention.orders_for_a_person(session, after=behind, limit=limit + 1, unknown=unknown)
     more, rows = len(rows) > limit, rows[:limit]
     found = [_attention_view(row) for row in rows]
-    end = cursor_of((found[-1].attention_at, rows[-1].id)) if more else None
-    return schemas.AttentionPage(orders=found, next_cursor=end)
+    end = cursor_of((rows[-1].attention_at or rows[-1].created_at, rows[-1].id)) if more else None
+    return AttentionPage(orders=found, next_cursor=end)
 
 
 @router.post(
     "/orders/{order_id}/recheck",
     status_code=202,
     summary="Ask the broker again",
-    responses=problems.responses(OrderNotFound, OrderSettled),
+    responses=problems.responses(OrderNotFound, attention.OrderSettled),
 )
-async def recheck_order(order_id: UUID, caller: Caller, services: InServices) -> OrderView:
+async def recheck_order(order_id: UUID, call: Call) -> OrderView:
     """Has an order that is not final looked at again, at once: at the broker, through the user's worker.
 
     It stays on the list for a person until it is settled. Another user's order is not found.
     """
-    await own_order(services, caller, order_id)
-    async with services.database.session() as session:
-        row = await attention.recheck_order(session, order_id, actor=caller.actor)
+    await own_order(call, order_id)
+    async with call.database.session() as session:
+        row = await attention.recheck_order(session, order_id, actor=call.actor)
     return view_of(row)
 
 
 @router.post(
     "/orders/{order_id}/resolve",
     summary="End an order by hand",
-    responses=problems.responses(OrderNotFound, Forbidden, OrderSettled, ResolutionInvalid),
+    responses=problems.responses(OrderNotFound, attention.OrderSettled, attention.ResolutionInvalid),
 )
-async def resolve_order(
-    order_id: UUID, body: schemas.ResolveOrderRequest, caller: Caller, services: InServices
-) -> OrderView:
+async def resolve_order(order_id: UUID, body: ResolveOrderRequest, call: Call) -> OrderView:
     """Writes down how an order ended that is not final. It is final then, whatever is reported later.
 
     Nothing is changed at the broker: find out there first. Operators only; it stands in the audit trail.
     """
-    require_staff(caller)
-    found = Resolution(**body.model_dump())
-    async with services.database.session() as session:
-        row = await attention.resolve_order(session, order_id, found, actor=caller.actor)
+    found = attention.Resolution(**body.model_dump())
+    async with call.database.session() as session:
+        row = await attention.resolve_order(session, order_id, found, actor=call.actor)
     return view_of(row)
 
 
-def _attention_view(row: models.Order) -> schemas.AttentionOrderView:
-    more = {"attention_at": row.attention_at, "known_state": row.state}
-    return schemas.AttentionOrderView.model_validate(view_of(row).model_dump() | more)
+def _attention_view(row: models.Order) -> AttentionOrderView:
+    step = attention.next_step(row)
+    more = {"attention_at": row.attention_at, "known_state": row.state, "next_step": step}
+    return AttentionOrderView.model_validate(view_of(row).model_dump() | more)
 
 
-@router.get(
-    "/users/{user_id}/reconciliations",
-    summary="Differences with the broker",
-    responses=problems.responses(NotFound),
-)
-async def list_reconciliations(
-    user_id: UserIdInPath,
-    caller: Caller,
-    services: InServices,
-    limit: Most = 100,
-) -> schemas.ReconciliationList:
+@router.get("/users/{user_id}/reconciliations", summary="Differences with the broker")
+async def list_reconciliations(user_id: UserIdInPath, call: Call, limit: Most = 100) -> ReconciliationList:
     """What comparisons of our books with the broker's found after logins; the open ones first.
 
     A comparison closes what it shows to be in order again. An order that is not ours stays until an operator
     closes it, and what is under way in a symbol leaves its positions as they were.
     """
-    await services.require_known_user(caller, user_id)
-    async with services.database.session() as session:
+    await call.require_known_user(user_id)
+    async with call.database.session() as session:
         rows = await reconciliations.reconciliations_of_user(session, user_id, limit=limit)
-    return schemas.ReconciliationList(
-        reconciliations=[schemas.ReconciliationView.model_validate(row) for row in rows]
-    )
+    return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
 
 
-@router.get(
-    "/reconciliations", summary="Differences that wait for a person", responses=problems.responses(Forbidden)
-)
+@router.get("/reconciliations", summary="Differences that wait for a person")
 async def list_open_reconciliations(
-    caller: Caller,
-    services: InServices,
+    call: Call,
     after: Annotated[int, Query(ge=0, le=2**63 - 1, description="Number of the last one known.")] = 0,
     limit: Most = 100,
-) -> schemas.ReconciliationList:
+) -> ReconciliationList:
     """The open ones of all users, the oldest first. Operators only."""
-    require_staff(caller)
-    async with services.database.session() as session:
+    async with call.database.session() as session:
         rows = await reconciliations.open_reconciliations(session, after=after, limit=limit)
-    return schemas.ReconciliationList(
-        reconciliations=[schemas.ReconciliationView.model_validate(row) for row in rows]
-    )
+    return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
 
 
 @router.post(
     "/reconciliations/{number}/resolve",
     summary="Close a difference",
-    responses=problems.responses(ReconciliationNotFound, Forbidden),
+    responses=problems.responses(ReconciliationNotFound),
 )
 async def resolve_reconciliation(
-    number: Annotated[int, Path(ge=1, le=2**63 - 1)],
-    body: schemas.ResolveReconciliationRequest,
-    caller: Caller,
-    services: InServices,
-) -> schemas.ReconciliationView:
+    number: Annotated[int, Path(ge=1, le=2**63 - 1)], body: ResolveReconciliationRequest, call: Call
+) -> ReconciliationView:
     """Closes an open difference; an account that it blocked takes orders again. Operators only.
 
     What is closed is known from then on: the same orders and the same lots are no difference again.
     """
-    require_staff(caller)
-    async with services.database.session() as session:
+    async with call.database.session() as session:
         row = await reconciliations.resolve_reconciliation(
-            session, number, actor=caller.actor, reason=body.reason
+            session, number, actor=call.actor, reason=body.reason
         )
-    return schemas.ReconciliationView.model_validate(row)
+    return ReconciliationView.model_validate(row)

@@ -1,50 +1,71 @@
 """Routes for operators: the fleet, maintenance, metrics. And health, which needs no key."""
 
-from __future__ import annotations
-
+from contextlib import suppress
 from dataclasses import asdict
+from datetime import UTC, date, datetime, timedelta
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response, status
+from fastapi import APIRouter, Query, Response
 
-from api.container import InServices
+from api.container import Call, InServices
 from api.fleet import schemas
 from api.http import errors, problems
-from api.http.auth import Caller, require_staff
-from api.http.fields import ID_PATTERN
-from api.workers.schemas import ReasonBody
+from api.http.fields import Rows, UserIdInPath, UserPrefix
 from infra import metrics
-from infra.database.engine import DatabaseUnavailable
+from infra.database import reports, startup
+from infra.database.engine import outages_named
+from infra.database.reports import FiguresTooSlow, ReportNotFound
+from infra.database.users import UserNotFound
 from infra.database.workers import passes
-from infra.jobs import metrics as job_metrics
 from workflows.maintenance.messages import Maintained, Scanned
 from workflows.user_worker.messages import WorkerState
 
 router = APIRouter(tags=["workers"])
 
 
-@router.get(
-    "/fleet",
-    summary="Show the fleet's last maintenance",
-    responses=problems.responses(errors.Forbidden, DatabaseUnavailable),
-)
-async def show_fleet(caller: Caller, services: InServices) -> schemas.FleetView:
-    """When maintenance last scanned all workers, what it found, and what it did. For operators."""
-    require_staff(caller)
-    async with services.database.session(autocommit=True) as session:
+@router.get("/fleet", summary="Show the fleet and its last maintenance")
+async def show_fleet(call: Call) -> schemas.FleetView:
+    """How many workers are in which state; when maintenance last scanned them all, what it found and did. For
+    operators."""
+    states: dict[str, int] | None = None
+    with suppress(errors.TemporalUnavailable):
+        states = {state.value: count for state, count in (await call.services.fleet.count_by_state()).items()}
+    async with call.database.session(autocommit=True) as session:
         last = await passes.pass_summary(session)
-    if last is None:
-        return schemas.FleetView(maintenance=None)
-    shown = schemas.MaintenancePassView(
-        began_at=last.began_at,
-        workers=last.scanned,
-        found=last.found,
-        outcomes=last.outcomes,
-        guarded=last.guarded,
-        scan_seconds=round(last.scan_seconds, 3),
-        total_seconds=None if last.total_seconds is None else round(last.total_seconds, 3),
+    shown = schemas.MaintenancePassView.model_validate(last) if last else None
+    return schemas.FleetView(states=states, maintenance=shown)
+
+
+@router.get("/fleet/primary", summary="Show the primary among the API processes")
+async def show_primary(call: Call) -> schemas.PrimaryView:
+    """Which process runs one-time tasks and sees to the schedules, and the tasks so far. For operators."""
+    async with call.database.session(autocommit=True) as session:
+        holder, tasks = await startup.read_holder(session), await startup.list_startup_tasks(session)
+    return schemas.PrimaryView.model_validate({**holder._asdict(), "tasks": tasks})
+
+
+@router.get("/fleet/servers", summary="Show the health of every server")
+async def list_servers(call: Call) -> schemas.ServerList:
+    """PostgreSQL, Valkey, Temporal and the paper exchange, as this process reaches them; orchestrators, by
+    their last poll (one that died is `up` for 90 s at most); the launcher, as the last pass of maintenance
+    met it. For operators."""
+    return schemas.ServerList(servers=await call.services.readiness.list_servers())
+
+
+@router.get("/fleet/maintenance", summary="List passes of maintenance")
+async def list_passes(
+    call: Call,
+    odd: Annotated[
+        bool, Query(description="Only those that found something, or did nothing for want of trust.")
+    ] = False,
+    limit: Rows = 100,
+) -> schemas.MaintenancePassList:
+    """What the passes of the last two weeks found and did, the newest first. For operators."""
+    async with call.database.session(autocommit=True) as session:
+        rows = await passes.list_passes(session, odd=odd, limit=limit)
+    return schemas.MaintenancePassList(
+        passes=[schemas.MaintenancePassView.model_validate(row) for row in rows]
     )
-    return schemas.FleetView(maintenance=shown)
 
 
 PassWait = Annotated[float, Query(ge=0, le=120, allow_inf_nan=False, description="Seconds to wait for it.")]
@@ -54,61 +75,72 @@ PassWait = Annotated[float, Query(ge=0, le=120, allow_inf_nan=False, description
     "/fleet/maintenance",
     summary="Run maintenance now",
     responses={
-        202: {
-            "model": schemas.MaintenanceRunView,
-            "description": "The pass takes longer than `wait` seconds.",
-        },
+        202: problems.answer(schemas.MaintenanceRunView, "The pass takes longer than `wait` seconds."),
         **problems.responses(
-            errors.Forbidden, errors.NoMaintenance, errors.OrchestratorUnavailable, errors.TemporalUnavailable
+            errors.NoMaintenance, errors.OrchestratorUnavailable, errors.TemporalUnavailable
         ),
     },
 )
 async def run_maintenance(
-    caller: Caller,
-    services: InServices,
-    response: Response,
-    body: ReasonBody | None = None,
-    wait: PassWait = 60.0,
+    call: Call, response: Response, body: schemas.MaintenanceRequest | None = None, wait: PassWait = 60.0
 ) -> schemas.MaintenanceRunView:
-    """One pass, or the one under way, guards and all: what an earlier scan has found, too, is cleaned up."""
-    require_staff(caller)
-    reason = (body or ReasonBody()).reason
-    await services.audit_request(caller, "maintenance.run_requested", "fleet", reason=reason)
-    done = await services.maintenance.run_pass(wait)
+    """One pass, or the one under way, guards and all: what an earlier scan has found, too, is cleaned up.
+
+    With `override_guard` it acts though so much looks odd at once that it may be an outage.
+    """
+    asked = body or schemas.MaintenanceRequest()
+    action = "maintenance.guard_overridden" if asked.override_guard else "maintenance.run_requested"
+    await call.audit(action, "fleet", reason=asked.reason)
+    done = await call.services.maintenance.run_pass(wait, override_guard=asked.override_guard)
     if done is None:
-        response.status_code = status.HTTP_202_ACCEPTED
+        response.status_code = 202
         done = Maintained(scanned=Scanned(number=0), outcomes={})
     about = {"ended": response.status_code is None, "outcomes": done.outcomes}
     return schemas.MaintenanceRunView.model_validate(asdict(done.scanned) | about)
 
 
+ReportDay = Annotated[date | None, Query(description="Like `2026-11-20`; by default the latest.")]
+Days = Annotated[int, Query(ge=1, le=90, description="Days until now.")]
+
+
+@router.get("/reports/daily", summary="Show a daily report", responses=problems.responses(ReportNotFound))
+async def show_report(call: Call, day: ReportDay = None) -> schemas.ReportView:
+    """Users, orders by outcome, lots, latencies, claims and failures of a trading day. For operators."""
+    async with call.database.session() as session:
+        return schemas.ReportView.model_validate(await reports.get_report(session, day))
+
+
+@router.get(
+    "/users/{user_id}/statistics",
+    summary="Show a user's statistics",
+    responses=problems.responses(UserNotFound, FiguresTooSlow),
+)
+async def show_statistics(user_id: UserIdInPath, call: Call, days: Days = 30) -> schemas.ReportView:
+    """The figures of the daily report for one user and the last days. A process answers one at a time."""
+    await call.require_known_user(user_id)
+    until = datetime.now(UTC)
+    since = until - timedelta(days=days)
+    with outages_named():
+        async with call.services.statistics, call.database.session() as session:
+            figures = await reports.read_figures(session, since, until, user_id)
+    return schemas.ReportView(since=since, until=until, figures=figures)
+
+
 State = Annotated[WorkerState | None, Query(description="Only workers in this state.")]
-UserPrefix = Annotated[
-    str | None, Query(pattern=ID_PATTERN, max_length=64, description="Only users whose id begins like that.")
-]
-Limit = Annotated[int, Query(ge=1, le=1000, description="Most rows of a page.")]
 Cursor = Annotated[str | None, Query(max_length=4096, description="`next_cursor` of the page before.")]
 
 
 @router.get(
-    "/workers",
-    summary="List running workers",
-    responses=problems.responses(errors.Forbidden, errors.TemporalUnavailable),
+    "/workers", summary="List running workers", responses=problems.responses(errors.TemporalUnavailable)
 )
 async def list_workers(
-    caller: Caller,
-    services: InServices,
-    state: State = None,
-    user_id: UserPrefix = None,
-    limit: Limit = 100,
-    cursor: Cursor = None,
+    call: Call, state: State = None, user_id: UserPrefix = None, limit: Rows = 100, cursor: Cursor = None
 ) -> schemas.FleetPage:
     """Users whose workflow runs, the one started last first. For operators and administrators.
 
     It comes from Temporal's index, which is a moment behind: `GET /v1/users/{user_id}/worker` is exact.
     """
-    require_staff(caller)
-    return await services.fleet.page(state=state, user_prefix=user_id, limit=limit, cursor=cursor)
+    return await call.services.fleet.page(state=state, user_prefix=user_id, limit=limit, cursor=cursor)
 
 
 metrics_router = APIRouter(tags=["fleet"])
@@ -120,18 +152,16 @@ metrics_router = APIRouter(tags=["fleet"])
     response_class=Response,
     responses={
         **problems.content("Prometheus' text format.", "text/plain"),
-        **problems.responses(errors.Forbidden, DatabaseUnavailable, errors.ValkeyUnavailable),
+        **problems.responses(errors.ValkeyUnavailable, errors.TemporalUnavailable),
     },
 )
-async def get_metrics(caller: Caller, services: InServices) -> Response:
-    """Free workers and workers in use, claims, unsettled orders, the last maintenance; jobs: what waits,
-    waits and run times, ends, late renewals. For operators' keys.
+async def get_metrics(call: Call) -> Response:
+    """What PostgreSQL, Valkey and Temporal tell of workers, orders and jobs, and what this API's processes
+    have counted: requests, orders, waits. For operators' keys. What a server that is down would tell is left
+    out, and a key that this process knows needs no PostgreSQL.
     """
-    require_staff(caller)
     page = metrics.MetricsPage()
-    async with services.database.session(autocommit=True) as session:
-        await metrics.write_fleet_metrics(page, services.valkey, session, services.settings.pool)
-    await job_metrics.write_job_metrics(page, services.valkey)
+    await call.services.write_metrics(page)
     return Response(page.text(), media_type=metrics.MEDIA_TYPE)
 
 
@@ -147,9 +177,7 @@ async def healthz() -> schemas.AliveView:
 @health_router.get(
     "/readyz",
     summary="Can it do its work?",
-    responses={
-        503: {"model": schemas.ReadinessView, "description": "At least one server cannot be reached."}
-    },
+    responses={503: problems.answer(schemas.ReadinessView, "At least one server cannot be reached.")},
 )
 async def readyz(services: InServices, response: Response) -> schemas.ReadinessView:
     """The state of PostgreSQL, Valkey and Temporal; 503 when one of them is down.

@@ -1,13 +1,15 @@
 """What the API shows of the fleet, of maintenance and of its own health."""
 
-from __future__ import annotations
-
-from datetime import datetime
+from datetime import date, datetime
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, AliasChoices, Field
 
-from api.http.fields import EMPTY_IS_NONE, View, examples
+from api.http.fields import EMPTY_IS_NONE, View
+from api.workers.schemas import ReasonBody
+
+#: Seconds to the millisecond.
+Milliseconds = Annotated[float, AfterValidator(lambda seconds: round(seconds, 3))]
 
 
 class FleetRowView(View):
@@ -20,11 +22,17 @@ class FleetRowView(View):
     started_at: Annotated[datetime, Field(description="When the present run of the workflow began.")]
 
 
+class MaintenanceRequest(ReasonBody):
+    override_guard: Annotated[
+        bool, Field(description="Act though so much looks odd at once that it may be an outage.")
+    ] = False
+
+
 class MaintenancePassView(View):
-    """What maintenance saw when it last scanned all workers, and what it did."""
+    """What maintenance saw when it scanned all workers, and what it did."""
 
     began_at: datetime
-    workers: Annotated[int, Field(description="Workers that were scanned.")]
+    workers: Annotated[int, Field(validation_alias=AliasChoices("scanned", "workers"))]
     found: Annotated[dict[str, int], Field(description="Anomalies by kind.")]
     outcomes: Annotated[
         dict[str, int], Field(description="What was done with those that two scans had found, and how often.")
@@ -32,45 +40,59 @@ class MaintenancePassView(View):
     guarded: Annotated[
         str | None, EMPTY_IS_NONE, Field(description="Why nothing was done; null: it might have been.")
     ]
-    scan_seconds: float
-    total_seconds: Annotated[float | None, Field(description="Null while the pass is under way.")]
+    scan_seconds: Milliseconds
+    total_seconds: Annotated[Milliseconds | None, Field(description="Null while the pass is under way.")]
+
+
+class MaintenancePassList(View):
+    """Passes, the newest first."""
+
+    passes: list[MaintenancePassView]
 
 
 class FleetView(View):
     """The fleet as a whole."""
 
-    model_config = examples(
-        {
-            "maintenance": {
-                "began_at": "2026-11-21T01:00:00Z",
-                "workers": 812,
-                "found": {"orphan_task": 1},
-                "outcomes": {"stopped": 1},
-                "guarded": None,
-                "scan_seconds": 0.08,
-                "total_seconds": 0.31,
-            }
-        }
-    )
-
+    states: Annotated[
+        dict[str, int] | None,
+        Field(description="Users by the state of their worker; null: Temporal does not answer."),
+    ]
     maintenance: Annotated[
         MaintenancePassView | None, Field(description="The last pass; null: there was none yet.")
     ]
 
 
+class StartupTaskView(View):
+    """A one-time task of the primary: the parts of it that are done, and when the last one was."""
+
+    name: str
+    steps: int
+    ended_at: datetime | None
+
+
+class PrimaryView(View):
+    """The primary among the API processes (nulls: none at the moment), and what primaries have done."""
+
+    host: Annotated[str | None, Field(description="The beginning of its host's name.")]
+    pid: int | None
+    since: datetime | None
+    tasks: list[StartupTaskView]
+
+
+class ReportView(View):
+    """Figures of all users in a trading day, as they were stored, or of one user until now."""
+
+    day: Annotated[date | None, Field(description="The trading day; null: of one user.")] = None
+    since: datetime
+    until: datetime
+    made_at: datetime | None = None
+    mailed_at: Annotated[datetime | None, Field(description="When its mails were on their queue.")] = None
+    #: Counts, lots, counts by name, and `seconds`: how long stages of orders and claims lasted.
+    figures: dict[str, int | dict[str, int] | dict[str, dict[str, int | float]]]
+
+
 class MaintenanceRunView(View):
     """What a pass that was asked for saw and did."""
-
-    model_config = examples(
-        {
-            "ended": True,
-            "workers": 812,
-            "found": 2,
-            "confirmed": 1,
-            "outcomes": {"stopped": 1},
-            "guarded": None,
-        }
-    )
 
     ended: Annotated[bool, Field(description="False: it takes longer than `wait`, and goes on.")]
     workers: int
@@ -85,21 +107,6 @@ class MaintenanceRunView(View):
 class FleetPage(View):
     """One page of running workers."""
 
-    model_config = examples(
-        {
-            "workers": [
-                {
-                    "user_id": "alice",
-                    "state": "Active",
-                    "worker_id": "w-7c3e9d4f",
-                    "pool": "default",
-                    "started_at": "2026-11-21T01:00:00Z",
-                }
-            ],
-            "next_cursor": None,
-        }
-    )
-
     workers: list[FleetRowView]
     next_cursor: Annotated[str | None, Field(description="For the next page; null on the last one.")]
 
@@ -108,23 +115,21 @@ class AliveView(View):
     status: Literal["ok"] = "ok"
 
 
-class DependencyView(View):
-    state: Literal["up", "down"]
-    ms: Annotated[float, Field(description="Milliseconds that the answer took.")]
-    reason: str = ""
+class ServerView(View):
+    """A server, as this process meets it, or as others met it last."""
+
+    state: Literal["up", "down", "unknown"]
+    ms: Annotated[float | None, Field(description="Milliseconds that its answer to us took.")] = None
+    reason: Annotated[str, Field(description="Why it is not up; or what it serves.")] = ""
+    seen_at: Annotated[datetime | None, Field(description="When others met it; null: we, just now.")] = None
+
+
+class ServerList(View):
+    """Every server by its name, and each task queue that no orchestrator serves."""
+
+    servers: dict[str, ServerView]
 
 
 class ReadinessView(View):
-    model_config = examples(
-        {
-            "ready": True,
-            "dependencies": {
-                "postgresql": {"state": "up", "ms": 0.7, "reason": ""},
-                "valkey": {"state": "up", "ms": 0.2, "reason": ""},
-                "temporal": {"state": "up", "ms": 1.1, "reason": ""},
-            },
-        }
-    )
-
     ready: bool
-    dependencies: dict[str, DependencyView]
+    dependencies: dict[str, ServerView]

@@ -1,31 +1,47 @@
-"""The fleet, as Temporal knows it: the list of running workers, and maintenance that is begun by hand."""
-
-from __future__ import annotations
+"""The fleet, as Temporal knows it; maintenance that is begun by hand; and the health of all servers."""
 
 import asyncio
 import base64
 import binascii
 import re
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
+from typing import Any
 
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from sqlalchemy import exists, select, text
+from temporalio.api.enums.v1 import TaskQueueType
 from temporalio.client import (
     Client,
     ScheduleActionExecution,
     ScheduleActionExecutionStartWorkflow,
     ScheduleHandle,
+    ScheduleListDescription,
     ScheduleOverlapPolicy,
     WorkflowExecution,
     WorkflowFailureError,
 )
+from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.service import RPCError, RPCStatusCode
 
-from api.fleet.schemas import FleetPage, FleetRowView
+from api.fleet.schemas import FleetPage, FleetRowView, ServerView
+from api.fleet.schemas import ReadinessView as View
 from api.http.errors import InvalidRequest, NoMaintenance, OrchestratorUnavailable
 from api.http.fields import ID_PATTERN
-from infra.temporal.client import CALL, temporal_errors
-from workflows.maintenance.messages import Maintained
-from workflows.names import MAINTENANCE_SCHEDULE, SA_POOL, SA_STATE, SA_USER, SA_WORKER, USER_WORKER
+from api.workers.service import WorkerControl
+from infra.database.engine import Database
+from infra.database.models import BrokerAccount, MaintenancePass
+from infra.database.workers import passes
+from infra.doctor.servers import BROKER, run_check
+from infra.settings import Settings
+from infra.temporal.client import CALL, POLLED_WITHIN, read_pollers, temporal_errors
+from worker_runtime.protocol.errors import BerthError
+from workflows import names
+from workflows.maintenance.messages import Maintained, MaintenanceInput
 from workflows.user_worker.messages import WorkerState
 
 #: Bytes of a cursor that tell whether the rest is whole. Not a secret: a cursor shows nothing but pages.
@@ -38,13 +54,13 @@ def fleet_query(state: WorkerState | None, user_prefix: str | None) -> str:
 
     Raises `InvalidRequest` for a prefix with which no user id begins.
     """
-    parts = [f'WorkflowType = "{USER_WORKER}"', 'ExecutionStatus = "Running"']
+    parts = [f'WorkflowType = "{names.USER_WORKER}"', 'ExecutionStatus = "Running"']
     if state is not None:
-        parts.append(f'{SA_STATE.name} = "{WorkerState(state)}"')
+        parts.append(f'{names.SA_STATE.name} = "{WorkerState(state)}"')
     if user_prefix is not None:
         if not _PREFIX.fullmatch(user_prefix):
             raise InvalidRequest("not valid: user_id: no user id begins like that")
-        parts.append(f'{SA_USER.name} STARTS_WITH "{user_prefix}"')
+        parts.append(f'{names.SA_USER.name} STARTS_WITH "{user_prefix}"')
     return " AND ".join(parts)
 
 
@@ -80,14 +96,29 @@ class FleetList:
             next_cursor=_cursor(token) if token else None,
         )
 
+    async def list_schedules(self) -> list[ScheduleListDescription]:
+        """What begins by the clock. Raises `TemporalUnavailable`."""
+        with temporal_errors(server_only=True):
+            return [one async for one in await self.client.list_schedules(rpc_timeout=CALL)]
+
+    async def count_by_state(self) -> dict[WorkerState, int]:
+        """The number of workers in each state. Raises `TemporalUnavailable`."""
+        with temporal_errors(server_only=True):
+            counts = [
+                self.client.count_workflows(fleet_query(state, None), rpc_timeout=CALL)
+                for state in WorkerState
+            ]
+            found = await asyncio.gather(*counts)
+        return {state: one.count for state, one in zip(WorkerState, found, strict=True)}
+
 
 def _row(found: WorkflowExecution) -> FleetRowView:
     known = found.typed_search_attributes
     return FleetRowView(
-        user_id=known.get(SA_USER) or found.id.removeprefix("user-worker-"),
-        state=known.get(SA_STATE),
-        worker_id=known.get(SA_WORKER),
-        pool=known.get(SA_POOL),
+        user_id=known.get(names.SA_USER) or found.id.removeprefix("user-worker-"),
+        state=known.get(names.SA_STATE),
+        worker_id=known.get(names.SA_WORKER),
+        pool=known.get(names.SA_POOL),
         started_at=found.start_time,
     )
 
@@ -124,16 +155,19 @@ CHECK_PERIOD = 0.1
 class MaintenanceTrigger:
     client: Client
 
-    async def run_pass(self, wait: float) -> Maintained | None:
+    async def run_pass(self, wait: float, *, override_guard: bool = False) -> Maintained | None:
         """What one pass saw and did; None: it is not done after `wait` seconds, and goes on.
 
-        A pass that is under way is waited for instead: none overtakes another. Raises `NoMaintenance`,
+        A pass that is under way is waited for instead: none overtakes another. With `override_guard` a pass
+        of its own is run, which acts though much looks odd at once. Raises `NoMaintenance`,
         `TemporalUnavailable`, `OrchestratorUnavailable` when the pass failed.
         """
-        schedule = self.client.get_schedule_handle(MAINTENANCE_SCHEDULE)
+        schedule = self.client.get_schedule_handle(names.MAINTENANCE_SCHEDULE)
         try:
             with temporal_errors(missing=NoMaintenance()):
                 async with asyncio.timeout(wait):
+                    if override_guard:
+                        return await self._override()
                     begun = await self._start_pass(schedule)
                     if not isinstance(begun, ScheduleActionExecutionStartWorkflow):
                         raise NoMaintenance("the schedule starts something else")
@@ -147,6 +181,20 @@ class MaintenanceTrigger:
         except WorkflowFailureError as error:
             raise OrchestratorUnavailable(f"the pass failed: {error.cause}"[:300]) from None
 
+    async def _override(self) -> Maintained:
+        handle = await self.client.start_workflow(
+            names.MAINTENANCE,
+            MaintenanceInput(override_guard=True),
+            id=f"{names.MAINTENANCE_SCHEDULE}-override",
+            task_queue=names.BULK_QUEUE,
+            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+            execution_timeout=timedelta(minutes=10),
+            result_type=Maintained,
+            rpc_timeout=CALL,
+        )
+        done: Maintained = await handle.result()
+        return done
+
     async def _start_pass(self, schedule: ScheduleHandle) -> ScheduleActionExecution:
         """The pass that is under way, or the next one to begin: by our trigger, or by the clock just then."""
         before = (await schedule.describe(rpc_timeout=CALL)).info
@@ -158,3 +206,94 @@ class MaintenanceTrigger:
             if now.num_actions > before.num_actions:
                 return now.recent_actions[-1].action
             await asyncio.sleep(CHECK_PERIOD)
+
+
+#: Seconds that one answer may take.
+TIMEOUT = 1.0
+#: Three of maintenance's periods: what it saw before tells nothing any more.
+STALE = timedelta(minutes=3)
+#: Orchestrators poll all of them for activities, two for workflows, too.
+QUEUES = (names.LIFECYCLE_QUEUE, names.LAUNCH_QUEUE, names.ORDERS_QUEUE, names.BULK_QUEUE)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadinessProbe:
+    database: Database
+    client: Redis
+    control: WorkerControl
+    require_schema: Callable[[], None]
+    settings: Settings
+
+    async def check(self) -> View:
+        found = await asyncio.gather(
+            _probe(self._postgresql()), _probe(self.client.ping()), _probe(self.control.check(TIMEOUT))
+        )
+        names = ("postgresql", "valkey", "temporal")
+        dependencies = dict(zip(names, found, strict=True))
+        return View(ready=all(one.state == "up" for one in found), dependencies=dependencies)
+
+    async def list_servers(self) -> dict[str, ServerView]:
+        """Those of `check`, and others, as those know them that use them. Leaves out what a server that is
+        down would tell. Raises `TemporalUnavailable`, `DatabaseUnavailable` if one goes down meanwhile."""
+        found = dict((await self.check()).dependencies)
+        if found["temporal"].state == "up":
+            found |= await self._orchestrators()
+        if found["postgresql"].state == "up":
+            async with self.database.session(autocommit=True) as session:
+                last = await passes.pass_summary(session)
+                paper = await session.scalar(select(exists().where(BrokerAccount.broker == "paper")))
+            found["launcher"] = _launcher(last)
+            if paper and self.settings.exchange_address:
+                problem = (await run_check(BROKER, self.settings, TIMEOUT)).problem
+                found["paper exchange"] = ServerView(state="down" if problem else "up", reason=problem)
+        return found
+
+    async def _orchestrators(self) -> dict[str, ServerView]:
+        """Each that Temporal lists, and each task queue that none serves."""
+        kind, since = TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY, time.time() - POLLED_WITHIN
+        with temporal_errors(server_only=True):
+            lists = await asyncio.gather(*(read_pollers(self.control.client, one, kind) for one in QUEUES))
+        rows = {}
+        for name in sorted(set().union(*lists)):
+            at = max(pollers.get(name, 0.0) for pollers in lists)
+            queues = " ".join(queue for queue, pollers in zip(QUEUES, lists, strict=True) if name in pollers)
+            rows[f"orchestrator {name}"] = ServerView(
+                state="up" if at > since else "unknown",
+                reason=queues if at > since else "it polls no more: it was stopped, or died",
+                seen_at=datetime.fromtimestamp(at, UTC),
+            )
+        for queue, pollers in zip(QUEUES, lists, strict=True):
+            if max(pollers.values(), default=0.0) < since:
+                rows[f"queue {queue}"] = ServerView(state="down", reason="no orchestrator serves it")
+        return rows
+
+    async def _postgresql(self) -> None:
+        self.require_schema()
+        async with self.database.session() as session:
+            await session.execute(text("select 1"))
+
+
+def _launcher(last: MaintenancePass | None) -> ServerView:
+    """As the last pass of maintenance met it."""
+    if last is None or datetime.now(UTC) - last.began_at > STALE:
+        return ServerView(state="unknown", reason="there was no pass of maintenance of late")
+    if last.server:
+        return ServerView(state="up", reason=f"it lists {last.tasks} workers", seen_at=last.began_at)
+    away = last.guarded == passes.LAUNCHER_UNREAD
+    return ServerView(state="down" if away else "unknown", reason=last.guarded, seen_at=last.began_at)
+
+
+async def _probe(call: Awaitable[Any]) -> ServerView:
+    began = time.perf_counter()
+    reason = ""
+    try:
+        async with asyncio.timeout(TIMEOUT):
+            await call
+    except TimeoutError:
+        reason = f"no answer within {TIMEOUT:.0f} s"
+    except RedisError as error:
+        reason = type(error).__name__  # its text has addresses in it
+    except BerthError as error:
+        reason = error.detail
+    ms = round((time.perf_counter() - began) * 1000, 2)
+    return ServerView(state="down" if reason else "up", ms=ms, reason=reason)

@@ -1,23 +1,41 @@
-"""Authenticates callers by API key, and checks what their role may do."""
+"""Authenticates callers by API key, and refuses what their role may not do (`rights.py`).
 
-from __future__ import annotations
+A browser that logged in to the fleet page has the key of its session in a cookie instead. Whatever changes
+something then needs the session's CSRF token in a header, too, which no other site's page can read.
+"""
 
+import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from enum import StrEnum
-from hashlib import sha256
+from datetime import UTC, datetime
+from hashlib import blake2b, sha256
+from hmac import compare_digest
 from typing import Annotated
 
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader
+from starlette.requests import cookie_parser
 
 from api.http.errors import Forbidden, NotFound, Unauthenticated
+from api.http.rights import RIGHTS, STAFF, Role
+from infra.database.engine import DatabaseUnavailable
+from infra.database.users import UserDisabled
 
 HEADER = "X-API-Key"
-#: Longest key that is looked at, in characters; ours have about 50.
+#: Cookie with the key of a session, and the header with its CSRF token.
+COOKIE, CSRF_HEADER = "berth_session", "X-CSRF-Token"
+_READS = frozenset({"GET", "HEAD"})
+#: Longest key that is looked at, in characters; ours have about 85.
 MAX_KEY = 256
+#: Characters of an actor's name in the tables; its key's id takes 43 more.
+_LONGEST_NAME = 80
+#: What is read also while PostgreSQL is away: by Prometheus, which waits for 10 s in all, and by operators,
+#: who look for what is wrong. Seconds that the look-up of a known key then has.
+PATIENT_PATHS = frozenset({"/v1/metrics", "/", "/page/servers", "/page/pools", "/page/jobs"})
+PATIENCE = 2.0
 #: Keys remembered; the one not used for longest goes first.
 CACHE_SIZE = 10_000
 
@@ -29,12 +47,6 @@ scheme = APIKeyHeader(
 )
 
 
-class Role(StrEnum):
-    USER = "user"
-    OPERATOR = "operator"
-    ADMIN = "admin"
-
-
 @dataclass(frozen=True, slots=True)
 class Principal:
     """The holder of one API key. `user_id` is set for the role `user` only."""
@@ -42,15 +54,27 @@ class Principal:
     key_id: str
     role: Role
     user_id: str | None
+    label: str = ""
+    expires_at: datetime | None = None
+    #: Of the fleet page, if the caller has one: the id of its own key. `key_id` is the one that logged in.
+    session: str = ""
+    #: Its user is disabled.
+    disabled: bool = False
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the key ends; infinity if it does not end by itself."""
+        return (self.expires_at - datetime.now(UTC)).total_seconds() if self.expires_at else math.inf
 
     @property
     def staff(self) -> bool:
-        return self.role in (Role.OPERATOR, Role.ADMIN)
+        return self.role in STAFF
 
     @property
     def actor(self) -> str:
-        """How the audit trail names this caller."""
-        return f"key:{self.key_id}"
+        """How the audit trail and what else people read name this caller: by the key's label first."""
+        name = ", ".join(part for part in (self.user_id, self.label) if part)
+        return f"{name[:_LONGEST_NAME]} (key:{self.key_id})" if name else f"key:{self.key_id}"
 
     def may_see(self, user_id: str) -> bool:
         return self.staff or self.user_id == user_id
@@ -63,7 +87,8 @@ Lookup = Callable[[str], Awaitable[Principal | None]]
 class Authenticator:
     """Remembers what it found for `ttl` seconds, so that an order does not pay for a look-up.
 
-    Unknown keys are not remembered: a key works from the moment it exists.
+    Unknown keys are not remembered: a key works from the moment it exists. A revoked one is forgotten at once
+    (`KeyRevocations`).
     """
 
     def __init__(
@@ -74,9 +99,30 @@ class Authenticator:
         self._clock = clock
         self._size = size
         self._known: OrderedDict[bytes, tuple[float, Principal]] = OrderedDict()
+        #: How often something was forgotten: what a look-up found before that may be out of date.
+        self._forgotten = 0
 
-    async def principal(self, key: str | None) -> Principal:
-        """Raises `Unauthenticated`, or what the look-up raises when the database is down."""
+    def forget(self, key_id: str) -> None:
+        """The key is looked up again, with its next request."""
+        self._forgotten += 1
+        for digest in [digest for digest, (_, found) in self._known.items() if found.key_id == key_id]:
+            del self._known[digest]
+
+    def forget_all(self) -> None:
+        self._forgotten += 1
+        self._known.clear()
+
+    def remembered(self, key: str) -> Principal | None:
+        """The principal of a key that was looked up a moment ago."""
+        known = self._known.get(sha256(key.encode()).digest())
+        return known[1] if known is not None and known[0] > self._clock() else None
+
+    async def principal(self, key: str | None, patience: float | None = None) -> Principal:
+        """Raises `Unauthenticated`, or what the look-up raises when the database is down.
+
+        With `patience`, in seconds, a database that is away leaves a known key valid: nobody can revoke it
+        then, and all are forgotten when the database is back.
+        """
         if not key or len(key) > MAX_KEY:
             raise Unauthenticated
         digest = sha256(key.encode()).digest()
@@ -85,32 +131,66 @@ class Authenticator:
         if known is not None and known[0] > now:
             self._known.move_to_end(digest)
             return known[1]
-        found = await self._lookup(key)
+        forgotten = self._forgotten
+        try:
+            async with asyncio.timeout(patience):
+                found = await self._lookup(key)
+        except (TimeoutError, DatabaseUnavailable):
+            if patience is None:
+                raise
+            if known is None or known[1].seconds_left <= 0:
+                raise DatabaseUnavailable from None
+            return known[1]
         if found is None:
             self._known.pop(digest, None)
             raise Unauthenticated
-        self._known[digest] = (now + self._ttl, found)
+        if forgotten != self._forgotten:
+            return found
+        self._known[digest] = (now + min(self._ttl, found.seconds_left), found)
         self._known.move_to_end(digest)
         if len(self._known) > self._size:
             self._known.popitem(last=False)
         return found
 
 
-async def authenticate(request: Request, key: Annotated[str | None, Security(scheme)]) -> Principal:
-    """The authenticated caller; raises `Unauthenticated`."""
+def session_token(cookies: str) -> str:
+    """The session's key in a Cookie header, or ''."""
+    return cookie_parser(cookies).get(COOKIE, "")
+
+
+def csrf_token(session: str) -> str:
+    """The CSRF token of a session, by its key."""
+    return blake2b(session.encode(), digest_size=16, person=b"berth csrf").hexdigest()
+
+
+async def identify(request: Request, key: Annotated[str | None, Security(scheme)]) -> Principal:
+    """The caller, by API key or session; raises `Unauthenticated`, `UserDisabled`, or `Forbidden` without a
+    CSRF token."""
+    session = session_token(request.headers.get("cookie", "")) if key is None else ""
     authenticator: Authenticator = request.app.state.services.authenticator
-    principal = await authenticator.principal(key)
+    patience = PATIENCE if request.method in _READS and request.url.path in PATIENT_PATHS else None
+    principal = await authenticator.principal(key or session, patience)
+    if bool(principal.session) != bool(session):
+        raise Unauthenticated  # a session's key is no API key, and the other way round
+    if session and request.method not in _READS:
+        given = request.headers.get(CSRF_HEADER, "")
+        if not compare_digest(given.encode(), csrf_token(session).encode()):
+            raise Forbidden("the session's CSRF token is missing; load the page again")
     request.state.principal = principal  # for the access log
+    if principal.disabled:
+        raise UserDisabled
+    return principal
+
+
+async def authenticate(request: Request, key: Annotated[str | None, Security(scheme)]) -> Principal:
+    """The authenticated caller; raises as `identify`, and `Forbidden` if its role has no right to this."""
+    principal = await identify(request, key)
+    if principal.role not in RIGHTS.get(f"{request.method} {request.scope['route'].path}", ()):
+        raise Forbidden
     return principal
 
 
 Caller = Annotated[Principal, Depends(authenticate)]
-
-
-def require_staff(principal: Principal) -> None:
-    """Raises `Forbidden` for a user's key."""
-    if not principal.staff:
-        raise Forbidden
 
 
 def require_user(principal: Principal, user_id: str) -> None:

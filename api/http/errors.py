@@ -1,8 +1,7 @@
 """Errors that only the API raises. Those that also cross Valkey or Temporal are in the protocol; those of
 the database are its own."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from typing import Any
 
 from infra.temporal.client import OrchestratorUnavailable as OrchestratorUnavailable
@@ -10,10 +9,8 @@ from infra.temporal.client import TemporalUnavailable as TemporalUnavailable
 from worker_runtime.protocol.errors import BerthError
 
 
-class InvalidRequest(BerthError):
+class InvalidRequest(BerthError, code="INVALID_REQUEST", status=422):
     """The request does not fit its schema."""
-
-    code = "INVALID_REQUEST"
 
     def __init__(self, detail: str = "", errors: list[dict[str, Any]] | None = None) -> None:
         super().__init__(detail)
@@ -21,194 +18,140 @@ class InvalidRequest(BerthError):
         self.errors = errors or []
 
 
-class Unauthenticated(BerthError):
+class Unauthenticated(BerthError, code="UNAUTHENTICATED", status=401):
     """The API key is missing or not valid."""
 
-    code = "UNAUTHENTICATED"
 
-
-class Forbidden(BerthError):
+class Forbidden(BerthError, code="FORBIDDEN", status=403):
     """This API key may not do that."""
 
-    code = "FORBIDDEN"
 
-
-class NotFound(BerthError):
+class NotFound(BerthError, code="NOT_FOUND", status=404):
     """It does not exist, or this API key may not see it."""
 
-    code = "NOT_FOUND"
 
-
-class NoWorker(NotFound):
+class NoWorker(NotFound, code="NO_WORKER"):
     """The user has no running worker."""
 
-    code = "NO_WORKER"
 
-
-class NoPool(NotFound):
+class NoPool(NotFound, code="NO_POOL"):
     """There is no such pool."""
 
-    code = "NO_POOL"
 
-
-class PoolChanged(BerthError):
+class PoolChanged(BerthError, code="POOL_CHANGED", status=409):
     """Somebody else has changed the pool; read it again."""
 
-    code = "POOL_CHANGED"
+
+class LetterRefused(BerthError, code="DEAD_LETTER_REFUSED", status=409):
+    """This cannot be done with the dead letter."""
 
 
-class NoRollout(NotFound):
+class NoRollout(NotFound, code="NO_ROLLOUT"):
     """No rollout of this pool is under way, and none has ended."""
 
-    code = "NO_ROLLOUT"
 
-
-class RolloutUnderWay(BerthError):
+class RolloutUnderWay(BerthError, code="ROLLOUT_UNDER_WAY", status=409):
     """Another rollout of this pool is under way; wait for it, or abort it."""
 
-    code = "ROLLOUT_UNDER_WAY"
 
-
-class RolloutInvalid(BerthError):
+class RolloutInvalid(BerthError, code="ROLLOUT_INVALID", status=422):
     """The pool cannot be moved to this release."""
 
-    code = "ROLLOUT_INVALID"
 
-
-class NoMaintenance(NotFound):
+class NoMaintenance(NotFound, code="NO_MAINTENANCE"):
     """Maintenance is switched off: there is no schedule."""
 
-    code = "NO_MAINTENANCE"
 
-
-class TooManyJobs(BerthError):
+class TooManyJobs(BerthError, code="TOO_MANY_JOBS", retryable=True, status=429):
     """The user has too many jobs waiting, or had 50 within 500 s; wait for some of them to end."""
 
-    code = "TOO_MANY_JOBS"
-    retryable = True
 
-
-class MethodNotAllowed(BerthError):
+class MethodNotAllowed(BerthError, code="METHOD_NOT_ALLOWED", status=405):
     """This address does not support that method."""
 
-    code = "METHOD_NOT_ALLOWED"
 
-
-class BodyTooLarge(BerthError):
+class BodyTooLarge(BerthError, code="BODY_TOO_LARGE", status=413):
     """The request's body is larger than 64 KiB."""
 
-    code = "BODY_TOO_LARGE"
+
+class BodyTooSlow(BerthError, code="BODY_TOO_SLOW", retryable=True, status=408):
+    """The request's body did not arrive within 10 s."""
 
 
-class ClientOrderIdReused(BerthError):
+class TooManyRequests(BerthError, code="TOO_MANY_REQUESTS", retryable=True, status=429):
+    """Too many requests came with this API key, for this user, or from this address."""
+
+    #: The RateLimit headers of the limit.
+    headers: Sequence[tuple[bytes, bytes]] = ()
+
+
+class ClientOrderIdReused(BerthError, code="CLIENT_ORDER_ID_REUSED", status=409):
     """This client order id was used before, for another order."""
 
-    code = "CLIENT_ORDER_ID_REUSED"
 
-
-class RequestIdReused(BerthError):
+class RequestIdReused(BerthError, code="REQUEST_ID_REUSED", status=409):
     """This request id was used before, for another change of the order."""
 
-    code = "REQUEST_ID_REUSED"
 
-
-class NotAtBroker(BerthError):
+class NotAtBroker(BerthError, code="NOT_AT_BROKER", retryable=True, status=409):
     """The order has not reached the broker yet; cancel it instead."""
 
-    code = "NOT_AT_BROKER"
-    retryable = True
 
-
-class OrderUnknown(BerthError):
+class OrderUnknown(BerthError, code="ORDER_UNKNOWN", status=409):
     """It is not known whether the broker has the order; wait until it is."""
 
-    code = "ORDER_UNKNOWN"
 
-
-class ReplaceInvalid(BerthError):
+class ReplaceInvalid(BerthError, code="REPLACE_INVALID", status=422):
     """The order cannot be changed like this."""
 
-    code = "REPLACE_INVALID"
 
-
-class NoAnswer(BerthError):
+class NoAnswer(BerthError, code="NO_ANSWER", retryable=True, status=504):
     """The user's worker did not answer in time."""
 
-    code = "NO_ANSWER"
-    retryable = True
 
-
-class NoPosition(BerthError):
+class NoPosition(BerthError, code="NO_POSITION", status=409):
     """There is no such position to close."""
 
-    code = "NO_POSITION"
 
-
-class PositionBusy(BerthError):
+class PositionBusy(BerthError, code="POSITION_BUSY", retryable=True, status=409):
     """Another order is working on this position, or has just changed it."""
 
-    code = "POSITION_BUSY"
-    retryable = True
 
-
-class CloseInvalid(BerthError):
+class CloseInvalid(BerthError, code="CLOSE_INVALID", status=422):
     """The position cannot be closed like this."""
 
-    code = "CLOSE_INVALID"
 
-
-class CloseNotFilled(BerthError):
+class CloseNotFilled(BerthError, code="CLOSE_NOT_FILLED", status=409):
     """The opposite position was not closed in full, so nothing was opened."""
 
-    code = "CLOSE_NOT_FILLED"
 
-
-class IntentExpired(BerthError):
+class IntentExpired(BerthError, code="INTENT_EXPIRED", status=409):
     """The opposite position was closed too long ago to open the new one; use a new id."""
 
-    code = "INTENT_EXPIRED"
 
-
-class TooManyStreams(BerthError):
+class TooManyStreams(BerthError, code="TOO_MANY_STREAMS", retryable=True, status=429):
     """There are too many open event streams already."""
 
-    code = "TOO_MANY_STREAMS"
-    retryable = True
 
-
-class ValkeyUnavailable(BerthError):
+class ValkeyUnavailable(BerthError, code="VALKEY_UNAVAILABLE", retryable=True):
     """Valkey cannot be reached."""
 
-    code = "VALKEY_UNAVAILABLE"
-    retryable = True
 
-
-class WebhookUnknown(NotFound):
+class WebhookUnknown(NotFound, code="WEBHOOK_UNKNOWN"):
     """There is no such webhook, or it was revoked."""
 
-    code = "WEBHOOK_UNKNOWN"
 
-
-class WebhookSecretWrong(Forbidden):
+class WebhookSecretWrong(Forbidden, code="WEBHOOK_SECRET_WRONG"):
     """The secret in the alert is not this webhook's."""
 
-    code = "WEBHOOK_SECRET_WRONG"
 
-
-class SourceNotAllowed(Forbidden):
+class SourceNotAllowed(Forbidden, code="SOURCE_NOT_ALLOWED"):
     """This webhook accepts no alerts from this address."""
 
-    code = "SOURCE_NOT_ALLOWED"
 
-
-class AlertOutdated(BerthError):
+class AlertOutdated(BerthError, code="ALERT_OUTDATED", status=422):
     """The time of the alert is too far from the server's time."""
 
-    code = "ALERT_OUTDATED"
 
-
-class WebhookBusy(BerthError):
+class WebhookBusy(BerthError, code="WEBHOOK_BUSY", retryable=True, status=429):
     """Too many alerts came to this webhook within a minute."""
-
-    code = "WEBHOOK_BUSY"
-    retryable = True

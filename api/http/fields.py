@@ -1,20 +1,29 @@
 """Field types that several schemas use, with their limits."""
 
-from __future__ import annotations
-
+import json
 from decimal import Decimal
+from importlib.resources import files
 from typing import Annotated, Any
 
-from fastapi import Path, Response
+from fastapi import Path, Query, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 #: What may stand in a Valkey key, a workflow id and a path: no braces, no bars, no slashes. It begins with
 #: a letter or digit, so that it is never the pool's `-1`.
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
+#: Why something is done, in any script: no control characters, line ends or marks that change the direction.
+Reason = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$")]
 UserId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["alice"])]
 AccountId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["9A95-0123456"])]
 UserIdInPath = Annotated[str, Path(pattern=ID_PATTERN, max_length=64, examples=["alice"])]
+OfUser = Annotated[str | None, Query(pattern=ID_PATTERN, max_length=64, description="Only of this user.")]
+UserPrefix = Annotated[
+    str | None,
+    Query(pattern=ID_PATTERN, max_length=64, description="Only of users whose ids begin like it."),
+]
+#: Most rows of a page.
+Rows = Annotated[int, Query(ge=1, le=1000, description="Most rows of a page.")]
 AccountIdInPath = Annotated[str, Path(pattern=ID_PATTERN, max_length=64, examples=["9A95-0123456"])]
 
 
@@ -26,16 +35,26 @@ def _plain(price: Decimal) -> str:
 Price = Annotated[Decimal, PlainSerializer(_plain, return_type=str, when_used="json")]
 
 
+#: Examples of bodies and views, by the name of the model.
+EXAMPLES: dict[str, list[dict[str, Any]]] = json.loads((files("api.http") / "examples.json").read_bytes())
+
+
+def with_examples(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Adds a model's examples to its schema in OpenAPI."""
+    if model.__name__ in EXAMPLES:
+        schema["examples"] = EXAMPLES[model.__name__]
+
+
 class Body(BaseModel):
     """A request body: unknown fields are refused, because a misspelt one would be ignored silently."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=with_examples)
 
 
 class View(BaseModel):
     """What the API returns; `model_validate` also takes a row or a dataclass with the same names."""
 
-    model_config = ConfigDict(frozen=True, from_attributes=True)
+    model_config = ConfigDict(frozen=True, from_attributes=True, json_schema_extra=with_examples)
 
 
 #: For a field of a view whose source has 0 or an empty text for what is not known.
@@ -46,8 +65,3 @@ def view_response(view: View, status: int = 200, location: str | None = None) ->
     """A view as bytes: FastAPI would validate and convert what has just been built."""
     headers = {"Location": location} if location else None
     return Response(view.model_dump_json(), status, headers, "application/json")
-
-
-def examples(*bodies: dict[str, Any]) -> ConfigDict:
-    """The configuration of a schema that shows these examples in OpenAPI; the rest is inherited."""
-    return ConfigDict(json_schema_extra={"examples": list(bodies)})

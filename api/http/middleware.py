@@ -1,33 +1,84 @@
-"""Handles what every request needs: its id, the limit of its body, an access log line, and a last resort.
+"""Handles what every request needs: its id, limits of its head and body, an access log line, a last resort.
 
 Plain ASGI, because Starlette's `BaseHTTPMiddleware` runs each request in a task and a stream of its own.
 """
 
-from __future__ import annotations
-
+import asyncio
 import re
 import time
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from api.http.errors import BodyTooLarge
+from api.http.errors import BodyTooLarge, BodyTooSlow, TooManyRequests
+from api.http.limits import RequestLimits
 from api.http.problems import redacted_path, response_of
+from infra.process_metrics import count_request
 from worker_runtime.protocol.errors import BerthError
 
 #: Bytes. An order takes 300, credentials with a certificate about 8,000.
 MAX_BODY = 64 * 1024
+#: Seconds in which a body has to arrive. No client of ours takes a second for 64 KiB.
+BODY_TIME = 10.0
+#: Bytes and seconds of a request's head: uvicorn bounds neither. A token and a long query take about 2,000.
+MAX_HEAD = 64 * 1024
+HEAD_TIME = 10.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-class RequestMiddleware:
-    """ASGI middleware: `X-Request-ID` in and out, 413, access log, 500 as a problem."""
+class HeadLimitingProtocol(HttpToolsProtocol):
+    """Closes a connection whose next head is too large, or not here in time once it has begun to come."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    head_time = HEAD_TIME
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def _await_head(self) -> None:
+        self._head_size = 0
+        self._head_due: asyncio.TimerHandle | None = self.loop.call_later(
+            self.head_time, self.transport.close
+        )
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_due is None and self.cycle.response_complete:
+            self._await_head()
+        super().data_received(data)
+        if self._head_due is not None:
+            self._head_size += len(data)
+            if self._head_size > MAX_HEAD:
+                self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        self._head_arrived()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_arrived()
+        super().connection_lost(exc)
+
+    def _head_arrived(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
+
+
+@dataclass(eq=False, repr=False)
+class RequestMiddleware:
+    """ASGI middleware: `X-Request-ID` in and out, 408, 413, 429, access log, 500 as a problem."""
+
+    app: ASGIApp
+    body_time: float = BODY_TIME
+    #: The limits of requests, once they are made.
+    limits: Callable[[], RequestLimits | None] = lambda: None
+
+    def __post_init__(self) -> None:
         self.log = structlog.get_logger()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,16 +86,18 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         began = time.perf_counter()
-        headers = dict(scope["headers"])
+        headers = dict(reversed(scope["headers"]))  # of a repeated one the first, as Starlette reads them
         request_id = _accepted_id(headers.get(b"x-request-id", b"")) or token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0
+        limited: Sequence[tuple[bytes, bytes]] = ()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                own = (b"x-request-id", request_id.encode())
+                message["headers"] = [*message.get("headers", ()), own, *limited]
             await send(message)
 
         async def fail(error: BerthError) -> None:
@@ -52,25 +105,41 @@ class RequestMiddleware:
             response = response_of(error, instance=redacted_path(scope["path"]), request_id=request_id)
             await response(scope, receive, send_with_id)
 
+        if (limits := self.limits()) is not None:
+            try:
+                limit = limits.charge_request(scope, headers)
+                limited = limits.headers_of(limit) if limit else ()
+            except TooManyRequests as error:  # no line in the log for each: it is a flood
+                limited = error.headers
+                await fail(error)
+                return
         try:
-            body = await _limited(headers, receive)
-            if body is None:
-                await fail(BodyTooLarge())
+            try:
+                async with asyncio.timeout(self.body_time):
+                    body = await _limited(headers, receive)
+            except TimeoutError:
+                await fail(BodyTooSlow())
             else:
-                await self.app(scope, body, send_with_id)
+                if body is None:
+                    await fail(BodyTooLarge())
+                else:
+                    await self.app(scope, body, send_with_id)
         except Exception:  # the boundary of a request: whatever happened, the caller gets a problem
             self.log.exception("request_failed", request_id=request_id, path=redacted_path(scope["path"]))
             if status:
                 raise  # the answer has begun: only cutting the connection tells the caller
             await fail(BerthError("an error on our side; the log has it under this request id"))
         finally:
+            seconds = time.perf_counter() - began
+            route, code = getattr(scope.get("route"), "path", ""), scope.get("berth.code")
+            count_request(scope["method"], route, status, code, seconds)
             self.log.info(
                 "request",
                 request_id=request_id,
                 method=scope["method"],
                 path=redacted_path(scope["path"]),
                 status=status,
-                ms=round((time.perf_counter() - began) * 1000, 2),
+                ms=round(seconds * 1000, 2),
                 **_caller(scope),
             )
 
@@ -91,11 +160,12 @@ def _accepted_id(given: bytes) -> str:
 
 
 async def _limited(headers: dict[bytes, bytes], receive: Receive) -> Receive | None:
-    """`receive` for a body within the limit; None for a larger one."""
+    """`receive` for a body within the limit, when all of it is here; None for a larger one."""
     length = headers.get(b"content-length")
-    if length is not None:  # the HTTP parser holds the client to it
-        return receive if length.isdigit() and int(length) <= MAX_BODY else None
-    if b"transfer-encoding" not in headers:
+    # The HTTP parser holds the client to the length it names.
+    if length is not None and not (length.isdigit() and int(length) <= MAX_BODY):
+        return None
+    if length == b"0" or (length is None and b"transfer-encoding" not in headers):
         return receive
     # Chunked: nobody said how much comes, so it is counted before anyone reads it.
     chunks: list[bytes] = []
@@ -104,7 +174,7 @@ async def _limited(headers: dict[bytes, bytes], receive: Receive) -> Receive | N
     while more:
         message = await receive()
         if message["type"] != "http.request":
-            break
+            return replay_messages([message], receive)
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
         if size > MAX_BODY:

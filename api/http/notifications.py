@@ -4,21 +4,23 @@ A notification is a hint and can be lost while the connection is down, so a wait
 time to time. Every (re)connect wakes all waiting tasks once.
 """
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import asyncpg
 import structlog
-from sqlalchemy.engine import make_url
+
+from infra.database.engine import parse_url
 
 #: Seconds to connect, or for the answer to a check.
 TIMEOUT = 3.0
 #: Seconds between two checks; a connection that died silently is noticed within this time plus `TIMEOUT`.
 CHECK_PERIOD = 10.0
+#: The key under which one waits for any notice of a channel.
+ANY = ""
 #: Seconds between two attempts to reconnect: the first, doubled each time, and the longest.
 RECONNECT, RECONNECT_MOST = 0.1, 5.0
 
@@ -35,18 +37,26 @@ class NotificationListener:
     """Listens on `channels`; `expect` gives an event that is set whenever a notice has the key as payload."""
 
     def __init__(self, database_url: str, channels: Sequence[str]) -> None:
-        url = make_url(database_url)
-        #: As SQLAlchemy would connect: host, password, `ssl` and so on, from one URL.
-        self._arguments: Mapping[str, Any] = url.get_dialect()().create_connect_args(url)[1]
+        url, tls = parse_url(database_url)
+        #: As SQLAlchemy would connect: host, password and so on, from one URL.
+        self._arguments: Mapping[str, Any] = {**url.get_dialect()().create_connect_args(url)[1], **tls}
         self._channels = tuple(channels)
         self._waiting: dict[tuple[str, str], set[asyncio.Event]] = {}
+        self._handlers: dict[str, tuple[Callable[[str], None], Callable[[], None]]] = {}
+        #: Notices so far by channel; a (re)connect counts as one, because some may have been lost.
+        self.heard = Counter[str]()
         #: Set while the connection listens.
         self.listening = asyncio.Event()
         self._log = structlog.get_logger()
 
+    def handle(self, channel: str, notice: Callable[[str], None], missed: Callable[[], None]) -> None:
+        """Calls `notice` with the payload of each notice, and `missed` at each (re)connect. Before `run`."""
+        self._handlers[channel] = (notice, missed)
+
     @contextmanager
     def expect(self, channel: str, key: str) -> Iterator[asyncio.Event]:
-        """Yields an event that a notice sets. Clear it before reading, so that no notice falls in between."""
+        """Yields an event that a notice sets; the key may be `ANY`. Clear it before reading: then no notice
+        falls in between."""
         event = asyncio.Event()
         waiting = self._waiting.setdefault((channel, key), set())
         waiting.add(event)
@@ -63,8 +73,12 @@ class NotificationListener:
                 event.set()
 
     def _notify(self, connection: Any, pid: int, channel: str, payload: object) -> None:
-        for event in self._waiting.get((channel, str(payload)), ()):
-            event.set()
+        if channel in self._handlers:
+            self._handlers[channel][0](str(payload))
+        self.heard[channel] += 1
+        for key in (str(payload), ANY):
+            for event in self._waiting.get((channel, key), ()):
+                event.set()
 
     async def run(self) -> None:
         """Connects, and goes on trying for ever."""
@@ -92,11 +106,14 @@ class NotificationListener:
         ended = asyncio.Event()
         connection.add_termination_listener(lambda _: ended.set())
         try:
-            for channel in self._channels:
+            for channel in (*self._channels, *self._handlers):
                 await connection.add_listener(channel, self._notify)
             self.listening.set()
             self._log.info("notifications_connected", channels=self._channels)
+            self.heard.update(self._channels)
             self.wake_all()
+            for _, missed in self._handlers.values():
+                missed()
             while not await heard_within(ended, CHECK_PERIOD):
                 await connection.execute("select 1")
             raise ConnectionResetError("PostgreSQL closed the connection")

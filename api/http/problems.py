@@ -1,10 +1,9 @@
 """Errors as RFC 9457 problem details (`application/problem+json`), in answers and in OpenAPI."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,76 +15,21 @@ from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
 from api.http import errors
+from api.http.rights import ALL, RIGHTS, Role
 from infra.database.engine import DatabaseUnavailable
-from infra.database.orders.attention import OrderSettled, ResolutionInvalid
-from infra.database.orders.states import OrderNotFound
-from infra.database.trading.reconciliations import ReconciliationNotFound
-from infra.database.users import UserExists, UserNotFound
-from infra.jobs.client import JobIdReused
-from infra.market.windows import ZoneUnknown
-from worker_runtime.jobs.protocol.catalog import TooManyOrders
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.errors import BerthError
-from workflows.worker_pool.policy import PoolPolicyInvalid
 
 MEDIA_TYPE = "application/problem+json"
 #: Seconds, sent as `Retry-After` with every problem that may pass by itself, unless it is known when.
 RETRY_AFTER = 1
 
-#: HTTP status by error class; a subclass has its parent's unless it stands here itself.
-_STATUS: dict[type[BerthError], int] = {
-    BerthError: 500,
-    errors.Unauthenticated: 401,
-    errors.Forbidden: 403,
-    errors.NotFound: 404,
-    errors.MethodNotAllowed: 405,
-    errors.BodyTooLarge: 413,
-    UserExists: 409,
-    UserNotFound: 404,
-    OrderNotFound: 404,
-    ReconciliationNotFound: 404,
-    OrderSettled: 409,
-    ResolutionInvalid: 422,
-    protocol.Parked: 409,
-    errors.PoolChanged: 409,
-    errors.RolloutUnderWay: 409,
-    errors.RolloutInvalid: 422,
-    PoolPolicyInvalid: 422,
-    ZoneUnknown: 422,
-    errors.ClientOrderIdReused: 409,
-    errors.RequestIdReused: 409,
-    errors.NotAtBroker: 409,
-    errors.NoPosition: 409,
-    errors.PositionBusy: 409,
-    errors.CloseNotFilled: 409,
-    errors.IntentExpired: 409,
-    errors.OrderUnknown: 409,
-    protocol.SymbolBlocked: 409,
-    protocol.AccountBlocked: 409,
-    errors.InvalidRequest: 422,
-    errors.ReplaceInvalid: 422,
-    errors.CloseInvalid: 422,
-    protocol.UnknownAccount: 422,
-    protocol.LoginRejected: 422,
-    protocol.OrderRejected: 422,
-    protocol.DeadlineExceeded: 422,
-    protocol.CheckFailed: 422,
-    protocol.DuplicateOrder: 409,
-    protocol.DailyOrderLimit: 429,
-    protocol.TradingHalted: 423,
-    protocol.ReducingOnly: 423,
-    protocol.LoginLimited: 429,
-    protocol.RateLimited: 429,
-    errors.TooManyStreams: 429,
-    errors.TooManyJobs: 429,
-    JobIdReused: 409,
-    TooManyOrders: 422,
-    errors.AlertOutdated: 422,
-    errors.WebhookBusy: 429,
-    errors.NoAnswer: 504,
-}
-
-
+#: Why a request may find no worker of its user that could serve it.
+WITHOUT_WORKER = (
+    *(protocol.Parked, protocol.LoginRejected, protocol.LoginLimited, protocol.BrokerUnreachable),
+    *(protocol.WorkerUnavailable, errors.ValkeyUnavailable),
+    *(errors.TemporalUnavailable, errors.OrchestratorUnavailable),
+)
 #: Which server an error speaks of, as `/v1/readyz` names it.
 _DEPENDENCIES: dict[type[BerthError], str] = {
     DatabaseUnavailable: "postgresql",
@@ -106,12 +50,7 @@ class ProblemError(Exception):
 def status_of(error: type[BerthError] | BerthError) -> int:
     """The HTTP status of an error; 503 for anything retryable that has none of its own, else 500."""
     kind = error if isinstance(error, type) else type(error)
-    for cls in kind.__mro__:
-        if cls is BerthError:
-            break
-        if cls in _STATUS:
-            return _STATUS[cls]
-    return 503 if kind.retryable or issubclass(kind, protocol.BrokerError) else 500
+    return kind.status or (503 if kind.retryable else 500)
 
 
 def body_of(error: BerthError, *, instance: str = "", request_id: str = "", **members: Any) -> dict[str, Any]:
@@ -215,24 +154,44 @@ def install(app: FastAPI) -> None:
         app.add_exception_handler(kind, on_error)
 
 
-#: What every operation behind an API key may answer.
-_ALWAYS = (errors.Unauthenticated, errors.InvalidRequest, DatabaseUnavailable, BerthError)
-
-
-def responses(*kinds: type[BerthError], public: bool = False) -> dict[int | str, dict[str, Any]]:
+def responses(*kinds: type[BerthError]) -> dict[int | str, dict[str, Any]]:
     """The OpenAPI `responses` of an operation that may fail with these errors, with an example of each.
 
-    `public`: the operation needs no API key, so that what comes with a key is left out.
+    Besides those, what many operations share is added to the document (`add_common`).
     """
     found: dict[int | str, dict[str, Any]] = {}
-    for kind in (*kinds, *(() if public else _ALWAYS)):
-        empty = {"schema": {"$ref": "#/components/schemas/Problem"}, "examples": {}}
-        entry = found.setdefault(status_of(kind), {"description": "", "content": {MEDIA_TYPE: empty}})
-        examples = entry["content"][MEDIA_TYPE]["examples"]
-        if kind.code not in examples:
-            examples[kind.code] = {"summary": kind.title(), "value": body_of(kind(), instance="/v1/…")}
-            entry["description"] = f"{entry['description']} {kind.title()}".strip()
+    for kind in kinds:
+        _add(found, status_of(kind), kind)
     return dict(sorted(found.items(), key=lambda item: int(item[0])))
+
+
+def _add(found: dict[Any, dict[str, Any]], status: int | str, kind: type[BerthError]) -> None:
+    entry = found.get(status, {})
+    if MEDIA_TYPE not in entry.get("content", ()):  # there is none, or FastAPI's own 422
+        empty = {"schema": {"$ref": "#/components/schemas/Problem"}, "examples": {}}
+        entry = found[status] = {"description": "", "content": {MEDIA_TYPE: empty}}
+    examples = entry["content"][MEDIA_TYPE]["examples"]
+    if kind.code not in examples:
+        examples[kind.code] = {"summary": kind.title(), "value": body_of(kind(), instance="/v1/…")}
+        entry["description"] = f"{entry['description']} {kind.title()}".strip()
+
+
+def add_common(operation: dict[str, Any], method: str, path: str) -> None:
+    """Adds to an operation of the OpenAPI document what it may answer because of its path, key and body."""
+    kinds: list[type[BerthError]] = [errors.TooManyRequests]
+    if "requestBody" in operation:
+        kinds += [errors.BodyTooLarge, errors.BodyTooSlow]
+    if roles := RIGHTS.get(f"{method.upper()} {path}"):
+        kinds += [errors.Unauthenticated, errors.InvalidRequest, DatabaseUnavailable, BerthError]
+        kinds += [errors.Forbidden] * (roles != ALL)
+        kinds += [errors.NotFound] * ("{user_id}" in path and Role.USER in roles)
+    for kind in kinds:
+        _add(operation["responses"], str(status_of(kind)), kind)
+
+
+def answer(model: Any, description: str, headers: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One of the OpenAPI `responses` that is no problem: a body of this type."""
+    return {"model": model, "description": description} | ({"headers": headers} if headers else {})
 
 
 def content(description: str, media_type: str, example: str | None = None) -> dict[int | str, dict[str, Any]]:
@@ -244,34 +203,4 @@ def content(description: str, media_type: str, example: str | None = None) -> di
 
 
 #: Schema of a problem in OpenAPI. Written out: no route returns it as its model.
-SCHEMA: dict[str, Any] = {
-    "title": "Problem",
-    "description": "RFC 9457 problem details. `code` is stable; `detail` is for people.",
-    "type": "object",
-    "required": ["type", "title", "status", "detail", "code", "retryable"],
-    "properties": {
-        "type": {"type": "string", "format": "uri"},
-        "title": {"type": "string"},
-        "status": {"type": "integer"},
-        "detail": {"type": "string"},
-        "code": {"type": "string"},
-        "retryable": {
-            "type": "boolean",
-            "description": "The same call may succeed later without anyone changing anything.",
-        },
-        "instance": {"type": "string"},
-        "request_id": {"type": "string"},
-        "dependency": {"type": "string", "enum": ["postgresql", "valkey", "temporal"]},
-        "errors": {"type": "array", "items": {"type": "object"}},
-        "order": {
-            "$ref": "#/components/schemas/OrderView",
-            "description": "The order that exists nevertheless. Repeat with the same client order id to learn"
-            " its outcome; take a new one to try again.",
-        },
-        "legs": {
-            "type": "array",
-            "items": {"$ref": "#/components/schemas/OrderView"},
-            "description": "The orders of an intent that exist nevertheless.",
-        },
-    },
-}
+SCHEMA: dict[str, Any] = json.loads((files("api.http") / "problem.json").read_bytes())

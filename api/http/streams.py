@@ -1,23 +1,21 @@
 """Server-sent events: sends the rows of an `EventFeed` as they are written.
 
 A stream reads its feed at each notification, and every `heartbeat` seconds in case one was lost. It ends
-with its client, with the server, and after `life` seconds. The client then comes back with `Last-Event-ID`,
-and its key is checked again.
+with its client, with the server, when its API key is revoked, and after `life` seconds. The client then comes
+back with `Last-Event-ID`, and its key is checked again.
 
 uvicorn waits for open responses before it tells the application to stop, so an open stream would hold it up.
 `on_stop` therefore listens for the signal itself.
 """
-
-from __future__ import annotations
 
 import asyncio
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from types import FrameType
 from typing import Protocol
 
@@ -25,11 +23,13 @@ import structlog
 import uvicorn
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
-from api.http.errors import TooManyStreams
+from api.http.auth import Authenticator
+from api.http.errors import TooManyStreams, Unauthenticated
 from api.http.notifications import NotificationListener, heard_within
-from infra.database.engine import DatabaseUnavailable
+from infra.database import api_keys
+from infra.database.engine import Database, DatabaseUnavailable
 
 
 @contextmanager
@@ -65,6 +65,11 @@ HEARTBEAT = 15.0
 LIFE = 3600.0
 #: Streams of one API key on one subject, and of all together, in one process.
 MOST_OF_ONE, MOST = 8, 1000
+#: Streams of one API key in one process: no key takes all places.
+MOST_OF_KEY = 64
+#: Seconds in which a client has to take what was sent. One that reads nothing fills its socket's buffers, and
+#: would hold its place for a `LIFE`.
+SLOWEST = 30.0
 #: Milliseconds that a client waits before it comes back.
 RETRY_MS = 1000
 
@@ -97,16 +102,22 @@ class EventFeed(Protocol):
         ...
 
 
+@dataclass(eq=False, repr=False)
 class EventStreams:
     """All streams of this process."""
 
-    def __init__(
-        self, notifications: NotificationListener, *, heartbeat: float = HEARTBEAT, life: float = LIFE
-    ) -> None:
-        self._notifications = notifications
-        self._heartbeat = heartbeat
-        self._life = life
+    notifications: NotificationListener
+    is_revoked: Callable[[str], Awaitable[bool]]
+    _: KW_ONLY
+    heartbeat: float = HEARTBEAT
+    life: float = LIFE
+    slowest: float = SLOWEST
+
+    def __post_init__(self) -> None:
         self._open: Counter[tuple[str, str]] = Counter()
+        #: The streams of each API key that wait for news, and the keys whose streams are to end.
+        self._waiting: dict[str, set[asyncio.Event]] = {}
+        self._revoked: set[str] = set()
         self._ending = False
         self._log = structlog.get_logger()
 
@@ -118,35 +129,77 @@ class EventStreams:
     def end(self) -> None:
         """Ends all streams, and those still to come: the server stops."""
         self._ending = True
-        self._notifications.wake_all()
+        self.notifications.wake_all()
 
-    async def open_stream(self, feed: EventFeed, holder: str, after: int | None) -> StreamingResponse:
+    def holders(self) -> set[str]:
+        """The ids of the API keys that have streams."""
+        return {holder for holder, _ in self._open}
+
+    def end_of(self, holder: str) -> int:
+        """Ends the streams of an API key that was revoked; returns how many there were."""
+        ended = sum(count for (one, _), count in self._open.items() if one == holder)
+        if ended:
+            self._revoked.add(holder)
+        for news in self._waiting.get(holder, ()):
+            news.set()
+        return ended
+
+    async def open_stream(
+        self, feed: EventFeed, holder: str, after: int | None, life: float = LIFE
+    ) -> StreamingResponse:
         """The answer that streams `feed` behind the id `after`; None: from now on, the present first.
 
-        `holder` is the caller's API key id. Raises `TooManyStreams`, and what the first read raises, so
-        that a database that is down is a problem and not a broken stream.
+        `holder` is the caller's API key id, which ends in `life` seconds. Raises `TooManyStreams`,
+        `Unauthenticated`, and what the first read raises, so that a database that is down is a problem and
+        not a broken stream.
         """
         subject = (holder, f"{feed.channel} {feed.key}")
-        if self._open[subject] >= MOST_OF_ONE or self.open >= MOST:
-            raise TooManyStreams
+        of_key = sum(count for (key, _), count in self._open.items() if key == holder)
+        for count, most, of in (
+            (self._open[subject], MOST_OF_ONE, "of this key on this subject"),
+            (of_key, MOST_OF_KEY, "of this key"),
+            (self.open, MOST, "of this process"),
+        ):
+            if count >= most:
+                raise TooManyStreams(f"{most} event streams {of} are open, which is the most")
         self._open[subject] += 1
         try:
+            if await self.is_revoked(holder):  # a notice before the stream was counted ended nothing
+                raise Unauthenticated
             first = [await feed.current_event()] if after is None else await feed.events_after(after)
         except BaseException:
             self._release_place(subject)
             raise
-        return _EventStreamResponse(self, subject, self._events(feed, first, after or 0))
+        return _EventStreamResponse(self, subject, self._events(feed, holder, first, after or 0, life))
 
     def _release_place(self, subject: tuple[str, str]) -> None:
         self._open[subject] -= 1
         if not self._open[subject]:
             del self._open[subject]
+        if subject[0] not in self.holders():
+            self._revoked.discard(subject[0])
+
+    @contextmanager
+    def _news(self, feed: EventFeed, holder: str) -> Iterator[asyncio.Event]:
+        """An event that a notice sets, and the end of the key's streams."""
+        with self.notifications.expect(feed.channel, feed.key) as news:
+            waiting = self._waiting.setdefault(holder, set())
+            waiting.add(news)
+            try:
+                yield news
+            finally:
+                waiting.discard(news)
+                if not waiting:
+                    self._waiting.pop(holder, None)
+
+    def _ends(self, holder: str) -> bool:
+        return self._ending or holder in self._revoked
 
     async def _events(
-        self, feed: EventFeed, first: Sequence[ServerEvent], last: int
+        self, feed: EventFeed, holder: str, first: Sequence[ServerEvent], last: int, life: float
     ) -> AsyncGenerator[bytes, None]:
-        until = time.monotonic() + self._life
-        with self._notifications.expect(feed.channel, feed.key) as news:
+        until = time.monotonic() + min(life, self.life)
+        with self._news(feed, holder) as news:
             news.set()  # whatever came between the first read and this line
             yield format_sse_event(retry=RETRY_MS)
             found = first
@@ -154,11 +207,11 @@ class EventStreams:
                 for event in found:
                     yield event.encoded()
                     last = event.id
-                if self._ending or time.monotonic() >= until:
+                if self._ends(holder) or time.monotonic() >= until:
                     return
-                if not found and not await heard_within(news, self._heartbeat):
+                if not found and not await heard_within(news, min(self.heartbeat, until - time.monotonic())):
                     yield format_sse_event(comment="alive")
-                if self._ending:
+                if self._ends(holder):
                     return
                 news.clear()
                 found = await self._read_events(feed, last)
@@ -169,6 +222,10 @@ class EventStreams:
         except DatabaseUnavailable as error:
             self._log.warning("stream_waits", channel=feed.channel, reason=error.detail)
             return []
+
+
+class _SlowReader(Exception):
+    """The client does not take what was sent."""
 
 
 class _EventStreamResponse(StreamingResponse):
@@ -188,8 +245,71 @@ class _EventStreamResponse(StreamingResponse):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self._streams.slowest):
+                    await send(message)
+            except TimeoutError:  # an OSError, which Starlette takes for a client that is gone
+                raise _SlowReader from None
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
+        except _SlowReader:  # uvicorn closes the connection of an answer that has no end
+            self._streams._log.warning("stream_of_a_slow_reader_ended", subject=self._subject[1])
         finally:
             self._streams._release_place(self._subject)
             await self._events.aclose()
+
+
+#: Seconds between two attempts to ask PostgreSQL.
+AGAIN = 1.0
+
+
+@dataclass(eq=False, repr=False)
+class KeyRevocations:
+    """Ends a revoked key in this process: what is remembered of it, and its open event streams.
+
+    PostgreSQL's notification says which key. One that was lost with the listening connection is made up for
+    when that is back: then everything remembered is looked up again, and the keys of all open streams. In
+    between, a key counts for `api_key_cache` seconds at most.
+    """
+
+    database: Database
+    notifications: NotificationListener
+    authenticator: Authenticator
+    streams: EventStreams
+
+    def __post_init__(self) -> None:
+        self._missed = asyncio.Event()
+        self._log = structlog.get_logger()
+        self.notifications.handle(api_keys.REVOKED_CHANNEL, self._revoked, self._may_have_missed)
+
+    def _revoked(self, key_id: str) -> None:
+        self.authenticator.forget(key_id)
+        ended = self.streams.end_of(key_id)
+        self._log.info("api_key_revoked", key_id=key_id, streams=ended)
+
+    def _may_have_missed(self) -> None:
+        self.authenticator.forget_all()
+        self._missed.set()
+
+    async def run(self) -> None:
+        """Checks the keys of open streams after each time that notices may have been lost."""
+        while True:
+            await self._missed.wait()
+            self._missed.clear()
+            try:
+                await self._check_streams()
+            except DatabaseUnavailable as error:
+                self._log.warning("stream_keys_not_checked", reason=error.detail)
+                self._missed.set()
+                await asyncio.sleep(AGAIN)
+
+    async def _check_streams(self) -> None:
+        holders = self.streams.holders()
+        if not holders:
+            return
+        async with self.database.session(autocommit=True) as session:
+            revoked = await api_keys.revoked_among(session, holders)
+        for key_id in revoked:
+            self._revoked(key_id)

@@ -1,14 +1,12 @@
 """Bodies and views of jobs, and of the limits of job types."""
 
-from __future__ import annotations
-
 import math
 from datetime import UTC, date, datetime
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from api.http.fields import ID_PATTERN, AccountId, Body, View, examples
+from api.http.fields import ID_PATTERN, AccountId, Body, View
 from api.orders.schemas import OrderFilter
 from api.workers.schemas import ReasonBody
 
@@ -66,12 +64,6 @@ UserJob = StatementJobRequest | ExportJobRequest | SnapshotJobRequest
 class UserJobRequest(Body):
     """A job of one user."""
 
-    model_config = examples(
-        {"job": {"type": "statement", "day": "2026-11-20", "job_id": "statement-2026-11-20"}},
-        {"job": {"type": "order_export", "orders": {"state": ["filled"]}}},
-        {"job": {"type": "position_snapshot", "account_id": "9A95-0123456"}},
-    )
-
     job: Annotated[UserJob, Field(discriminator="type")]
 
 
@@ -104,24 +96,54 @@ class MailJobRequest(_JobRequest):
     text: Annotated[str, Field(max_length=16_000)]
 
 
+_Number = Annotated[
+    str, Field(pattern=r"^\+[1-9]\d{6,14}$", examples=["+886912345678"], description="E.164.")
+]
+_Message = Annotated[str, Field(min_length=1, max_length=1600)]
+_Word = Annotated[str, Field(min_length=1, max_length=64)]
+_Values = Annotated[dict[_Word, Annotated[str, Field(max_length=512)]], Field(max_length=20)]
+
+
+class SmsJobRequest(_JobRequest):
+    """An SMS."""
+
+    type: Literal["sms"]
+    to: _Number
+    text: _Message
+
+
+class WhatsappJobRequest(_JobRequest):
+    """A WhatsApp message: `text` within 24 h of the recipient's last one, else a `template`."""
+
+    type: Literal["whatsapp"]
+    to: _Number
+    text: _Message | None = None
+    template: Annotated[
+        str | None, Field(pattern=r"^HX[0-9a-fA-F]{32}$", description="Id of an approved template.")
+    ] = None
+    variables: _Values = Field(default_factory=dict)
+
+
+class PushJobRequest(_JobRequest):
+    """A notification to one installed app."""
+
+    type: Literal["push"]
+    token: Annotated[str, Field(pattern=r"^[!-~]{1,4096}$", description="Its registration token.")]
+    title: Annotated[str, Field(max_length=200)]
+    text: Annotated[str, Field(max_length=2000)]
+    data: _Values = Field(default_factory=dict, description="For the app; nobody sees it.")
+
+
+MESSAGES = (SmsJobRequest, WhatsappJobRequest, PushJobRequest)
+FleetJob = (
+    PingJobRequest | WebhookJobRequest | MailJobRequest | SmsJobRequest | WhatsappJobRequest | PushJobRequest
+)
+
+
 class FleetJobRequest(Body):
-    """A job of the fleet, for operators."""
+    """A job of the fleet: a ping for operators, all of them for administrators."""
 
-    model_config = examples(
-        {
-            "job": {
-                "type": "webhook",
-                "url": "https://example.com/hook",
-                "recipient": "alice",
-                "event": "order.filled",
-                "body": {"order": "0199"},
-            }
-        },
-        {"job": {"type": "email", "to": "alice@example.com", "subject": "Hello", "text": "Hello"}},
-        {"job": {"type": "ping"}, "priority": 9},
-    )
-
-    job: Annotated[PingJobRequest | WebhookJobRequest | MailJobRequest, Field(discriminator="type")]
+    job: Annotated[FleetJob, Field(discriminator="type")]
     priority: Annotated[int, Field(ge=0, le=9, description="A higher one comes earlier.")] = 5
     delay: Annotated[
         float, Field(ge=0, le=86_400, allow_inf_nan=False, description="Seconds until it may run.")
@@ -154,24 +176,6 @@ class JobFailureView(View):
 class JobStateView(View):
     """A job as it stands."""
 
-    model_config = examples(
-        {
-            "id": "statement-2026-11-20",
-            "type": "statement",
-            "state": "done",
-            "ended": True,
-            "cancelling": False,
-            "attempt": 1,
-            "queued_at": None,
-            "due_at": None,
-            "started_at": "2026-11-21T01:00:00.000000Z",
-            "finished_at": "2026-11-21T01:00:00.020000Z",
-            "progress": None,
-            "value": {"user_id": "alice", "day": "2026-11-20", "orders": 0, "lines": []},
-            "failure": None,
-        }
-    )
-
     id: str
     type: Annotated[str | None, Field(description="Not told any more once it has ended well.")]
     state: Annotated[
@@ -194,15 +198,11 @@ def time_of_ms(milliseconds: int | None) -> datetime | None:
     return datetime.fromtimestamp(milliseconds / 1000, UTC) if milliseconds else None
 
 
-_LIMITS_EXAMPLE: dict[str, Any] = {"running": 8, "per_node": 4, "per_second": 5.0, "burst": 10}
-_LIMITS_VIEW_EXAMPLE: dict[str, Any] = {"type": "webhook", "running_now": 3, **_LIMITS_EXAMPLE}
 _Count = Annotated[int, Field(strict=True, ge=0, le=100_000)]
 
 
 class JobLimitsRequest(ReasonBody):
     """All limits of one type of job; what is null or left out has none."""
-
-    model_config = examples(_LIMITS_EXAMPLE | {"reason": "the mail server asked for it"})
 
     running: Annotated[
         _Count | None, Field(description="Jobs that run at once, everywhere; 0: none is begun.")
@@ -231,8 +231,6 @@ class JobLimitsRequest(ReasonBody):
 
 class JobLimitsView(View):
     """Limits of one type of job; null: without."""
-
-    model_config = examples(_LIMITS_VIEW_EXAMPLE)
 
     type: str
     running_now: Annotated[int, Field(description="Jobs of this type that run now, by the queue's count.")]

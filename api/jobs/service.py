@@ -1,11 +1,10 @@
 """Enqueues, shows and cancels jobs; reads the orders that a job needs from the database."""
 
-from __future__ import annotations
-
 import asyncio
 import json
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import date, datetime, time, timedelta
+from datetime import datetime, time, timedelta
 from hashlib import sha256
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +12,7 @@ from uuid import uuid4
 
 import msgspec
 import structlog
+from redis.exceptions import RedisError
 
 from api.http.errors import InvalidRequest, NotFound, TooManyJobs
 from api.jobs import schemas
@@ -21,7 +21,8 @@ from api.orders.outcomes import view_of
 from infra.database import accounts
 from infra.database.engine import Database
 from infra.database.orders import listing as order_list
-from infra.jobs.client import JobClient, JobState
+from infra.jobs.client import JobState
+from infra.jobs.kept import KeptJobs
 from infra.market.calendar import TAIPEI
 from infra.temporal.starter import WorkerStarter
 from infra.valkey.request_queue import RequestQueue
@@ -37,12 +38,11 @@ _MOST_ORDERS = 2000
 #: Jobs that a user may ask for while a result is kept (500 s). A result has up to 64 KiB and stands in the
 #: Valkey that holds the leases: so this is what one key can put there, however quick its jobs are.
 _MOST_LATELY = 50
-_USERS = (catalog.STATEMENT, catalog.EXPORT, catalog.SNAPSHOT)
-_FLEET_WORK: dict[str, type[msgspec.Struct]] = {
-    "ping": catalog.PingRunner,
-    "email": catalog.SendEmail,
-    "webhook": catalog.DeliverWebhook,
-}
+_USERS = [
+    catalog.JOB_KINDS[work]
+    for work in (catalog.MakeStatement, catalog.ExportOrders, catalog.SnapshotPositions)
+]
+_FLEET_WORK = {kind.name: work for work, kind in catalog.JOB_KINDS.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class JobService:
 
     database: Database
     queue: RequestQueue
-    jobs: JobClient
+    kept: KeptJobs
     starter: WorkerStarter
     #: Jobs of one user that may wait at a time.
     limit: int
@@ -59,14 +59,14 @@ class JobService:
     async def enqueue_user_job(self, user_id: str, wanted: schemas.UserJob) -> schemas.JobStateView:
         """Enqueues a job on the user's own queue, and starts the worker that runs it if there is none.
 
-        Raises `TooManyJobs`, `TooManyOrders`, `UnknownAccount`, `JobIdReused`, `DatabaseUnavailable`.
+        Raises `TooManyJobs`, `TooManyOrders`, `AccountNotFound`, `JobIdReused`, `DatabaseUnavailable`.
         """
         tag = job_keys.user_tag(user_id)
-        known = wanted.job_id is not None and await self.jobs.get(wanted.job_id, tag=tag) is not None
+        known = wanted.job_id is not None and await self._find(wanted.job_id, user_id) is not None
         if not known:
             await self._check_room(tag)
         work = await self._work(user_id, wanted)
-        state = await self._put(wanted, work, tag, wanted.job_id or str(uuid4()))
+        state = await self._put(wanted, work, user_id, wanted.job_id or str(uuid4()))
         if not state.ended and not await self.queue.marked(user_id):
             self.starter.ensure(user_id, mark_missing=True).add_done_callback(self._started)
         return view(state)
@@ -81,21 +81,34 @@ class JobService:
             body = json.dumps(job.body, separators=(",", ":"), allow_nan=False)
             fields["body"] = msgspec.Raw(body.encode())
             options["rate_key"] = _host(job.url)
-        work = _FLEET_WORK[job.type](**fields)
-        return view(await self._put(job, work, job_keys.FLEET_TAG, job_id, **options))
+        elif isinstance(job, schemas.MESSAGES):
+            options["rate_key"] = job.type  # one sender has one rate
+        try:
+            work = _FLEET_WORK[job.type](**fields)
+        except ValueError as error:
+            raise InvalidRequest(f"{job.type}: {error}") from None
+        return view(await self._put(job, work, "", job_id, **options))
 
-    async def get_job(self, job_id: str, tag: str, seconds: float = 0.0) -> schemas.JobStateView:
+    async def get_job(self, job_id: str, user_id: str = "", seconds: float = 0.0) -> schemas.JobStateView:
         """The job, once it has ended or `seconds` have passed. Raises `NotFound`."""
-        return view(_found_or_404(await self.jobs.wait(job_id, seconds, tag=tag)))
+        return view(_found_or_404(await self._find(job_id, user_id, seconds)))
 
-    async def cancel(self, job_id: str, tag: str) -> schemas.JobStateView:
+    async def cancel(self, job_id: str, user_id: str = "") -> schemas.JobStateView:
         """The job as it stands after the cancel; one that has ended stays as it is. Raises `NotFound`."""
-        await self.jobs.cancel(job_id, tag=tag)
-        return await self.get_job(job_id, tag)
+        tag = job_keys.tag_of(user_id)
+        lost = await self.kept.queue.get(job_id, tag=tag) is None
+        if lost and await self.kept.end(job_id, user_id, "cancelled"):
+            return view(JobState(job_id, "cancelled"))
+        await self.kept.queue.cancel(job_id, tag=tag)
+        return await self.get_job(job_id, user_id)
 
-    async def file(self, job_id: str, tag: str) -> bytes:
+    async def _find(self, job_id: str, user_id: str, seconds: float = 0.0) -> JobState | None:
+        queued = await self.kept.queue.wait(job_id, seconds, tag=job_keys.tag_of(user_id))
+        return queued or await self.kept.get(job_id, user_id)
+
+    async def file(self, job_id: str, user_id: str) -> bytes:
         """The CSV of an export that is done. Raises `NotFound` if there is none (any more)."""
-        state = _found_or_404(await self.jobs.get(job_id, tag=tag))
+        state = _found_or_404(await self._find(job_id, user_id))
         if state.result is None or state.result.status is not JobStatus.DONE:
             raise NotFound
         try:
@@ -105,25 +118,28 @@ class JobService:
         return catalog.unpack_csv(export)
 
     async def _put(
-        self, wanted: Any, work: msgspec.Struct, tag: str, job_id: str, **options: Any
+        self, wanted: Any, work: msgspec.Struct, user_id: str, job_id: str, **options: Any
     ) -> JobState:
         digest = ""
         if wanted.job_id is not None:
             text = json.dumps([wanted.asked(), options], sort_keys=True)
             digest = sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         try:
-            await self.jobs.enqueue(catalog.make_job(job_id, work, **options), tag=tag, digest=digest)
+            job = catalog.make_job(job_id, work, **options)
+            await self.kept.enqueue(job, user_id=user_id, digest=digest)
         except MalformedMessage as error:
             raise InvalidRequest(error.detail) from None
-        found = await self.jobs.get(job_id, tag=tag)
-        return found or JobState(job_id, "waiting", catalog.JOB_KINDS[type(work)].name)
+        found = None
+        with suppress(RedisError):  # the job is kept
+            found = await self._find(job_id, user_id)
+        return found or JobState(job_id, "waiting", job.name)
 
     async def _check_room(self, tag: str) -> None:
         # The count first: calls that come at once see each other in it, though not among the waiting jobs.
-        if await self.jobs.count_request(tag=tag) > _MOST_LATELY:
+        if await self.kept.queue.count_request(tag=tag) > _MOST_LATELY:
             raise TooManyJobs
         subqueues = [(kind.queue, kind.name) for kind in _USERS]
-        if await self.jobs.count_waiting(subqueues, tag=tag) >= self.limit:
+        if await self.kept.queue.count_waiting(subqueues, tag=tag) >= self.limit:
             raise TooManyJobs
 
     async def _work(self, user_id: str, wanted: schemas.UserJob) -> msgspec.Struct:
@@ -134,7 +150,9 @@ class JobService:
         if isinstance(wanted, schemas.ExportJobRequest):
             packed = await self._packed(wanted.orders.of(user_id))
             return catalog.ExportOrders(user_id=user_id, orders=packed)
-        packed = await self._packed(_of_day(user_id, wanted.day))
+        begin = datetime.combine(wanted.day, time(), TAIPEI)
+        of_day = order_list.OrderSelection(user_id=user_id, since=begin, until=begin + timedelta(days=1))
+        packed = await self._packed(of_day)
         return catalog.MakeStatement(user_id=user_id, day=wanted.day.isoformat(), orders=packed)
 
     async def _packed(self, wanted: order_list.OrderSelection) -> bytes:
@@ -184,8 +202,3 @@ def _found_or_404(state: JobState | None) -> JobState:
     if state is None:
         raise NotFound
     return state
-
-
-def _of_day(user_id: str, day: date) -> order_list.OrderSelection:
-    begin = datetime.combine(day, time(), TAIPEI)
-    return order_list.OrderSelection(user_id=user_id, since=begin, until=begin + timedelta(days=1))

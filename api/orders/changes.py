@@ -1,11 +1,10 @@
 """Cancels and replaces orders. The request goes through the user's queue, behind the order itself."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
@@ -14,6 +13,7 @@ from redis.exceptions import RedisError
 from api.http import errors
 from api.http.problems import ProblemError
 from api.orders import schemas
+from api.orders.checks import PreTradeChecks
 from api.orders.outcomes import NotedOutcome, OrderReader, OutcomeWriter, apply_answer, view_of
 from api.orders.schemas import OrderView
 from api.workers.answers import AnswerListener
@@ -22,12 +22,14 @@ from infra.database import audit
 from infra.database.engine import Database
 from infra.database.models import Order as Row
 from infra.database.orders import changes as order_requests
+from infra.database.orders import checks as order_checks
 from infra.database.orders.attention import OrderSettled
-from infra.database.orders.changes import OrderChange
 from infra.database.orders.states import IN_QUEUE
+from infra.database.workers import sessions as worker_sessions
 from infra.valkey.request_queue import RequestFate, RequestQueue
-from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.errors import BerthError, CheckFailed
 from worker_runtime.protocol.messages import CANCELLED_IN_QUEUE, Answer, OrderEvent, OrderOutcome, OrderState
+from worker_runtime.protocol.order_terms import OrderLot
 from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
 
 #: States in which the broker has the order.
@@ -49,7 +51,9 @@ class OrderChangeService:
     worker_requests: WorkerRequests
     reader: OrderReader
     outcome_writer: OutcomeWriter
+    checks: PreTradeChecks
     deadline: float
+    unknown_blocks: str = "symbol"
 
     async def cancel(self, row: Row, body: schemas.CancelRequest, wait: float, actor: str) -> ChangeResult:
         """Takes an order back and waits up to `wait` seconds. One that is cancelled already is left so.
@@ -59,17 +63,13 @@ class OrderChangeService:
         worker; `ValkeyUnavailable`.
         """
         generation = self.answers.generation
-        order = await self.reader.with_latest_answer(view_of(row))
+        order = await self.reader.with_latest_answer(row)
         if order.state is OrderState.CANCELLED:
             return ChangeResult(order)
         _refuse_final(order)
         async with self.database.session() as session:
             audit.append_entry(
-                session,
-                actor=actor,
-                action="order.cancel_requested",
-                subject=f"order:{order.id}",
-                request_id=body.request_id,
+                session, actor, "order.cancel_requested", f"order:{order.id}", request_id=body.request_id
             )
         if order.state in IN_QUEUE and row.generation == generation:
             order = await self._withdraw(row, order)
@@ -91,7 +91,7 @@ class OrderChangeService:
         answer = Answer(request_id=order.id, outcome=outcome)
         if await self.queue.may_be_stale(row.created_at):
             return order  # a worker may have had it: the cancel follows it in the queue
-        fate, found = await self.queue.overdue(order.user_id, row.id, answer)
+        fate, found = await self.queue.overdue(row, answer)
         if row.generation != await self.queue.generation():
             return order  # asked a Valkey that has lost data: it did not know that a worker has it
         if fate is RequestFate.ANSWERED and found is not None:
@@ -114,24 +114,32 @@ class OrderChangeService:
         return view_of(now)
 
     async def replace(self, row: Row, body: schemas.ReplaceRequest, wait: float, actor: str) -> ChangeResult:
-        """Changes a working order, once for each request id, and waits up to `wait` seconds.
+        """Changes a working order, once for each request id, and waits up to `wait` seconds. Another price
+        passes the checks of a new order, here and its switch in the worker; a smaller quantity always passes.
 
         Raises `ProblemError` with `OrderSettled`, `OrderUnknown`, `NotAtBroker`, `ReplaceInvalid`,
-        `RequestIdReused` or what the worker or the broker said; `ValkeyUnavailable`.
+        `RequestIdReused`, what a new order would be refused for, or what the worker or the broker said;
+        `ValkeyUnavailable`.
         """
         generation = self.answers.generation
-        now = datetime.now(UTC)
-        order = await self.reader.with_latest_answer(view_of(row))
-        wanted = OrderChange(
-            quantity=body.quantity,
-            price=body.price,
-            generation=generation,
-            deadline_at=now + timedelta(seconds=self.deadline),
-        )
+        order = await self.reader.with_latest_answer(row)
+        first_epoch = await worker_sessions.first_epoch(self.database, order.user_id)
         async with self.database.session() as session:
+            now = await order_checks.database_clock(session)
+            wanted = order_requests.OrderChange(
+                quantity=body.quantity,
+                price=body.price,
+                generation=generation,
+                deadline_at=now + timedelta(seconds=self.deadline),
+                first_epoch=first_epoch,
+            )
             first = await order_requests.find_change(session, row.id, body.request_id)
-            if first is None:
-                _check_replace(order, body)
+        band = None
+        if first is None:
+            _check_replace(order, body)
+            if body.price is not None:
+                band = await self._check_price(row, order, body.quantity or order.quantity, body.price)
+            async with self.database.session() as session:
                 first = await order_requests.note_change(session, row, body.request_id, wanted, actor=actor)
         change = first or wanted
         if not change.asks_the_same(wanted):
@@ -145,8 +153,23 @@ class OrderChangeService:
             generation=change.generation,
             quantity=change.quantity,
             price=change.price,
+            reduce_only=row.reduce_only,
+            price_band=band,
         )
         return await self._send(request, order, left, wait, change)
+
+    async def _check_price(self, row: Row, order: OrderView, quantity: int, price: Decimal) -> Decimal | None:
+        """Returns the price's band. Raises `ProblemError` where no new order would be taken now."""
+        terms = order_checks.CheckedTerms.of(row, quantity, price)
+        try:
+            bounds = await self.checks.check(terms, is_new=False)
+        except CheckFailed as error:
+            raise ProblemError(error, order=order) from None
+        async with self.database.session() as session:
+            refusal = await order_checks.find_refusal(session, terms, self.unknown_blocks)
+        if refusal is not None:
+            raise ProblemError(refusal, order=order)
+        return bounds.price_band
 
     def _request(self, row: Row, order: OrderView, request_id: str) -> dict[str, Any]:
         """The fields that cancels and changes have in common."""
@@ -167,9 +190,12 @@ class OrderChangeService:
         order: OrderView,
         seconds: float,
         wait: float,
-        change: OrderChange | None = None,
+        change: order_requests.OrderChange | None = None,
     ) -> ChangeResult:
-        task = self.worker_requests.send(request, seconds, lambda answer: self._write_outcome(answer, change))
+        first_epoch = change.first_epoch if change else None
+        task = self.worker_requests.send(
+            request, seconds, lambda answer: self._write_outcome(answer, change), first_epoch
+        )
         await asyncio.wait({task}, timeout=wait)
         if not task.done() or task.cancelled():  # cancelled: this process is stopping
             return ChangeResult(order, answered=False)
@@ -189,7 +215,7 @@ class OrderChangeService:
             )
         return ChangeResult(order)
 
-    async def _write_outcome(self, answer: Answer, change: OrderChange | None) -> None:
+    async def _write_outcome(self, answer: Answer, change: order_requests.OrderChange | None) -> None:
         """Writes down what the broker did, also when nobody waits for it any more."""
         if answer.outcome is not None:
             self.outcome_writer.write_later(NotedOutcome(answer.outcome))
@@ -212,6 +238,8 @@ def _check_replace(order: OrderView, body: schemas.ReplaceRequest) -> None:
     wrong = None
     if body.price is not None and order.price is None:
         wrong = "a market order has no price"
+    elif body.price is not None and order.lot is not OrderLot.COMMON:
+        wrong = "of odd lots and at the closing price only the quantity changes: cancel it and place another"
     elif body.quantity is not None and body.quantity > order.quantity:
         wrong = f"the quantity can only fall; it is {order.quantity}"
     elif body.quantity is not None and body.quantity < order.filled_quantity:

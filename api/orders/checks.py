@@ -4,32 +4,22 @@ These checks catch mistakes, not attackers. Duplicate detection is exact; under 
 may be off by a few.
 """
 
-from __future__ import annotations
-
 import time
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
-
-from sqlalchemy.ext.asyncio import AsyncSession
+from typing import NamedTuple
 
 from infra.database.engine import Database
-from infra.database.orders.acceptance import NewOrder
+from infra.database.orders.checks import CheckedTerms
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.limits import AccountUsage
 from infra.market import calendar, instruments
 from infra.market.calendar import Market
 from infra.settings import Settings
-from worker_runtime.protocol.errors import (
-    DailyOrderLimit,
-    DuplicateOrder,
-    MarketClosed,
-    NotionalLimit,
-    PriceTypeRule,
-    QuantityLimit,
-    UnknownSymbol,
-)
+from worker_runtime.protocol import errors
 from worker_runtime.protocol.messages import PriceType, TimeInForce
+from worker_runtime.protocol.order_terms import ODD_LOTS, SHARES_PER_LOT, OpenClose, OrderCondition, OrderLot
 
 #: The broker of tests and of trying things out: its market never closes, and it takes any symbol.
 PAPER = "paper"
@@ -39,6 +29,15 @@ REMEMBERED = 5.0
 MAX_REMEMBERED = 10_000
 #: With fewer orders left of the day than this, they are counted anew with each order.
 RECOUNT_BELOW = 500
+
+
+class OrderBounds(NamedTuple):
+    """What is left to others: the bounds of prices to the worker (see `PlaceOrder`)."""
+
+    #: Seconds in which a second order for the same is a mistake.
+    window: float = 0.0
+    price_band: Decimal | None = None
+    most_price: Decimal | None = None
 
 
 class PreTradeChecks:
@@ -55,39 +54,31 @@ class PreTradeChecks:
         #: By user, account and trading day; each until an instant on `time.monotonic`.
         self._known: dict[tuple[str, str, date], tuple[float, AccountUsage]] = {}
 
-    async def check(self, new: NewOrder) -> float:
-        """Raises the first `CheckFailed`. Returns the seconds within which a second order for the same is a
-        mistake, or 0; `refuse_duplicate` looks for one in the transaction that writes the order.
+    async def check(self, order: CheckedTerms, *, is_new: bool = True) -> OrderBounds:
+        """Checks an order, new or at another price. Raises the first `CheckFailed`.
 
         An account that does not exist passes: writing the order will say so.
         """
-        usage = await self._usage_of(new)
+        usage = await self._usage_of(order)
         if usage is None:
-            return 0.0
-        self._price_type(new, usage)
-        lot = self._symbol(new, usage)
-        self._open(usage)
-        if new.reduce_only:  # who wants out is not held back by a limit of what goes in
-            return 0.0
-        self._quantity(new, usage)
-        await self._notional(new, usage, lot)
-        await self._day(new, usage)
-        window = usage.limits.duplicate_window_s
-        return float(self._settings.check_duplicate_window if window is None else window)
-
-    async def refuse_duplicate(self, session: AsyncSession, new: NewOrder, window: float) -> None:
-        """Raises `DuplicateOrder`."""
-        duplicate = await trading_limits.find_duplicate(
-            session,
-            user_id=new.user_id,
-            client_order_id=new.client_order_id,
-            fingerprint=new.fingerprint,
-            window=window,
+            return OrderBounds()
+        refuse_mixed_terms(order, futures=usage.broker_type == Market.FUTURES)
+        lot = self._symbol(order, usage)
+        self._open(order, usage)
+        if order.reduce_only:  # who wants out is not held back by a limit of what goes in
+            return OrderBounds()
+        self._quantity(order, usage)
+        most_price = self._notional(order, usage, lot)
+        if is_new:
+            await self._day(order, usage)
+        window, band = usage.limits.duplicate_window_s, usage.limits.price_band
+        if band is None and usage.broker != PAPER:
+            band = self._settings.check_price_band or None
+        return OrderBounds(
+            self._settings.check_duplicate_window if window is None else window, band, most_price
         )
-        if duplicate is not None:
-            raise DuplicateOrder(f"{duplicate} asked for the same less than {window:g} s ago")
 
-    async def _usage_of(self, new: NewOrder) -> AccountUsage | None:
+    async def _usage_of(self, new: CheckedTerms) -> AccountUsage | None:
         name, now = (new.user_id, new.account_id, new.trading_day), time.monotonic()
         until, usage = self._known.get(name, (0.0, None))
         if until > now:
@@ -102,58 +93,47 @@ class PreTradeChecks:
         self._known[name] = (now + REMEMBERED, found)
         return found
 
-    def _price_type(self, new: NewOrder, usage: AccountUsage) -> None:
-        futures = usage.broker_type == Market.FUTURES
-        if futures and new.price_type == PriceType.MARKET and new.time_in_force == TimeInForce.ROD:
-            raise PriceTypeRule("TAIFEX takes a market order as IOC or FOK only (its code 9938)")
-
-    def _symbol(self, new: NewOrder, usage: AccountUsage) -> Decimal | None:
+    def _symbol(self, new: CheckedTerms, usage: AccountUsage) -> Decimal | None:
         lot = self._symbols.lot(new.symbol)
         if lot is None and self._concerns(self._settings.check_symbols, usage):
-            raise UnknownSymbol(f"there is no symbol {new.symbol}")
-        return lot
+            raise errors.UnknownSymbol(f"there is no symbol {new.symbol}")
+        return lot / SHARES_PER_LOT if lot is not None and new.lot in ODD_LOTS else lot
 
-    def _open(self, usage: AccountUsage) -> None:
+    def _open(self, new: CheckedTerms, usage: AccountUsage) -> None:
         if not self._concerns(self._settings.check_market_open, usage):
             return
         market = Market.FUTURES if usage.broker_type == Market.FUTURES else Market.STOCK
-        if not self._days.is_open(market, datetime.now(UTC)):
-            raise MarketClosed(f"the {market.value} market takes no orders now")
+        if not self._days.is_open(market, datetime.now(UTC), OrderLot(new.lot)):
+            kind = "" if new.lot == OrderLot.COMMON else f" with lot {new.lot}"
+            raise errors.MarketClosed(f"the {market.value} market takes no orders{kind} now")
 
     def _concerns(self, setting: str, usage: AccountUsage) -> bool:
         return setting == "all" or (setting == "real" and usage.broker != PAPER)
 
-    def _quantity(self, new: NewOrder, usage: AccountUsage) -> None:
+    def _quantity(self, new: CheckedTerms, usage: AccountUsage) -> None:
         own = usage.limits.max_quantity
         most = self._settings.check_max_quantity if own is None else own
-        if new.quantity > most:
-            raise QuantityLimit(f"{new.quantity} lots; one order of this account may have {most}")
+        if new.quantity > most and new.lot not in ODD_LOTS:
+            raise errors.QuantityLimit(f"{new.quantity} lots; one order of this account may have {most}")
 
-    async def _notional(self, new: NewOrder, usage: AccountUsage, lot: Decimal | None) -> None:
+    def _notional(self, order: CheckedTerms, usage: AccountUsage, lot: Decimal | None) -> Decimal | None:
+        """Returns the price up to which a market order is within the limit."""
         own = usage.limits.max_notional
         most = self._settings.check_max_notional or None if own is None else own
-        if most is None:
-            return
-        price = new.price
-        if not price:
-            async with self._database.session(autocommit=True) as session:
-                price = await trading_limits.last_price(session, new.user_id, new.symbol)
-        if price is None or lot is None:
-            if self._settings.check_unpriced == "allow":
-                return
-            what = "no price" if price is None else "no lot"
-            raise NotionalLimit(
-                f"{what} of {new.symbol} is known, so its value cannot be held against {most}"
-            )
-        value = price * new.quantity * lot
-        if value > most:
-            raise NotionalLimit(f"{value:f} TWD; one order of this account may have {most:f}")
+        if most is None or lot is None:
+            return None
+        if order.price is None and most:
+            return min(round(most / (order.quantity * lot), 6), most)
+        value = (order.price or 0) * order.quantity * lot
+        if value > most or not most:
+            raise errors.NotionalLimit(f"{value:f} TWD; one order of this account may have {most:f}")
+        return None
 
     def _max_orders(self, usage: AccountUsage) -> int:
         own = usage.limits.max_daily_orders
         return self._settings.check_daily_orders if own is None else own
 
-    async def _day(self, new: NewOrder, usage: AccountUsage) -> None:
+    async def _day(self, new: CheckedTerms, usage: AccountUsage) -> None:
         most = self._max_orders(usage)
         if usage.tags < most:
             return
@@ -163,4 +143,41 @@ class PreTradeChecks:
                 session, new.user_id, new.account_id, new.trading_day
             )
         if placed >= most:
-            raise DailyOrderLimit(f"{placed} orders today; this account may place {most}")
+            raise errors.DailyOrderLimit(f"{placed} orders today; this account may place {most}")
+
+
+#: Shares of an odd lot, and lots at the closing price (articles 2 and 4 of the regulations below).
+_MOST = {OrderLot.ODD: 999, OrderLot.INTRADAY_ODD: 999, OrderLot.FIXING: 499}
+
+
+def refuse_mixed_terms(new: CheckedTerms, *, futures: bool) -> None:
+    """Raises `PriceTypeRule` or `OrderTermsRule` for terms that the market does not take together.
+
+    TWSE and TPEx: Regulations Governing Odd-lot Trading (article 3: limit orders of the day), Operating Rules
+    for Margin Purchases and Short Sales (article 4: no odd lots), Regulations Governing After-Hours
+    Fixed-Price Trading (articles 3 to 5). TAIFEX: market orders (code 9938), and those with protection (MKP),
+    are IOC or FOK.
+    """
+    limit, of_day = new.price_type == PriceType.LIMIT, new.time_in_force == TimeInForce.ROD
+    if futures:
+        if of_day and not limit:
+            raise errors.PriceTypeRule(
+                "TAIFEX takes a market order (MKT, MKP) as IOC or FOK only (its code 9938)"
+            )
+        if new.lot != OrderLot.COMMON or new.condition != OrderCondition.CASH:
+            raise errors.OrderTermsRule("only stock orders have a lot or a condition")
+        if new.reduce_only and new.open_close in (OpenClose.NEW, OpenClose.DAY_TRADE):
+            raise errors.OrderTermsRule(f"{new.open_close} opens a position, and this order closes one")
+        return
+    if new.price_type == PriceType.RANGE_MARKET:
+        raise errors.PriceTypeRule("only TAIFEX has range market orders (MKP)")
+    if new.open_close != OpenClose.AUTO:
+        raise errors.OrderTermsRule("only futures orders have an open or close type")
+    if new.lot == OrderLot.COMMON:
+        return
+    if not (limit and of_day):
+        raise errors.PriceTypeRule(f"an order with lot {new.lot} is a limit order of the day (LMT, ROD)")
+    if new.lot in ODD_LOTS and new.condition != OrderCondition.CASH:
+        raise errors.OrderTermsRule("odd lots cannot be bought on margin or sold short")
+    if new.quantity > (most := _MOST[OrderLot(new.lot)]):
+        raise errors.OrderTermsRule(f"an order with lot {new.lot} has at most {most}")

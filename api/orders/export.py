@@ -1,17 +1,22 @@
-"""A user's orders as CSV (RFC 4180), a page of the database at a time: memory does not grow with the rows."""
+"""A user's orders as CSV (RFC 4180), and as a stream of changes."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC
+from enum import Enum
 
+from api.http.streams import ServerEvent
 from api.orders.outcomes import view_of
-from api.orders.schemas import OrderView
+from api.orders.schemas import OrderView, PresentOrders
 from infra.database.engine import Database
+from infra.database.models import Order
+from infra.database.orders import feed as order_changes
 from infra.database.orders import listing as order_list
 from worker_runtime.jobs.protocol.catalog import OrderRow, csv_of
 
-#: Rows that are read at once. About 150 KB of CSV; no transaction is open while a client reads them.
+#: Rows that are read at once: memory does not grow with the rows. About 150 KB of CSV; no transaction is
+#: open while a client reads them.
 PAGE = 500
 #: Of a file with a header (RFC 4180).
 MEDIA_TYPE = "text/csv; charset=utf-8; header=present"
@@ -29,7 +34,7 @@ def row_of(order: OrderView) -> OrderRow:
     """The columns of an order."""
     shown = order.model_dump(include=set(OrderRow.__struct_fields__))
     at = order.accepted_at.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-    plain = {name: shown[name].value for name in ("side", "price_type", "time_in_force", "state")}
+    plain = {name: value.value for name, value in shown.items() if isinstance(value, Enum)}
     return OrderRow(**(shown | plain | {"accepted_at": at}))
 
 
@@ -46,3 +51,63 @@ async def lines(database: Database, wanted: order_list.OrderSelection) -> AsyncI
         if len(rows) < PAGE:
             return
         behind = order_list.position_of(rows[-1])
+
+
+#: Changed orders that a stream reads at once, and open ones that stand in its first event.
+FEED_PAGE = 100
+#: Seconds until changes are read again while an earlier transaction is still open; doubled each time.
+GAP_PAUSE = 0.01
+#: Such reads: after 1.3 s in all the stream waits for the next notice or heartbeat instead.
+GAP_CHECKS = 8
+
+
+class OrderFeed:
+    """`EventFeed` of one user's orders.
+
+    An event's id stands for all that one transaction changed. Only the last event of a transaction carries
+    it, the others carry the id before: a client that comes back after half of them gets them all again.
+    """
+
+    channel = order_changes.ORDERS_CHANNEL
+
+    def __init__(self, database: Database, user_id: str) -> None:
+        self._database = database
+        self.key = user_id
+
+    async def current_event(self) -> ServerEvent:
+        async with self._database.session() as session:
+            # First the number, then the orders: what changes in between is sent again.
+            now = await order_changes.read_outlook(session, self.key, 0)
+            rows = await order_changes.open_orders(session, self.key, limit=FEED_PAGE + 1)
+        orders = PresentOrders(
+            user_id=self.key,
+            orders=[view_of(row) for row in rows[:FEED_PAGE]],
+            complete=len(rows) <= FEED_PAGE,
+        )
+        return ServerEvent(now.horizon - 1, "orders", orders.model_dump_json())
+
+    async def events_after(self, last: int) -> Sequence[ServerEvent]:
+        pause = GAP_PAUSE
+        for _ in range(GAP_CHECKS):
+            async with self._database.session() as session:
+                rows = await order_changes.changes_behind(session, self.key, last, limit=FEED_PAGE)
+                if rows:
+                    return _events(rows, last)
+                ahead = await order_changes.read_outlook(session, self.key, last)
+            if last >= ahead.horizon:  # a number of another database: begin anew
+                return [await self.current_event()]
+            if not ahead.more:
+                break
+            await asyncio.sleep(pause)
+            pause *= 2
+        return []
+
+
+def _events(rows: Sequence[Order], last: int) -> list[ServerEvent]:
+    found = []
+    for changed, together in itertools.groupby(rows, key=lambda row: row.changed):
+        *others, final = [view_of(row).model_dump_json() for row in together]
+        found += [ServerEvent(last, "order", data) for data in others]
+        found.append(ServerEvent(changed, "order", final))
+        last = changed
+    return found

@@ -6,12 +6,10 @@ known after that, also when the recorder is away. Both only move an order forwar
 matter. A withdrawn order has no events of a worker: only this writer knows of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 import structlog
@@ -21,16 +19,23 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from api.orders.schemas import OrderDetailView, OrderStepView, OrderView
 from api.workers.answers import AnswerListener
 from infra import tasks
-from infra.database import models
+from infra.database.dead_letters import DeadLetter, DeadLetters, TryCounter, reason_of
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.models import Order
-from infra.database.orders import recording
+from infra.database.orders import attention, recording
+from infra.database.orders.acceptance import StoredOrder
 from infra.database.orders.states import IN_QUEUE, rank
 from infra.database.workers import sessions as worker_sessions
-from infra.valkey.request_queue import outcome_of
-from worker_runtime.protocol import keys
+from infra.valkey.request_queue import EnqueuedBefore, outcome_of
 from worker_runtime.protocol.errors import BerthError, OrderRejected, from_code
-from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Answer, OrderEvent, OrderOutcome, OrderState
+from worker_runtime.protocol.messages import (
+    FINAL_ORDER_STATES,
+    Answer,
+    OrderEvent,
+    OrderOutcome,
+    OrderState,
+    encode,
+)
 
 #: States in which nobody knows the broker's answer yet: 202.
 UNANSWERED = frozenset(
@@ -53,36 +58,26 @@ def _reason_of(code: str | None, reason: str | None) -> tuple[str | None, str | 
     return code or coded[1], coded[2]
 
 
-def view_of(row: models.Order) -> OrderView:
+#: What is shown as it is stored.
+_AS_STORED = OrderView.model_fields.keys() - {"id", "final", "code", "accepted_at"}
+
+
+def view_of(row: StoredOrder) -> OrderView:
     """The order as PostgreSQL has it."""
     code, reason = _reason_of(row.reason_code, row.reason)
     final = row.state in FINAL_ORDER_STATES
     attention = None if final else row.attention
-    return OrderView.model_validate(
-        {
-            "id": str(row.id),
-            "client_order_id": row.client_order_id,
-            "user_id": row.user_id,
-            "account_id": row.account_id,
-            "symbol": row.symbol,
-            "side": row.side,
-            "quantity": row.quantity,
-            "price_type": row.price_type,
-            "price": row.price,
-            "time_in_force": row.time_in_force,
-            "state": row.state if attention is None else OrderState.NEEDS_ATTENTION,
-            "final": final,
-            "broker_order_id": row.broker_order_id,
-            "filled_quantity": row.filled_quantity,
-            "average_price": row.average_price,
-            "code": code,
-            "reason": reason,
-            "reduce_only": row.reduce_only,
-            "origin": row.origin or None,
-            "attention": attention,
-            "accepted_at": row.created_at,
-        }
-    )
+    known = {
+        "id": str(row.id),
+        "state": row.state if attention is None else OrderState.NEEDS_ATTENTION,
+        "final": final,
+        "code": code,
+        "reason": reason,
+        "origin": row.origin or None,
+        "attention": attention,
+        "accepted_at": row.created_at,
+    }
+    return OrderView.model_validate({name: getattr(row, name) for name in _AS_STORED} | known)
 
 
 def apply_answer(order: OrderView, answer: Answer) -> OrderView:
@@ -120,27 +115,26 @@ def failure_of(order: OrderView) -> BerthError | None:
 class OrderReader:
     """Reads orders."""
 
-    def __init__(self, database: Database, answers: AnswerListener, deadline: float) -> None:
+    def __init__(self, database: Database, answers: AnswerListener) -> None:
         self._database = database
         self._answers = answers
-        #: As long as a response key can be there at all, after the order was accepted.
-        self._answerable = timedelta(seconds=deadline + keys.ANSWER_TTL + 10)
 
-    async def with_latest_answer(self, order: OrderView) -> OrderView:
+    async def with_latest_answer(self, row: StoredOrder) -> OrderView:
         """The order, moved on by the answer in its response key if PostgreSQL does not have it yet.
 
         Raises `RedisError` when Valkey is down: an older state than the one answered is never shown.
         """
-        if order.final or datetime.now(UTC) - order.accepted_at > self._answerable:
+        order = view_of(row)
+        if order.final:
             return order
-        answer = await self._answers.read(order.user_id, order.id)
+        answer = await self._answers.read(order.user_id, order.id, order.id, row.first_epoch)
         return apply_answer(order, answer) if answer else order
 
     async def get(self, order_id: UUID) -> OrderView:
         """Raises `OrderNotFound`."""
         async with self._database.session() as session:
             row = await recording.get_order(session, order_id)
-        return await self.with_latest_answer(view_of(row))
+        return await self.with_latest_answer(row)
 
     async def with_timeline(self, order: OrderView) -> OrderDetailView:
         """The order with all steps that are recorded. The recorder may be a moment behind the state."""
@@ -187,6 +181,8 @@ class OutcomeWriter:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._dead_letters = DeadLetters(database)
+        self._tries = TryCounter()
         #: Noted since the last round: the recorder still has its time.
         self._noted: dict[str, NotedOutcome] = {}
         self._waiting: dict[str, NotedOutcome] = {}
@@ -225,6 +221,15 @@ class OutcomeWriter:
             self.write_later(noted)
             raise
 
+    async def take_over(self, order_id: UUID, before: EnqueuedBefore) -> OrderView:
+        """The order, which stands from now on for an earlier one that PostgreSQL has lost.
+
+        Raises `DatabaseUnavailable`; the sweeper does it then.
+        """
+        async with self._database.session() as session:
+            await attention.take_over(session, order_id, before.tag, before.reason)
+            return view_of(await recording.get_order(session, order_id))
+
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(PERIOD)
@@ -243,14 +248,40 @@ class OutcomeWriter:
     async def _write(self) -> None:
         while self._waiting:
             batch = dict(list(self._waiting.items())[:200])
-            async with self._database.session() as session:
-                for order_id in await self._behind(session, batch):
-                    await _write_outcome(session, batch[order_id])
+            try:
+                await self._write_batch(batch)
+            except Exception as error:  # the boundary of a batch
+                if not self._tries.gives_up(error):
+                    raise
+                for order_id, noted in batch.items():
+                    await self._write_alone(order_id, noted)
+            self._tries.handled()
             for order_id, noted in batch.items():
                 if self._waiting.get(order_id) is noted:
                     del self._waiting[order_id]
 
-    async def _behind(self, session: AsyncSession, batch: dict[str, NotedOutcome]) -> list[str]:
+    async def _write_batch(self, batch: Mapping[str, NotedOutcome]) -> None:
+        async with self._database.session() as session:
+            for order_id in await self._behind(session, batch):
+                await _write_outcome(session, batch[order_id])
+
+    async def _write_alone(self, order_id: str, noted: NotedOutcome) -> None:
+        """What fails for good goes to the dead letters."""
+        try:
+            await self._write_batch({order_id: noted})
+        except Exception as error:  # the boundary of one outcome
+            if not self._tries.gives_up(error):
+                raise
+            letter = DeadLetter(
+                kind="outcome",
+                subject=order_id,
+                source=order_id,
+                reason=reason_of(error),
+                message=encode(noted.outcome),
+            )
+            await self._dead_letters.put([letter])
+
+    async def _behind(self, session: AsyncSession, batch: Mapping[str, NotedOutcome]) -> list[str]:
         """Ids of orders that the recorder has not brought as far; usually none.
 
         One query a round replaces an update an order. An array keeps the statement the same for any count.

@@ -4,32 +4,33 @@ The task outlives the request that began it. After a 202 it still has a worker s
 back if none comes. If this process dies, PostgreSQL has the order and its deadline.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
-from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
-from hashlib import sha256
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
+from datetime import datetime
+from typing import Self
 
 import structlog
+from msgspec.structs import replace
 from redis.exceptions import RedisError
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.http.errors import ClientOrderIdReused, ValkeyUnavailable
 from api.orders import schemas
-from api.orders.checks import PreTradeChecks
+from api.orders.checks import OrderBounds, PreTradeChecks
 from api.orders.outcomes import NotedOutcome, OrderReader, OutcomeWriter, apply_answer, failure_of, view_of
-from api.orders.schemas import OrderView
 from api.workers.answers import AnswerListener, AnswerWaiter
 from infra import tasks
 from infra.database.engine import Database, DatabaseUnavailable
-from infra.database.models import Order as Row
 from infra.database.orders import acceptance
-from infra.database.orders.acceptance import place_request
-from infra.database.trading import limits as trading_limits
+from infra.database.orders.acceptance import StoredOrder, place_request
+from infra.database.orders.checks import orders_by_client_ids
 from infra.market.calendar import TAIPEI
-from infra.valkey.request_queue import QueuedRequest, RequestQueue, outcome_of
-from worker_runtime.protocol.errors import BerthError, CheckFailed, DeadlineExceeded, DuplicateOrder
+from infra.process_metrics import count_order
+from infra.tracing import Traces
+from infra.valkey.request_queue import EnqueuedBefore, QueuedRequest, RequestQueue, outcome_of
+from worker_runtime.protocol.errors import BerthError, CheckFailed, DeadlineExceeded
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
 
 #: While Valkey does not answer, a withdrawal is tried this many times, with this pause in seconds.
@@ -42,19 +43,21 @@ ANSWER_GRACE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PendingOrder:
-    row: Row
+    row: StoredOrder
     request: PlaceOrder
     #: Instant of the deadline on `time.monotonic`, seconds.
     deadline: float
+    #: Instant of its request on `time.monotonic`, seconds.
+    began: float
     #: The order, further than its row, of a repeat: its request may have been enqueued before.
-    seen: OrderView | None = None
+    seen: schemas.OrderView | None = None
 
     @property
     def first(self) -> bool:
         return self.seen is None
 
     @property
-    def order(self) -> OrderView:
+    def order(self) -> schemas.OrderView:
         """As callers see it; made when it is asked for, so after the request is on its way."""
         return view_of(self.row) if self.seen is None else self.seen
 
@@ -64,39 +67,38 @@ class PendingOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingOrderResult:
-    order: OrderView
-    #: Why it never reached the broker.
-    failure: BerthError | None
+class PlacementResult:
+    order: schemas.OrderView
+    #: False: the client order id was used before, and this is that order.
+    new: bool
+    #: Why the order was not executed, or is not known to be on its way.
+    failure: BerthError | None = None
 
     @classmethod
-    def of(cls, order: OrderView, answer: Answer | None = None) -> PendingOrderResult:
-        """`answer`: knows when another try makes sense, which is not written down."""
+    def of(cls, order: schemas.OrderView, answer: Answer | None = None) -> Self:
+        """Of a new one. `answer`: knows when another try makes sense, which is not written down."""
         failure = failure_of(order)
         failed = answer.failure.error() if answer is not None and answer.failure is not None else None
         if failure is not None and failed is not None:
             failure.retry_after = failed.retry_after
-        return cls(order, failure)
+        return cls(order, True, failure)
 
 
+@dataclass(eq=False, repr=False)
 class PendingOrders:
     """Follows each order in one task, which repeats of the same order share."""
 
-    def __init__(
-        self,
-        queue: RequestQueue,
-        answers: AnswerListener,
-        waiter: AnswerWaiter,
-        outcome_writer: OutcomeWriter,
-    ) -> None:
-        self._queue = queue
-        self._answers = answers
-        self._waiter = waiter
-        self._outcome_writer = outcome_writer
-        self._tasks: dict[str, asyncio.Task[PendingOrderResult]] = {}
+    queue: RequestQueue
+    answers: AnswerListener
+    waiter: AnswerWaiter
+    outcome_writer: OutcomeWriter
+    traces: Traces | None = None
+
+    def __post_init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[PlacementResult]] = {}
         self._log = structlog.get_logger()
 
-    def follow(self, pending: PendingOrder) -> asyncio.Task[PendingOrderResult]:
+    def follow(self, pending: PendingOrder) -> asyncio.Task[PlacementResult]:
         """The task that follows this order; wait for it without cancelling it.
 
         It returns the order as far as it came, with its failure before the broker. Raises
@@ -113,7 +115,7 @@ class PendingOrders:
     async def close(self) -> None:
         await tasks.cancel_tasks(*self._tasks.values())
 
-    def _forget(self, order_id: str, task: asyncio.Task[PendingOrderResult]) -> None:
+    def _forget(self, order_id: str, task: asyncio.Task[PlacementResult]) -> None:
         self._tasks.pop(order_id, None)
         if task.cancelled():
             return
@@ -123,34 +125,42 @@ class PendingOrders:
         elif error is not None:
             self._log.error("pending_order_crashed", order=order_id, exc_info=error)
 
-    async def _follow(self, pending: PendingOrder) -> PendingOrderResult:
+    async def _follow(self, pending: PendingOrder) -> PlacementResult:
         user_id, order_id = pending.request.user_id, pending.request.order_id
-        with self._answers.expect(user_id, order_id) as answer:
+        with self.answers.expect(user_id, order_id, order_id, pending.row.first_epoch) as answer:
             try:
-                queued = await self._queue.enqueue(pending.request, pending.left)
+                queued = await self.queue.enqueue(pending.request, pending.left, pending.row)
                 if not queued.new:
-                    await self._answers.read(user_id, order_id)
+                    await self.answers.read_pending(order_id)
+            except EnqueuedBefore as before:
+                return PlacementResult.of(await self.outcome_writer.take_over(pending.row.id, before))
             except RedisError as error:
                 self._log.warning("enqueue_failed", order=order_id, reason=type(error).__name__)
                 raise ValkeyUnavailable("Valkey: whether the order was queued is not known") from None
+            queued_at = time.monotonic()
             order = pending.order  # while the worker is at it
             given_up = await self._wait(pending, queued, answer)
             if given_up is not None:
-                return PendingOrderResult.of(given_up)
+                return PlacementResult.of(given_up)
             found = answer.result()
+        answered_at = time.monotonic()
         outcome, code = outcome_of(found, order_id)
+        if pending.first:
+            count_order(found, outcome.state, queued_at - pending.began, answered_at - queued_at)
+            if self.traces is not None:
+                self.traces.add_order(order_id, pending.request.trace, found, pending.began, queued_at)
         if outcome.withdrawn:
-            return PendingOrderResult.of(await self._write_withdrawal(order, found), found)
-        self._outcome_writer.write_later(NotedOutcome(outcome, code))
-        return PendingOrderResult.of(apply_answer(order, found), found)
+            return PlacementResult.of(await self._write_withdrawal(order, found), found)
+        self.outcome_writer.write_later(NotedOutcome(outcome, code))
+        return PlacementResult.of(apply_answer(order, found), found)
 
     async def _wait(
         self, pending: PendingOrder, queued: QueuedRequest, answer: asyncio.Future[Answer]
-    ) -> OrderView | None:
+    ) -> schemas.OrderView | None:
         """Returns None when the answer is there, else the order that was given up."""
         until, marked = pending.deadline + ANSWER_GRACE, queued.marked
         while not answer.done():
-            error = await self._waiter.wait(pending.request.user_id, queued, answer, until, marked=marked)
+            error = await self.waiter.wait(pending.request.user_id, queued, answer, until, marked=marked)
             if answer.done():
                 break
             given_up = await self._give_up(pending, queued, error or DeadlineExceeded())
@@ -163,7 +173,7 @@ class PendingOrders:
 
     async def _give_up(
         self, pending: PendingOrder, queued: QueuedRequest, error: BerthError
-    ) -> OrderView | None:
+    ) -> schemas.OrderView | None:
         """Takes the order back; None if a worker has it already, so that only its answer tells."""
         order = pending.order
         late = isinstance(error, DeadlineExceeded)
@@ -175,11 +185,11 @@ class PendingOrders:
         )
         answer = Answer(request_id=order.id, outcome=outcome, failure=Failure.of(error))
         try:
-            if await self._queue.may_be_stale(order.accepted_at):
+            if await self.queue.may_be_stale(order.accepted_at):
                 return None  # a worker may have had it: the sweeper finds out
             if not await self._withdraw(order.user_id, queued, answer):
                 # Also when an earlier try did it and its reply was lost: then the answer is there.
-                await self._answers.read(order.user_id, order.id)
+                await self.answers.read_pending(order.id)
                 return None
         except RedisError:
             self._log.warning("withdraw_failed", order=order.id, code=error.code)
@@ -187,10 +197,10 @@ class PendingOrders:
         self._log.warning("order_withdrawn", order=order.id, code=error.code)
         return await self._write_withdrawal(order, answer)
 
-    async def _write_withdrawal(self, order: OrderView, answer: Answer) -> OrderView:
+    async def _write_withdrawal(self, order: schemas.OrderView, answer: Answer) -> schemas.OrderView:
         """The order after it was taken back. PostgreSQL may know that a worker had taken it before."""
         try:
-            row = await self._outcome_writer.write_now(NotedOutcome(*outcome_of(answer, order.id)))
+            row = await self.outcome_writer.write_now(NotedOutcome(*outcome_of(answer, order.id)))
         except DatabaseUnavailable:
             return apply_answer(order, answer)
         return view_of(row)
@@ -199,29 +209,18 @@ class PendingOrders:
         """Repeats what may have happened without our hearing of it: the script bears that."""
         for _ in range(WITHDRAW_TRIES - 1):
             try:
-                return await self._queue.withdraw(user_id, queued.frame, answer)
+                return await self.queue.withdraw(user_id, queued.frame, answer)
             except RedisError:
                 await asyncio.sleep(WITHDRAW_PAUSE)
-        return await self._queue.withdraw(user_id, queued.frame, answer)
+        return await self.queue.withdraw(user_id, queued.frame, answer)
 
 
 #: States in which an order may still be waiting in its queue.
 _IN_QUEUE = frozenset({OrderState.ACCEPTED, OrderState.QUEUED, OrderState.SUBMITTING})
 
 
-def trading_day(now: datetime) -> date:
-    """The date in Taipei; what is counted for a day is counted for this."""
-    return now.astimezone(TAIPEI).date()
-
-
-def fingerprint_of(body: schemas.OrderRequest) -> str:
-    """The same for two bodies that ask for the same order, however the price is written."""
-    price = "" if body.price is None else format(body.price.normalize(), "f")
-    parts = (
-        *(body.account_id, body.symbol, body.side, str(body.quantity)),
-        *(body.price_type, price, body.time_in_force),
-    )
-    return sha256("|".join(parts).encode()).hexdigest()
+#: What PostgreSQL gets of an order's body.
+_TERMS = tuple(schemas.OrderRequest.model_fields.keys() - {"allow_duplicate"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,35 +233,18 @@ class OrderLeg:
     reduce_only: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementResult:
-    order: schemas.OrderView
-    #: False: the client order id was used before, and this is that order.
-    new: bool
-    #: Why the order was not executed, or is not known to be on its way.
-    failure: BerthError | None = None
-
-
+@dataclass(frozen=True, eq=False, repr=False)
 class OrderPlacer:
-    def __init__(
-        self,
-        database: Database,
-        answers: AnswerListener,
-        pending_orders: PendingOrders,
-        reader: OrderReader,
-        checks: PreTradeChecks,
-        *,
-        deadline: float,
-        unknown_blocks: str = "symbol",
-    ) -> None:
-        self._database = database
-        self._answers = answers
-        self._pending_orders = pending_orders
-        self._reader = reader
-        self._checks = checks
-        self._deadline = deadline
-        #: What an order of unknown outcome blocks (`acceptance.NewOrder`).
-        self._unknown_blocks = unknown_blocks
+    database: Database
+    answers: AnswerListener
+    pending_orders: PendingOrders
+    reader: OrderReader
+    checks: PreTradeChecks
+    _: KW_ONLY
+    deadline: float
+    #: What an order of unknown outcome blocks (`acceptance.NewOrder`).
+    unknown_blocks: str = "symbol"
+    traces: Traces | None = None
 
     async def place_order(
         self,
@@ -274,86 +256,87 @@ class OrderPlacer:
         leg: OrderLeg | None = None,
         not_after: float | None = None,
     ) -> PlacementResult:
-        """Places an order and waits up to `wait` seconds for the worker's answer.
+        """Places an order and waits up to `wait` seconds for the worker's answer; for the rest see
+        `write_order`."""
+        written = await self.write_order(user_id, body, actor, leg=leg, not_after=not_after)
+        return await self.follow_order(written, wait)
+
+    async def write_order(
+        self,
+        user_id: str,
+        body: schemas.OrderRequest,
+        actor: str,
+        *,
+        leg: OrderLeg | None = None,
+        not_after: float | None = None,
+        session: AsyncSession | None = None,
+    ) -> PendingOrder | PlacementResult:
+        """Accepts an order without sending it; with `session` in its transaction. A repeat that needs no
+        sending is answered.
 
         `not_after`: an instant on `time.monotonic` after which the order must not be sent any more.
         Raises `ClientOrderIdReused`, `CheckFailed`, what `accept_order` refuses, and before anything is
         written `ValkeyUnavailable` or `DatabaseUnavailable`.
         """
-        generation = self._answers.generation
-        now = datetime.now(UTC)
+        generation = self.answers.generation
         began = time.monotonic()
-        lasts = self._deadline
+        lasts = self.deadline
         if not_after is not None:
             lasts = max(0.0, min(lasts, not_after - began))
+        terms = {name: getattr(body, name) for name in _TERMS}
         new = acceptance.NewOrder(
+            **terms,
             user_id=user_id,
-            account_id=body.account_id,
-            client_order_id=body.client_order_id,
-            fingerprint=leg.fingerprint if leg else fingerprint_of(body),
-            symbol=body.symbol,
-            side=body.side.value,
-            quantity=body.quantity,
-            price_type=body.price_type.value,
-            price=body.price,
-            time_in_force=body.time_in_force.value,
+            fingerprint=leg.fingerprint if leg else body.fingerprint,
             generation=generation,
-            deadline_at=now + timedelta(seconds=lasts),
-            trading_day=trading_day(now),
+            lasts=lasts,
+            trading_day=datetime.now(TAIPEI).date(),
             actor=actor,
-            unknown_blocks=self._unknown_blocks,
+            unknown_blocks=self.unknown_blocks,
             reduce_only=leg.reduce_only if leg else False,
             origin=leg.origin if leg else "",
+            trace=self.traces.context("order") if self.traces is not None else "",
         )
-        accepted = await self._accept(new)
+        try:
+            bounds = await self.checks.check(new)
+        except CheckFailed:  # a repeat is answered whatever the checks would say of it now
+            async with self.database.session(autocommit=True) as reading:
+                if not await orders_by_client_ids(reading, user_id, [body.client_order_id]):
+                    raise
+            bounds = OrderBounds()
+        window = 0.0 if body.allow_duplicate else bounds.window
+        if session is None:
+            accepted = await acceptance.accept_order_alone(self.database, new, window)
+        else:
+            accepted = await acceptance.accept_order(session, new, window)
         if not accepted.same_request:
             raise ClientOrderIdReused
         row = accepted.order
+        trace = new.trace if accepted.new else ""
+        request = place_request(row, self.answers.channel, self.unknown_blocks, lasts, trace)
+        request = replace(request, price_band=bounds.price_band, most_price=bounds.most_price)
         if accepted.new:
-            return await self._wait_for_order(
-                PendingOrder(row, self._request(row, lasts), began + lasts), wait
-            )
-        order = view_of(row)
+            return PendingOrder(row, request, began + lasts, began)
         try:
-            order = await self._reader.with_latest_answer(order)
+            order = await self.reader.with_latest_answer(row)
         except RedisError:
-            return PlacementResult(order, new=False, failure=ValkeyUnavailable())
-        left = (row.deadline_at - now).total_seconds()
-        if order.state not in _IN_QUEUE or row.generation != generation or left <= 0:
+            return PlacementResult(view_of(row), new=False, failure=ValkeyUnavailable())
+        if order.state not in _IN_QUEUE or row.generation != generation or accepted.left <= 0:
             return PlacementResult(order, new=False, failure=failure_of(order))
-        return await self._wait_for_order(
-            PendingOrder(row, self._request(row, lasts), began + left, seen=order), wait
-        )
+        return PendingOrder(row, request, began + accepted.left, began, seen=order)
 
-    async def _accept(self, new: acceptance.NewOrder) -> acceptance.AcceptedOrder:
-        """Checks and writes. A repeat is answered whatever the checks would say of it now."""
-        try:
-            window = await self._checks.check(new)
-        except CheckFailed:
-            async with self._database.session(autocommit=True) as session:
-                if not await trading_limits.client_id_used(session, new.user_id, new.client_order_id):
-                    raise
-            window = 0.0
-        if not window:
-            return await acceptance.accept_order_alone(self._database, new)
-        async with self._database.session() as session:
-            try:
-                await self._checks.refuse_duplicate(session, new, window)
-            except DuplicateOrder:
-                if not await trading_limits.client_id_used(session, new.user_id, new.client_order_id):
-                    raise
-            return await acceptance.accept_order(session, new)
-
-    def _request(self, row: Row, lasts: float) -> PlaceOrder:
-        """`lasts`: seconds from its acceptance to its deadline."""
-        return place_request(row, self._answers.channel, self._unknown_blocks, lasts)
-
-    async def _wait_for_order(self, pending: PendingOrder, wait: float) -> PlacementResult:
-        task = self._pending_orders.follow(pending)
+    async def follow_order(self, pending: PendingOrder | PlacementResult, wait: float) -> PlacementResult:
+        """Sends a written order, once, and waits up to `wait` seconds for the worker's answer."""
+        if isinstance(pending, PlacementResult):
+            return pending
+        task = self.pending_orders.follow(pending)
         await asyncio.wait({task}, timeout=wait)
         new = pending.first
         if not task.done():
-            return PlacementResult(pending.order, new=new)
+            order = pending.order
+            with suppress(DatabaseUnavailable, RedisError):  # the recorder may have seen it come further
+                order = await self.reader.get(pending.row.id)
+            return PlacementResult(order, new=new, failure=failure_of(order))
         if task.cancelled():  # this process is stopping; the order goes on
             return PlacementResult(pending.order, new=new)
         error = task.exception()

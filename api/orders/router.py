@@ -1,9 +1,9 @@
 """Routes for orders: place, show, cancel and replace one; list them, export them, follow their changes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -13,13 +13,12 @@ from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
-from api.container import InServices, Services
+from api.container import AuthorizedCall, Call, Services
 from api.http import errors, problems
-from api.http.auth import HEADER, Caller, Principal, authenticate, require_user
+from api.http.auth import HEADER, authenticate
 from api.http.fields import ID_PATTERN, UserIdInPath, view_response
-from api.http.problems import ProblemError
 from api.orders import export, schemas
-from api.orders.feed import OrderFeed
+from api.orders.export import OrderFeed
 from api.orders.outcomes import UNANSWERED, view_of
 from api.workers.router import After, LastEventId
 from infra.database import models
@@ -27,6 +26,7 @@ from infra.database.orders import listing as order_list
 from infra.database.orders import recording
 from infra.database.orders.attention import OrderSettled
 from infra.database.orders.states import OrderNotFound
+from infra.database.users import UserDisabled
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.messages import OrderState
 
@@ -38,7 +38,7 @@ class PlacementRoute(APIRoute):
     """The route of a new order: reads a plain request itself, which saves FastAPI's dependency solving.
 
     A plain request has no query and a JSON body that is an order. Any other goes to FastAPI's own handler,
-    which alone says what is wrong with it. The endpoint takes `user_id`, `body`, `caller` and `services`.
+    which alone says what is wrong with it. The endpoint takes `user_id`, `body` and `call`.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -49,9 +49,8 @@ class PlacementRoute(APIRoute):
             if order is None:
                 return await by_fastapi(request)
             caller = await authenticate(request, request.headers.get(HEADER))
-            response: Response = await self.endpoint(
-                request.path_params["user_id"], order, caller, request.app.state.services
-            )
+            call = AuthorizedCall(caller, request.app.state.services)
+            response: Response = await self.endpoint(request.path_params["user_id"], order, call)
             return response
 
         return handle
@@ -77,6 +76,15 @@ Wait = Annotated[
     float | None,
     Query(ge=0, le=30, allow_inf_nan=False, description="Seconds to wait for the broker's answer."),
 ]
+#: Why a new order, or another price of one, is not taken.
+_REFUSALS: tuple[type[protocol.BerthError], ...] = (
+    UserDisabled,
+    protocol.SymbolBlocked,
+    protocol.AccountBlocked,
+    *protocol.CheckFailed.__subclasses__(),
+    protocol.TradingHalted,
+    protocol.ReducingOnly,
+)
 _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where the order is."}}
 
 
@@ -86,45 +94,22 @@ _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where th
     response_model=schemas.OrderView,
     summary="Place an order",
     responses={
-        200: {
-            "model": schemas.OrderView,
-            "description": "A repeat: the first outcome of this client order id.",
-        },
-        201: {"model": schemas.OrderView, "description": "The broker has answered.", "headers": _LOCATION},
-        202: {
-            "model": schemas.OrderView,
-            "description": "Accepted; the outcome is not known yet. See `Location`.",
-            "headers": _LOCATION,
-        },
+        200: problems.answer(schemas.OrderView, "A repeat: the first outcome of this client order id."),
+        201: problems.answer(schemas.OrderView, "The broker has answered.", _LOCATION),
+        202: problems.answer(
+            schemas.OrderView, "Accepted; the outcome is not known yet. See `Location`.", _LOCATION
+        ),
         **problems.responses(
-            errors.NotFound,
+            *problems.WITHOUT_WORKER,
             errors.ClientOrderIdReused,
-            protocol.Parked,
             protocol.UnknownAccount,
-            protocol.SymbolBlocked,
-            protocol.AccountBlocked,
-            protocol.QuantityLimit,
-            protocol.NotionalLimit,
-            protocol.DailyOrderLimit,
-            protocol.PriceTypeRule,
-            protocol.DuplicateOrder,
-            protocol.UnknownSymbol,
-            protocol.MarketClosed,
-            protocol.TradingHalted,
-            protocol.ReducingOnly,
-            protocol.LoginRejected,
+            *_REFUSALS,
             protocol.DeadlineExceeded,
-            protocol.LoginLimited,
-            protocol.BrokerUnreachable,
-            protocol.WorkerUnavailable,
-            errors.ValkeyUnavailable,
-            errors.TemporalUnavailable,
-            errors.OrchestratorUnavailable,
         ),
     },
 )
 async def place_order(
-    user_id: UserIdInPath, body: schemas.OrderRequest, caller: Caller, services: InServices, wait: Wait = None
+    user_id: UserIdInPath, body: schemas.OrderRequest, call: Call, wait: Wait = None
 ) -> Response:
     """Places one order, and starts the user's worker if there is none.
 
@@ -133,12 +118,12 @@ async def place_order(
     and `expired` are final, so take a new client order id to try again; with any other state repeat the
     same request to learn the outcome. A repeat never places a second order.
     """
-    require_user(caller, user_id)
-    seconds = services.settings.order_wait if wait is None else wait
-    found = await services.placer.place_order(user_id, body, seconds, caller.actor)
+    call.require_user(user_id)
+    seconds = call.services.settings.order_wait if wait is None else wait
+    found = await call.services.placer.place_order(user_id, body, seconds, call.actor)
     order = found.order
     if found.failure is not None:
-        raise ProblemError(found.failure, order=order)
+        raise problems.ProblemError(found.failure, order=order)
     status = 202 if order.state in UNANSWERED else 201 if found.new else 200
     return view_response(order, status, f"/v1/orders/{order.id}")
 
@@ -148,28 +133,40 @@ async def place_order(
     summary="Look at an order",
     responses=problems.responses(OrderNotFound, errors.ValkeyUnavailable),
 )
-async def get_order(order_id: UUID, caller: Caller, services: InServices) -> schemas.OrderDetailView:
+async def get_order(order_id: UUID, call: Call) -> schemas.OrderDetailView:
     """The order and the steps of its life. Another user's order is not found."""
-    order = await services.reader.get(order_id)
-    if not caller.may_see(order.user_id):
+    order = await call.services.reader.get(order_id)
+    if not call.caller.may_see(order.user_id):
         raise OrderNotFound(f"there is no order {order_id}")
-    return await services.reader.with_timeline(order)
+    return await call.services.reader.with_timeline(order)
 
 
-@router.get("/users/{user_id}/orders", summary="List orders", responses=problems.responses(errors.NotFound))
+@router.get("/users/{user_id}/orders", summary="List orders")
 async def list_orders(
-    user_id: UserIdInPath, caller: Caller, services: InServices, query: Annotated[schemas.OrderQuery, Query()]
+    user_id: UserIdInPath, call: Call, query: Annotated[schemas.OrderQuery, Query()]
 ) -> schemas.OrderPage:
     """Orders as they are recorded, the newest first. An order's own page may be a moment ahead of it.
 
     Follow `next_cursor` with the same filters; orders that come meanwhile do not move the pages behind it.
     """
+    await call.require_known_user(user_id)
+    return await _page_of_orders(call.services, query, query.of(user_id))
+
+
+@router.get("/orders", summary="List orders of all users")
+async def list_all_orders(call: Call, query: Annotated[schemas.OrderQuery, Query()]) -> schemas.OrderPage:
+    """As a user's list, but of all users, and of the last 24 hours unless `from` is given. For operators and
+    administrators."""
+    since = query.since or datetime.now(UTC) - timedelta(days=1)
+    return await _page_of_orders(call.services, query, replace(query.of(None), since=since))
+
+
+async def _page_of_orders(
+    services: Services, query: schemas.OrderQuery, wanted: order_list.OrderSelection
+) -> schemas.OrderPage:
     behind = schemas.position_of(query.cursor) if query.cursor is not None else None
-    await services.require_known_user(caller, user_id)
     async with services.database.session() as session:
-        rows = await order_list.page_of_orders(
-            session, query.of(user_id), behind=behind, limit=query.limit + 1
-        )
+        rows = await order_list.page_of_orders(session, wanted, behind=behind, limit=query.limit + 1)
     more, rows = len(rows) > query.limit, rows[: query.limit]
     end = schemas.cursor_of(order_list.position_of(rows[-1])) if more else None
     return schemas.OrderPage(orders=[view_of(row) for row in rows], next_cursor=end)
@@ -185,18 +182,14 @@ async def list_orders(
             " take for a formula begins with an apostrophe.",
             "text/csv",
         ),
-        **problems.responses(errors.NotFound),
     },
 )
 async def export_orders(
-    user_id: UserIdInPath,
-    caller: Caller,
-    services: InServices,
-    query: Annotated[schemas.OrderFilter, Query()],
+    user_id: UserIdInPath, call: Call, query: Annotated[schemas.OrderFilter, Query()]
 ) -> StreamingResponse:
     """All orders that match, as one file. It is cut off when the database goes away while it is sent."""
-    await services.require_known_user(caller, user_id)
-    found = export.lines(services.database, query.of(user_id))
+    await call.require_known_user(user_id)
+    found = export.lines(call.database, query.of(user_id))
     # The first page before the answer begins: a database that is down is a problem, not half a file.
     first = await anext(found)
 
@@ -220,15 +213,11 @@ async def export_orders(
             "text/event-stream",
             'event: order\ndata: {"id":"0199…","state":"filled"}\nid: 7311\n\n',
         ),
-        **problems.responses(errors.NotFound, errors.TooManyStreams),
+        **problems.responses(errors.TooManyStreams),
     },
 )
 async def follow_orders(
-    user_id: UserIdInPath,
-    caller: Caller,
-    services: InServices,
-    after: After = None,
-    last_event_id: LastEventId = None,
+    user_id: UserIdInPath, call: Call, after: After = None, last_event_id: LastEventId = None
 ) -> StreamingResponse:
     """Orders as they change, behind `Last-Event-ID` or `after`.
 
@@ -237,37 +226,29 @@ async def follow_orders(
     left out. A new order that nothing happens to is sent within 15 s. A comment every 15 s shows that the
     stream lives. It ends after an hour, and when the server stops: come back with the last id.
     """
-    await services.require_known_user(caller, user_id)
+    await call.require_known_user(user_id)
     begin = after if last_event_id is None else last_event_id
-    return await services.streams.open_stream(OrderFeed(services.database, user_id), caller.key_id, begin)
+    feed = OrderFeed(call.database, user_id)
+    return await call.open_stream(feed, begin)
 
 
 #: What a cancel and a replace may fail with.
 _CHANGE_PROBLEMS = (
+    *problems.WITHOUT_WORKER,
     OrderNotFound,
     OrderSettled,
     errors.NoAnswer,
-    errors.ValkeyUnavailable,
-    errors.TemporalUnavailable,
-    errors.OrchestratorUnavailable,
-    protocol.Parked,
     protocol.OrderRejected,
     protocol.OutcomeUnknown,
-    protocol.LoginRejected,
-    protocol.BrokerUnreachable,
-    protocol.WorkerUnavailable,
 )
-_LATER = {
-    "model": schemas.OrderView,
-    "description": "Sent on; what became of it is not known yet. Look at the order.",
-}
+_LATER = problems.answer(schemas.OrderView, "Sent on; what became of it is not known yet. Look at the order.")
 
 
-async def own_order(services: Services, caller: Principal, order_id: UUID) -> models.Order:
+async def own_order(call: AuthorizedCall, order_id: UUID) -> models.Order:
     """Raises `OrderNotFound`, also for another user's order."""
-    async with services.database.session() as session:
+    async with call.database.session() as session:
         row = await recording.get_order(session, order_id)
-    if not caller.may_see(row.user_id):
+    if not call.caller.may_see(row.user_id):
         raise OrderNotFound(f"there is no order {order_id}")
     return row
 
@@ -277,13 +258,13 @@ async def own_order(services: Services, caller: Principal, order_id: UUID) -> mo
     response_model=schemas.OrderView,
     summary="Cancel an order",
     responses={
-        200: {"model": schemas.OrderView, "description": "It is cancelled, perhaps partly filled before."},
+        200: problems.answer(schemas.OrderView, "It is cancelled, perhaps partly filled before."),
         202: _LATER,
         **problems.responses(*_CHANGE_PROBLEMS),
     },
 )
 async def cancel_order(
-    order_id: UUID, body: schemas.CancelRequest, caller: Caller, services: InServices, wait: Wait = None
+    order_id: UUID, body: schemas.CancelRequest, call: Call, wait: Wait = None
 ) -> Response:
     """Takes an order back. One that no worker has taken yet is withdrawn and never sent to the broker.
 
@@ -291,9 +272,9 @@ async def cancel_order(
     A repeat of one that is cancelled already answers 200; any other final state is `ORDER_SETTLED`. A repeat
     joins a cancel that is under way, and sends one anew that came to nothing, also under the same request id.
     """
-    row = await own_order(services, caller, order_id)
-    seconds = services.settings.order_wait if wait is None else wait
-    changed = await services.changes.cancel(row, body, seconds, caller.actor)
+    row = await own_order(call, order_id)
+    seconds = call.services.settings.order_wait if wait is None else wait
+    changed = await call.services.changes.cancel(row, body, seconds, call.actor)
     return view_response(changed.order, 200 if changed.order.state is OrderState.CANCELLED else 202)
 
 
@@ -302,13 +283,13 @@ async def cancel_order(
     response_model=schemas.OrderView,
     summary="Change an order",
     responses={
-        200: {
-            "model": schemas.OrderView,
-            "description": "The broker has changed it, now or when this was first asked.",
-        },
+        200: problems.answer(
+            schemas.OrderView, "The broker has changed it, now or when this was first asked."
+        ),
         202: _LATER,
         **problems.responses(
             *_CHANGE_PROBLEMS,
+            *_REFUSALS,
             errors.RequestIdReused,
             errors.NotAtBroker,
             errors.OrderUnknown,
@@ -317,13 +298,15 @@ async def cancel_order(
     },
 )
 async def replace_order(
-    order_id: UUID, body: schemas.ReplaceRequest, caller: Caller, services: InServices, wait: Wait = None
+    order_id: UUID, body: schemas.ReplaceRequest, call: Call, wait: Wait = None
 ) -> Response:
     """Lowers the quantity of a working order, changes its price, or both; sent to the broker at most once.
 
+    Another price passes the checks and the switches of a new order. A smaller quantity alone always passes.
+
     A repeat under the same request id waits for the first one's answer, and later returns the order as it is.
     """
-    row = await own_order(services, caller, order_id)
-    seconds = services.settings.order_wait if wait is None else wait
-    changed = await services.changes.replace(row, body, seconds, caller.actor)
+    row = await own_order(call, order_id)
+    seconds = call.services.settings.order_wait if wait is None else wait
+    changed = await call.services.changes.replace(row, body, seconds, call.actor)
     return view_response(changed.order, 200 if changed.answered else 202)

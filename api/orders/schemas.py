@@ -1,6 +1,5 @@
-"""Bodies, filters and views of orders. Quantities are lots; prices are in the instrument's currency."""
-
-from __future__ import annotations
+"""Bodies, filters and views of orders. Quantities are lots (of odd-lot orders: shares); prices are in the
+instrument's currency."""
 
 import base64
 import binascii
@@ -8,47 +7,20 @@ import uuid
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from enum import StrEnum
-from typing import Annotated, Any, Self
+from hashlib import sha256
+from typing import Annotated, Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from api.http.errors import InvalidRequest
-from api.http.fields import AccountId, Body, Price, View, examples
+from api.http.fields import AccountId, Body, Price, View
 from infra.database.orders.listing import FINAL, OPEN, OrderPosition, OrderSelection
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
+from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
 
 #: Lots. Far above what an exchange takes in one order (499 for stocks on the TWSE): a typing error's limit,
 #: not a rule of trading.
 MAX_QUANTITY = 10_000
-
-ORDER_EXAMPLE: dict[str, Any] = {
-    "client_order_id": "2026-11-21-0001",
-    "account_id": "9A95-0123456",
-    "symbol": "2330",
-    "side": "buy",
-    "quantity": 1,
-    "price_type": "LMT",
-    "price": "1005.5",
-    "time_in_force": "ROD",
-}
-
-ORDER_VIEW_EXAMPLE: dict[str, Any] = {
-    **ORDER_EXAMPLE,
-    "id": "0199f1c2a5b87c3e9d4f6a1b2c3d4e5f",
-    "user_id": "alice",
-    "state": "filled",
-    "final": True,
-    "broker_order_id": "P0000017",
-    "filled_quantity": 1,
-    "average_price": "1005",
-    "code": None,
-    "reason": None,
-    "reduce_only": False,
-    "origin": None,
-    "attention": None,
-    "accepted_at": "2026-11-21T01:00:00.000000Z",
-}
-
 
 ClientOrderId = Annotated[
     str,
@@ -60,37 +32,66 @@ ClientOrderId = Annotated[
 ]
 Symbol = Annotated[str, Field(pattern=r"^[A-Za-z0-9./_-]+$", max_length=32)]
 OrderPrice = Annotated[Decimal, Field(gt=0, max_digits=14, decimal_places=4, allow_inf_nan=False)]
-LimitPrice = Annotated[OrderPrice | None, Field(description="Required with LMT, refused with MKT.")]
+LimitPrice = Annotated[
+    OrderPrice | None,
+    Field(description="Required with LMT, refused with MKT and MKP (range market, TAIFEX)."),
+]
+Lot = Annotated[OrderLot, Field(description="Of stocks. `odd` (after the close) and `intraday_odd`: shares.")]
+Condition = Annotated[OrderCondition, Field(description="Of stocks. Each has positions of its own.")]
+OpenCloseType = Annotated[OpenClose, Field(description="Of futures; `auto` closes before it opens.")]
+
+
+_USUAL = frozenset({OrderLot.COMMON, OrderCondition.CASH, OpenClose.AUTO})
+
+
+def special_terms(*terms: OrderLot | OrderCondition | OpenClose | None) -> list[str]:
+    """For a fingerprint: nothing for the usual terms, whose prints stay those of release 0.1.0."""
+    return [term.value for term in terms if term is not None and term not in _USUAL]
 
 
 def check_price(price_type: PriceType, price: Decimal | None) -> None:
     """Raises `ValueError` unless there is a price exactly with a limit order."""
     if price_type is PriceType.LIMIT and price is None:
         raise ValueError("a limit order needs a price")
-    if price_type is PriceType.MARKET and price is not None:
+    if price_type is not PriceType.LIMIT and price is not None:
         raise ValueError("a market order has no price")
 
 
 class OrderRequest(Body):
     """A new order."""
 
-    model_config = examples(
-        ORDER_EXAMPLE, {**ORDER_EXAMPLE, "price_type": "MKT", "price": None, "time_in_force": "IOC"}
-    )
-
     client_order_id: ClientOrderId
     account_id: AccountId
     symbol: Symbol
     side: Side
-    quantity: Annotated[int, Field(strict=True, gt=0, le=MAX_QUANTITY, description="Lots.")]
+    quantity: Annotated[
+        int, Field(strict=True, gt=0, le=MAX_QUANTITY, description="Lots; shares of an odd lot.")
+    ]
     price_type: PriceType = PriceType.LIMIT
     price: LimitPrice = None
     time_in_force: TimeInForce = TimeInForce.ROD
+    lot: Lot = OrderLot.COMMON
+    condition: Condition = OrderCondition.CASH
+    open_close: OpenCloseType = OpenClose.AUTO
+    allow_duplicate: Annotated[
+        bool, Field(description="The same order a moment ago was no mistake: place this one, too.")
+    ] = False
 
     @model_validator(mode="after")
     def _price_fits_its_type(self) -> Self:
         check_price(self.price_type, self.price)
         return self
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for two bodies that ask for the same order, however the price is written."""
+        price = "" if self.price is None else format(self.price.normalize(), "f")
+        parts = (
+            *(self.account_id, self.symbol, self.side, str(self.quantity)),
+            *(self.price_type, price, self.time_in_force),
+            *special_terms(self.lot, self.condition, self.open_close),
+        )
+        return sha256("|".join(parts).encode()).hexdigest()
 
 
 class OrderStepView(View):
@@ -105,8 +106,6 @@ class OrderStepView(View):
 class OrderView(View):
     """An order as it stands."""
 
-    model_config = examples(ORDER_VIEW_EXAMPLE)
-
     id: str
     client_order_id: str
     user_id: str
@@ -117,6 +116,9 @@ class OrderView(View):
     price_type: PriceType
     price: Price | None
     time_in_force: TimeInForce
+    lot: OrderLot = OrderLot.COMMON
+    condition: OrderCondition = OrderCondition.CASH
+    open_close: OpenClose = OpenClose.AUTO
     state: OrderState
     final: Annotated[bool, Field(description="The state will not change any more.")]
     broker_order_id: str | None
@@ -131,22 +133,14 @@ class OrderView(View):
     attention: Annotated[str | None, Field(description="Why a person has to look at it.")] = None
     accepted_at: datetime
 
+    @property
+    def special(self) -> str:
+        """Lot, condition and type, where they are not the usual ones."""
+        return " ".join(special_terms(self.lot, self.condition, self.open_close))
+
 
 class OrderDetailView(OrderView):
     """An order with the steps of its life so far, in order of time."""
-
-    model_config = examples(
-        {
-            **ORDER_VIEW_EXAMPLE,
-            "timeline": [
-                {"step": "accepted", "at": "2026-11-21T01:00:00.000000Z", "elapsed_ms": 0},
-                {"step": "claimed", "at": "2026-11-21T01:00:00.021000Z", "elapsed_ms": 21},
-                {"step": "connected", "at": "2026-11-21T01:00:00.034000Z", "elapsed_ms": 34},
-                {"step": "submitted", "at": "2026-11-21T01:00:00.036000Z", "elapsed_ms": 36},
-                {"step": "filled", "at": "2026-11-21T01:00:00.037000Z", "elapsed_ms": 37},
-            ],
-        }
-    )
 
     timeline: list[OrderStepView]
 
@@ -160,22 +154,16 @@ RequestId = Annotated[
         "but for a cancel that came to nothing.",
     ),
 ]
-_CANCEL_EXAMPLE: dict[str, Any] = {"request_id": "cancel-1"}
-_REPLACE_EXAMPLE: dict[str, Any] = {"request_id": "replace-1", "quantity": 1, "price": "1004.5"}
 
 
 class CancelRequest(Body):
     """Take an order back."""
-
-    model_config = examples(_CANCEL_EXAMPLE)
 
     request_id: RequestId
 
 
 class ReplaceRequest(Body):
     """Change a working order: a smaller quantity, another price, or both."""
-
-    model_config = examples(_REPLACE_EXAMPLE)
 
     request_id: RequestId
     quantity: Annotated[
@@ -240,7 +228,8 @@ class OrderFilter(BaseModel):
             raise ValueError("`from` is not before `to`")
         return self
 
-    def of(self, user_id: str) -> OrderSelection:
+    def of(self, user_id: str | None) -> OrderSelection:
+        """The selection among the orders of this user; None: of all users."""
         return OrderSelection(
             user_id=user_id,
             states=frozenset(state.value for state in self.state),
@@ -262,10 +251,6 @@ class OrderQuery(OrderFilter):
 
 class OrderPage(View):
     """Orders, the newest first."""
-
-    model_config = examples(
-        {"orders": [ORDER_VIEW_EXAMPLE], "next_cursor": "AAY6sY7tQAABmfHCpbh8Pp1PahssPU5f"}
-    )
 
     orders: list[OrderView]
     next_cursor: NextCursor

@@ -1,18 +1,16 @@
 """Routes for operators: pools of free workers, and the rollouts of pools."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Annotated
 
-from fastapi import APIRouter, Path, status
+from fastapi import APIRouter, Path
 
-from api.container import InServices, Services
+from api.container import AuthorizedCall, Call
 from api.http import errors, problems
-from api.http.auth import Caller, Principal, require_staff
 from api.http.fields import ID_PATTERN
 from api.pools.schemas import PoolPolicyRequest, PoolStatusView, RolloutRequest, RolloutStatusView
 from api.workers.schemas import ReasonBody
+from infra.database.images import ImageNotAllowed, require_allowed
 from infra.market.windows import ZoneUnknown, zone_of
 from workflows.worker_pool.messages import SetPolicy
 from workflows.worker_pool.policy import PoolPolicyInvalid, check_policy
@@ -21,14 +19,13 @@ router = APIRouter(prefix="/pools/{pool}", tags=["pools"])
 
 PoolName = Annotated[str, Path(pattern=ID_PATTERN, max_length=64, examples=["default"])]
 
-_POOL_PROBLEMS = (errors.Forbidden, errors.NoPool, errors.TemporalUnavailable, errors.OrchestratorUnavailable)
+_POOL_PROBLEMS = (errors.NoPool, errors.TemporalUnavailable, errors.OrchestratorUnavailable)
 
 
 @router.get("", summary="Look at a pool", responses=problems.responses(*_POOL_PROBLEMS))
-async def get_pool(pool: PoolName, caller: Caller, services: InServices) -> PoolStatusView:
+async def get_pool(pool: PoolName, call: Call) -> PoolStatusView:
     """How many free workers it wants and why, what it has, and how its launches fare."""
-    require_staff(caller)
-    return PoolStatusView.of(await services.pools.view(pool))
+    return PoolStatusView.of(await call.services.pools.view(pool))
 
 
 @router.put(
@@ -36,108 +33,92 @@ async def get_pool(pool: PoolName, caller: Caller, services: InServices) -> Pool
     summary="Resize a pool",
     responses=problems.responses(*_POOL_PROBLEMS, PoolPolicyInvalid, ZoneUnknown, errors.PoolChanged),
 )
-async def put_pool(
-    pool: PoolName, body: PoolPolicyRequest, caller: Caller, services: InServices
-) -> PoolStatusView:
+async def put_pool(pool: PoolName, body: PoolPolicyRequest, call: Call) -> PoolStatusView:
     """Gives the pool a new policy. It stays until it is changed again, here or by the settings."""
-    require_staff(caller)
     policy = body.policy()
     check_policy(policy)
     for window in policy.windows:
         zone_of(window.zone)
-    await services.audit_request(
-        caller, "pool.policy_requested", f"pool:{pool}", reason=body.reason, policy=asdict(policy)
-    )
+    await call.audit("pool.policy_requested", f"pool:{pool}", reason=body.reason, policy=asdict(policy))
     wanted = SetPolicy(policy=policy, revision=body.revision)
-    return PoolStatusView.of(await services.pools.update(pool, "set_policy", wanted))
+    return PoolStatusView.of(await call.services.pools.update(pool, "set_policy", wanted))
 
 
 async def _change_mode(
-    pool: str, caller: Principal, services: Services, body: ReasonBody | None, asked: str
+    pool: str, call: AuthorizedCall, body: ReasonBody | None, asked: str
 ) -> PoolStatusView:
-    require_staff(caller)
     reason = (body or ReasonBody()).reason
-    await services.audit_request(caller, f"pool.{asked}_requested", f"pool:{pool}", reason=reason)
-    return PoolStatusView.of(await services.pools.update(pool, asked))
+    await call.audit(f"pool.{asked}_requested", f"pool:{pool}", reason=reason)
+    return PoolStatusView.of(await call.services.pools.update(pool, asked))
 
 
 @router.post("/pause", summary="Pause a pool", responses=problems.responses(*_POOL_PROBLEMS))
-async def pause_pool(
-    pool: PoolName, caller: Caller, services: InServices, body: ReasonBody | None = None
-) -> PoolStatusView:
+async def pause_pool(pool: PoolName, call: Call, body: ReasonBody | None = None) -> PoolStatusView:
     """Nothing is launched for the pool until it is resumed; free workers can still be claimed."""
-    return await _change_mode(pool, caller, services, body, "pause")
+    return await _change_mode(pool, call, body, "pause")
 
 
 @router.post("/drain", summary="Drain a pool", responses=problems.responses(*_POOL_PROBLEMS))
-async def drain_pool(
-    pool: PoolName, caller: Caller, services: InServices, body: ReasonBody | None = None
-) -> PoolStatusView:
+async def drain_pool(pool: PoolName, call: Call, body: ReasonBody | None = None) -> PoolStatusView:
     """Stops all free workers, and launches none until it is resumed. Users keep theirs."""
-    return await _change_mode(pool, caller, services, body, "drain")
+    return await _change_mode(pool, call, body, "drain")
 
 
 @router.post("/resume", summary="Resume a pool", responses=problems.responses(*_POOL_PROBLEMS))
-async def resume_pool(
-    pool: PoolName, caller: Caller, services: InServices, body: ReasonBody | None = None
-) -> PoolStatusView:
+async def resume_pool(pool: PoolName, call: Call, body: ReasonBody | None = None) -> PoolStatusView:
     """Ends a pause or a drain; after failed launches, the next one is tried at once."""
-    return await _change_mode(pool, caller, services, body, "resume")
+    return await _change_mode(pool, call, body, "resume")
 
 
 rollout_router = APIRouter(prefix="/pools/{pool}/rollout", tags=["pools"])
 
-_ROLLOUT_PROBLEMS = (errors.Forbidden, errors.TemporalUnavailable, errors.OrchestratorUnavailable)
+_ROLLOUT_PROBLEMS = (errors.TemporalUnavailable, errors.OrchestratorUnavailable)
 
 
 @rollout_router.get(
     "", summary="Look at a rollout", responses=problems.responses(*_ROLLOUT_PROBLEMS, errors.NoRollout)
 )
-async def get_rollout(pool: PoolName, caller: Caller, services: InServices) -> RolloutStatusView:
+async def get_rollout(pool: PoolName, call: Call) -> RolloutStatusView:
     """How far the pool's rollout is, or how the last one ended."""
-    require_staff(caller)
-    return RolloutStatusView.of(await services.rollouts.view(pool))
+    return RolloutStatusView.of(await call.services.rollouts.view(pool))
 
 
 @rollout_router.post(
     "",
     summary="Begin a rollout",
-    status_code=status.HTTP_202_ACCEPTED,
+    status_code=202,
     responses=problems.responses(
-        *_ROLLOUT_PROBLEMS, errors.NoPool, errors.RolloutInvalid, errors.RolloutUnderWay
+        *_ROLLOUT_PROBLEMS, errors.NoPool, errors.RolloutInvalid, errors.RolloutUnderWay, ImageNotAllowed
     ),
 )
-async def start_rollout(
-    pool: PoolName, body: RolloutRequest, caller: Caller, services: InServices
-) -> RolloutStatusView:
-    """Brings the pool to another version of the worker: make before break, and back by itself."""
-    require_staff(caller)
+async def start_rollout(pool: PoolName, body: RolloutRequest, call: Call) -> RolloutStatusView:
+    """Brings the pool to another version of the worker: make before break, and back by itself.
+
+    An image has to be on the list of `GET /v1/images`, which administrators keep.
+    """
     if body.image and not body.version:
         raise errors.RolloutInvalid("an image needs the version that its workers report")
-    before = (await services.pools.view(pool)).release
+    async with call.database.session() as session:
+        await require_allowed(session, body.image)
+    before = (await call.services.pools.view(pool)).release
     if body.version and body.version == before.version and body.image != before.image:
         raise errors.RolloutInvalid(
             f"the pool's workers are of version {body.version} already: another image needs another version"
         )
-    given = body.given(pool, caller.actor)
+    given = body.given(pool, call.actor)
     wanted = {"version": body.version, "image": body.image}
-    await services.audit_request(
-        caller, "pool.rollout_requested", f"pool:{pool}", reason=body.reason, **wanted
-    )
-    return RolloutStatusView.of(await services.rollouts.start(given, before))
+    await call.audit("pool.rollout_requested", f"pool:{pool}", reason=body.reason, **wanted)
+    return RolloutStatusView.of(await call.services.rollouts.start(given, before))
 
 
 @rollout_router.post(
     "/abort",
     summary="Take a rollout back",
-    status_code=status.HTTP_202_ACCEPTED,
+    status_code=202,
     responses=problems.responses(*_ROLLOUT_PROBLEMS, errors.NoRollout),
 )
-async def abort_rollout(
-    pool: PoolName, caller: Caller, services: InServices, body: ReasonBody | None = None
-) -> RolloutStatusView:
+async def abort_rollout(pool: PoolName, call: Call, body: ReasonBody | None = None) -> RolloutStatusView:
     """What the pool had before is put back in the same way. The answer may not show it yet."""
-    require_staff(caller)
     reason = (body or ReasonBody()).reason
-    await services.audit_request(caller, "pool.rollout_abort_requested", f"pool:{pool}", reason=reason)
-    return RolloutStatusView.of(await services.rollouts.abort(pool, reason))
+    await call.audit("pool.rollout_abort_requested", f"pool:{pool}", reason=reason)
+    return RolloutStatusView.of(await call.services.rollouts.abort(pool, reason))

@@ -1,56 +1,15 @@
 """Bodies and views of pools and of their rollouts."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from datetime import datetime
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import Field
 
-from api.http.fields import EMPTY_IS_NONE, Body, View, examples
+from api.http.fields import EMPTY_IS_NONE, Body, View
 from workflows.rollout.messages import ENDED, Release, RolloutInput, RolloutPhase, RolloutView
 from workflows.worker_pool.messages import PoolMode, PoolView
 from workflows.worker_pool.policy import PoolPolicy, PoolWindow
-
-_MORNING: dict[str, Any] = {
-    "name": "morning",
-    "target": 40,
-    "begins": "08:00",
-    "ends": "09:30",
-    "days": "mon-fri",
-    "zone": "Asia/Taipei",
-    "calendar": "trading",
-}
-_POLICY: dict[str, Any] = {
-    "target": 4,
-    "minimum": 2,
-    "maximum": 60,
-    "buffer": "20%",
-    "demand_minutes": 5.0,
-    "limit": 400,
-    "shrink_after": 300.0,
-    "windows": [_MORNING],
-}
-_POOL: dict[str, Any] = {
-    "pool": "default",
-    "mode": "running",
-    "wanted": 49,
-    "reasons": ["window morning: 40 instead of 4", "buffer (20% of 45 in use): 9 more, 49"],
-    "changes_at": "2026-11-23T01:30:00Z",
-    "ready": 48,
-    "starting": 1,
-    "in_use": 45,
-    "claims": 12,
-    "launches": 93,
-    "failures": 0,
-    "failing": 0,
-    "circuit_open": False,
-    "last_failure": "",
-    "next_launch": None,
-    "revision": 3,
-    "policy": _POLICY,
-}
 
 Count = Annotated[int, Field(ge=0)]
 Clock = Annotated[str, Field(max_length=5, examples=["08:00"])]
@@ -108,8 +67,6 @@ class PoolPolicyBody(Body):
 class PoolPolicyRequest(PoolPolicyBody):
     """A whole policy. It counts at once: what is too much is stopped without waiting."""
 
-    model_config = examples({**_POLICY, "reason": "more users"})
-
     revision: Annotated[
         int | None,
         Field(description="The one that you saw: if the policy was changed since, nothing is done."),
@@ -119,8 +76,6 @@ class PoolPolicyRequest(PoolPolicyBody):
 
 class PoolStatusView(View):
     """A pool now: how many workers it wants and why, and what it has."""
-
-    model_config = examples(_POOL)
 
     pool: str
     mode: Annotated[
@@ -156,25 +111,6 @@ class PoolStatusView(View):
         return cls.model_validate(asdict(view))
 
 
-_NEW: dict[str, Any] = {"version": "0.2.0", "image": "berth-worker:0.2.0", "reason": "release 0.2.0"}
-_ROLLOUT: dict[str, Any] = {
-    "pool": "default",
-    "phase": "moving",
-    "release": {"version": "0.2.0", "image": "berth-worker:0.2.0"},
-    "before": {"version": "", "image": ""},
-    "began_at": "2026-11-23T01:30:00Z",
-    "deadline": "2026-11-23T09:30:00Z",
-    "new": 8,
-    "old": 0,
-    "wanted": 8,
-    "users": 12,
-    "retired": 8,
-    "asked": 12,
-    "ended": False,
-    "reason": "",
-    "held": "",
-}
-
 Version = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9._+-]*)?$", max_length=64)]
 Image = Annotated[str, Field(pattern=r"^[!-~]*$", max_length=300)]
 
@@ -188,8 +124,6 @@ class ReleaseView(View):
 
 class RolloutRequest(Body):
     """The version that a pool is brought to. What is left out has its default."""
-
-    model_config = examples(_NEW)
 
     version: Annotated[
         Version, Field(description="What the new workers report. Empty: what the settings say.")
@@ -243,8 +177,6 @@ class RolloutRequest(Body):
 
 class RolloutStatusView(View):
     """A rollout: where it is, and what is left."""
-
-    model_config = examples(_ROLLOUT)
 
     pool: str
     phase: Annotated[

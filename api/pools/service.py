@@ -1,7 +1,5 @@
 """Pools and their rollouts, as operators see and change them: calls of their workflows."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import suppress
@@ -12,11 +10,11 @@ from temporalio.client import (
     Client,
     WorkflowExecutionStatus,
     WorkflowFailureError,
-    WorkflowQueryFailedError,
+    WorkflowQueryRejectedError,
     WorkflowUpdateFailedError,
     WorkflowUpdateRPCTimeoutOrCancelledError,
 )
-from temporalio.common import WorkflowIDConflictPolicy, WorkflowIDReusePolicy
+from temporalio.common import QueryRejectCondition, WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
 
 from api.http.errors import NoPool, NoRollout, OrchestratorUnavailable, PoolChanged, RolloutUnderWay
@@ -43,8 +41,16 @@ class PoolControl:
 
     async def view(self, pool: str) -> PoolView:
         handle = self.client.get_workflow_handle(worker_pool_id(pool))
-        with temporal_errors(missing=_no_pool(pool)):
-            view: PoolView = await handle.query("view", result_type=PoolView, rpc_timeout=TIMEOUT)
+        try:
+            with temporal_errors(missing=_no_pool(pool)):
+                view: PoolView = await handle.query(
+                    "view",
+                    result_type=PoolView,
+                    reject_condition=QueryRejectCondition.NOT_OPEN,
+                    rpc_timeout=TIMEOUT,
+                )
+        except WorkflowQueryRejectedError:  # ended by hand: a pool never ends by itself
+            raise _no_pool(pool) from None
         return view
 
     async def update(self, pool: str, name: str, *args: object) -> PoolView:
@@ -120,7 +126,7 @@ class RolloutControl:
                 if status != WorkflowExecutionStatus.RUNNING:
                     raise NoRollout(f"the last rollout of pool {pool} was ended by hand, and left no result")
                 view: RolloutView = await handle.query("view", result_type=RolloutView, rpc_timeout=TIMEOUT)
-        except (WorkflowFailureError, WorkflowQueryFailedError):
+        except WorkflowFailureError:
             raise OrchestratorUnavailable("the rollout did not answer") from None
         return view
 

@@ -1,26 +1,94 @@
-"""Closes positions. The quantity is the broker's, and two closes of one position are never both sent."""
+"""Closes positions. The quantity is the broker's, and two closes of one position are never both sent.
 
-from __future__ import annotations
+The broker is asked for positions and balance through the user's worker.
+"""
 
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
+from typing import Self
+from uuid import uuid4
 from weakref import WeakValueDictionary
 
-from api.http.errors import CloseInvalid, IntentExpired, NoPosition, PositionBusy
+import structlog
+
+from api.http.errors import CloseInvalid, IntentExpired, NoAnswer, NoPosition, PositionBusy
 from api.orders.placer import OrderLeg, OrderPlacer, PlacementResult
 from api.orders.schemas import MAX_QUANTITY, OrderRequest
+from api.positions.parts import part_ids, split_close, whole_result
 from api.positions.schemas import ClosePositionRequest, PricedBody
-from api.positions.service import Portfolio
+from api.workers.answers import AnswerListener
+from api.workers.requests import WorkerRequests
+from infra.database import accounts
 from infra.database.engine import Database
 from infra.database.models import Order as Row
 from infra.database.orders import checks as closing
 from infra.database.trading.reconciliations import FILL_MARGIN
+from worker_runtime.protocol.errors import BerthError, MalformedMessage, WorkerLost
+from worker_runtime.protocol.exchange import Position
 from worker_runtime.protocol.messages import Side
+from worker_runtime.protocol.order_terms import OpenClose
+from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, eq=False)
+class Portfolio:
+    database: Database
+    answers: AnswerListener
+    worker_requests: WorkerRequests
+
+    async def report(
+        self,
+        user_id: str,
+        account_id: str,
+        seconds: float,
+        *,
+        orders: bool = False,
+        positions: bool = False,
+        balance: bool = False,
+    ) -> AccountReport:
+        """Asks the user's worker, and starts it if there is none. Only with `orders` the broker says how far
+        behind its lists are.
+
+        Raises `AccountNotFound`, `LoginRejected`, `NoAnswer` after `seconds`, what the worker or the broker
+        said, or why there is no worker; `ValkeyUnavailable`. A question that nobody took by then is taken
+        back.
+        """
+        async with self.database.session() as session:
+            await accounts.require_login(session, user_id, account_id)
+        query = QueryAccount(
+            request_id=f"query:{uuid4()}",
+            user_id=user_id,
+            account_id=account_id,
+            orders=orders,
+            positions=positions,
+            balance=balance,
+            reply_to=self.answers.channel,
+            generation=self.answers.generation,
+        )
+        task = self.worker_requests.send(query, seconds)
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise NoAnswer("this process is stopping")
+        answer = task.result()
+        if answer.failure is not None:
+            raise answer.failure.error()
+        try:
+            report = decode_report(answer.report or {})
+        except MalformedMessage:
+            log.error("report_malformed", user=user_id)
+            raise BerthError("the worker's report cannot be read") from None
+        if balance and report.balance is None:
+            raise WorkerLost("the worker's report has no balance")
+        return report
+
 
 #: Seconds for the broker's positions: as long as a request for them waits by itself.
 POSITIONS_WAIT = 20.0
@@ -52,7 +120,7 @@ class PositionClose:
         symbol: str,
         actor: str,
         long: bool | None = None,
-    ) -> PositionClose:
+    ) -> Self:
         fingerprint = body.fingerprint(account_id, symbol)
         return cls(
             user_id=user_id,
@@ -64,6 +132,18 @@ class PositionClose:
             pricing=body,
             quantity=body.quantity,
             long=long,
+        )
+
+    def closes(self, position: Position) -> bool:
+        """Whether it can mean this position. An entry closes the other side, whatever its condition."""
+        held, wanted = position.held(self.pricing.lot), self.pricing.condition
+        if self.opens is not None:  # of shares it may not open beside lots on the other side
+            held, wanted = held or position.quantity, None
+        return (
+            position.symbol == self.symbol
+            and held != 0
+            and self.long in (None, held > 0)
+            and wanted in (None, position.condition)
         )
 
 
@@ -91,11 +171,11 @@ class PositionCloser:
         `Portfolio.report` and `OrderPlacer.place_order` raise.
         """
         async with self._database.session() as session:
-            known = await closing.orders_by_client_ids(session, close.user_id, [close.client_order_id])
+            ids = part_ids(close.client_order_id)
+            known = await closing.orders_by_client_ids(session, close.user_id, ids)
             since = await closing.database_clock(session)
-        if (first := known.get(close.client_order_id)) is not None:
-            body = OrderRequest.model_validate(first, from_attributes=True)
-            return await self._placer.place_order(close.user_id, body, wait, close.actor, leg=close.leg)
+        if known:
+            return await self._repeat(known, ids, close.leg, wait, close.actor)
         seconds = max(0.0, min(POSITIONS_WAIT, not_after - time.monotonic()))
         report = await self._portfolio.report(
             close.user_id, close.account_id, seconds, orders=True, positions=True
@@ -105,23 +185,30 @@ class PositionCloser:
         behind = timedelta(milliseconds=report.behind_ms)
         certain = report.absence_certain and report.positions_agree
         since -= behind if certain else max(FILL_MARGIN, behind)
-        held_now = (one for one in report.positions if one.symbol == close.symbol and one.quantity)
-        position = next(held_now, None)
-        if position is None or (close.long is not None and close.long != (position.quantity > 0)):
+        found = [one for one in report.positions if close.closes(one)]
+        if not found:
             async with self._database.session() as session:
                 where = (close.user_id, close.account_id, close.symbol)
                 beside = await closing.conflicting_order(session, *where, "", since, [close.opens or ""])
             if beside is not None:  # it may have made such a position, or make it yet
                 raise _position_busy(beside)
             raise NoPosition
-        held = abs(position.quantity)
+        if len(found) > 1:
+            kinds = ", ".join(sorted(one.condition for one in found))
+            raise CloseInvalid(f"there are several positions ({kinds}): say the condition of one")
+        terms: dict[str, object] = {"condition": found[0].condition}
+        if close.opens is not None:  # its open or close type is that of the order that opens
+            terms["open_close"] = OpenClose.AUTO
+        pricing = close.pricing.model_copy(update=terms)
+        left = found[0].held(pricing.lot)
+        held = abs(left)
         quantity = close.quantity or held
-        if quantity > held:
-            raise CloseInvalid(f"the position is {held}")
+        if quantity > held or not held:
+            raise CloseInvalid(f"the position is {held} of this lot")
         if quantity > MAX_QUANTITY:
-            raise CloseInvalid(f"one order takes at most {MAX_QUANTITY}; close it in parts")
-        side = Side.SELL if position.quantity > 0 else Side.BUY
-        body = close.pricing.order(close.client_order_id, close.account_id, close.symbol, side, quantity)
+            raise CloseInvalid(f"one close takes at most {MAX_QUANTITY}; close it in steps")
+        side = Side.SELL if left > 0 else Side.BUY
+        body = pricing.order(close.client_order_id, close.account_id, close.symbol, side, quantity)
         # What works on the other side would be filled beside the position that is opened afterwards.
         busy = side.value if close.opens is None else ""
         return await self.place_alone(
@@ -141,7 +228,8 @@ class PositionCloser:
         but: Sequence[str] = (),
         not_after: float = math.inf,
     ) -> PlacementResult:
-        """Places an order, and waits for its outcome up to `wait` seconds.
+        """Places an order, a close above the market's maximum as several, and waits for the outcome up to
+        `wait` seconds.
 
         Only while no other order (on `side`, or on any) works in its account and symbol, and none was filled
         since `since`; those with client order ids in `but` do not count. `not_after` as in `close_position`.
@@ -150,17 +238,29 @@ class PositionCloser:
         where = (user_id, body.account_id, body.symbol)
         async with self._user_turn(user_id), self._database.session() as session:
             await closing.lock_symbol(session, *where)
-            known = await closing.orders_by_client_ids(session, user_id, [body.client_order_id])
+            ids = part_ids(body.client_order_id)
+            known = await closing.orders_by_client_ids(session, user_id, ids)
             beside = await closing.conflicting_order(session, *where, side, since, but)
             if beside is not None and not known:  # known: an equal request was quicker
                 raise _position_busy(beside)
             if not known and time.monotonic() >= not_after:
                 raise IntentExpired("its deadline had passed before the order could be written")
-            placed = await self._placer.place_order(user_id, body, 0, actor, leg=leg, not_after=not_after)
-        if placed.failure is not None:
-            return placed
-        again = await self._placer.place_order(user_id, body, wait, actor, leg=leg)
-        return PlacementResult(again.order, new=placed.new, failure=again.failure)
+            parts = split_close(body) if leg.reduce_only else [body]
+            write = partial(self._placer.write_order, user_id, leg=leg, not_after=not_after, session=session)
+            written = [await write(part, actor) for part in parts if not known]
+        if known:
+            return await self._repeat(known, ids, leg, wait, actor)
+        return whole_result(await asyncio.gather(*(self._placer.follow_order(one, wait) for one in written)))
+
+    async def _repeat(
+        self, known: Mapping[str, Row], ids: Sequence[str], leg: OrderLeg, wait: float, actor: str
+    ) -> PlacementResult:
+        """The outcome of what an equal request has written; sends what that may not have sent."""
+        rows = [known[one] for one in ids if one in known]
+        body = OrderRequest.model_validate(rows[0], from_attributes=True)
+        bodies = [body.model_copy(update={"client_order_id": row.client_order_id}) for row in rows]
+        placed = (self._placer.place_order(rows[0].user_id, one, wait, actor, leg=leg) for one in bodies)
+        return whole_result(await asyncio.gather(*placed))
 
     @asynccontextmanager
     async def _user_turn(self, user_id: str) -> AsyncIterator[None]:

@@ -8,14 +8,11 @@ accepted: an entry that nobody waited for is not made at another price. (Alerts 
 `AlertProcessor`.)
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from uuid import UUID
+from datetime import datetime
 
 from api.http.errors import ClientOrderIdReused, CloseNotFilled, IntentExpired, NoPosition
 from api.http.notifications import NotificationListener, heard_within
@@ -24,6 +21,7 @@ from api.orders.outcomes import UNANSWERED, OrderReader, failure_of
 from api.orders.placer import OrderLeg, PlacementResult
 from api.orders.schemas import OrderView
 from api.positions.closer import PositionClose, PositionCloser
+from api.positions.parts import part_ids, read_again, whole_of
 from api.positions.schemas import Intent, IntentRequest, IntentView
 from infra.database.engine import Database
 from infra.database.orders import checks as closing
@@ -116,14 +114,14 @@ class IntentRunner:
                 not_after=not_after,
                 since=since,
             )
-            ids = (run.closing_id, run.opening_id)
-            known = await closing.orders_by_client_ids(session, user_id, ids)
+            ids = part_ids(run.closing_id)
+            known = await closing.orders_by_client_ids(session, user_id, [*ids, run.opening_id])
         if run.opening_id in known:
             if not body.intent.enters:
                 raise ClientOrderIdReused
-            legs = [await self.reader.get(known[one].id) for one in ids if one in known]
+            parts = [await self.reader.get(known[one].id) for one in ids if one in known]
             opened = await self._open(run)
-            return run.result([*legs[:-1], opened.order], opened.failure)
+            return run.result([*([whole_of(parts)] if parts else []), opened.order], opened.failure)
         enters = body.intent.enters
         close = PositionClose(
             user_id=user_id,
@@ -156,10 +154,12 @@ class IntentRunner:
             return run.result([close], failure, complete=False)
         if close.state is not OrderState.FILLED:
             raise ProblemError(CloseNotFilled(f"the closing order is {close.state.value}"), legs=[close])
-        if (datetime.now(UTC) - close.accepted_at).total_seconds() > self.deadline:
+        async with self.database.session(autocommit=True) as session:
+            now = await closing.database_clock(session)
+        if (now - close.accepted_at).total_seconds() > self.deadline:
             raise ProblemError(IntentExpired(), legs=[close])
         try:
-            opened = await self._open(run, but=[close.client_order_id])
+            opened = await self._open(run, but=part_ids(close.client_order_id))
         except BerthError as error:
             raise ProblemError(error, legs=[close]) from None
         return run.result([close, opened.order], opened.failure)
@@ -186,7 +186,7 @@ class IntentRunner:
         with self.notifications.expect(order_changes.ORDERS_CHANNEL, order.user_id) as news:
             while not order.final and run.left:
                 news.clear()
-                order = await self.reader.get(UUID(order.id))
+                order = await read_again(self.reader, order)
                 if not order.final:
                     await heard_within(news, min(CHECK_PERIOD, run.left))
         return order

@@ -1,22 +1,19 @@
 """Routes for an account: its positions and balance; to close a position, to enter or leave the market."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Response
 
-from api.container import InServices
+from api.container import Call
 from api.http import errors, problems
-from api.http.auth import Caller
 from api.http.fields import AccountIdInPath, UserIdInPath, view_response
-from api.http.problems import ProblemError
 from api.orders.outcomes import UNANSWERED
 from api.orders.router import Wait
-from api.orders.schemas import OrderView
 from api.positions import schemas
 from api.positions.closer import PositionClose
 from api.positions.intents import all_answered
+from api.positions.parts import CloseView
+from infra.database.accounts import AccountNotFound
 from worker_runtime.protocol import errors as protocol
 
 router = APIRouter(prefix="/users/{user_id}/accounts/{account_id}", tags=["accounts"])
@@ -31,34 +28,24 @@ BROKER_WAIT = 20.0
 
 #: What every question to a broker may fail with.
 _BROKER_PROBLEMS = (
+    *problems.WITHOUT_WORKER,
     errors.NotFound,
     errors.NoAnswer,
-    errors.ValkeyUnavailable,
-    errors.TemporalUnavailable,
-    errors.OrchestratorUnavailable,
+    AccountNotFound,
     protocol.UnknownAccount,
-    protocol.Parked,
-    protocol.LoginRejected,
-    protocol.LoginLimited,
     protocol.RateLimited,
-    protocol.BrokerUnreachable,
-    protocol.WorkerUnavailable,
     protocol.BrokerError,
 )
 
 
 @router.get("/positions", summary="Look at positions", responses=problems.responses(*_BROKER_PROBLEMS))
 async def get_positions(
-    user_id: UserIdInPath,
-    account_id: AccountIdInPath,
-    caller: Caller,
-    services: InServices,
-    seconds: Seconds = BROKER_WAIT,
+    user_id: UserIdInPath, account_id: AccountIdInPath, call: Call, seconds: Seconds = BROKER_WAIT
 ) -> schemas.PositionList:
     """Asks the broker through the user's worker, which is started if there is none."""
-    await services.require_known_user(caller, user_id)
-    report = await services.portfolio.report(user_id, account_id, seconds, positions=True)
-    held = sorted((one for one in report.positions if one.quantity), key=lambda one: one.symbol)
+    await call.require_known_user(user_id)
+    report = await call.services.portfolio.report(user_id, account_id, seconds, positions=True)
+    held = sorted((one for one in report.positions if one.shares), key=lambda one: one.symbol)
     return schemas.PositionList(
         user_id=user_id,
         account_id=account_id,
@@ -69,15 +56,11 @@ async def get_positions(
 
 @router.get("/balance", summary="Look at the balance", responses=problems.responses(*_BROKER_PROBLEMS))
 async def get_balance(
-    user_id: UserIdInPath,
-    account_id: AccountIdInPath,
-    caller: Caller,
-    services: InServices,
-    seconds: Seconds = BROKER_WAIT,
+    user_id: UserIdInPath, account_id: AccountIdInPath, call: Call, seconds: Seconds = BROKER_WAIT
 ) -> schemas.BalanceView:
     """Asks the broker through the user's worker, which is started if there is none."""
-    await services.require_known_user(caller, user_id)
-    report = await services.portfolio.report(user_id, account_id, seconds, balance=True)
+    await call.require_known_user(user_id)
+    report = await call.services.portfolio.report(user_id, account_id, seconds, balance=True)
     assert report.balance is not None  # the portfolio has seen to it  # noqa: S101
     return schemas.BalanceView(
         user_id=user_id,
@@ -106,17 +89,11 @@ _TRADING_PROBLEMS = (
 
 @trading_router.post(
     "/positions/{symbol}/close",
-    response_model=OrderView,
+    response_model=CloseView,
     summary="Close a position",
     responses={
-        200: {
-            "model": OrderView,
-            "description": "The broker has answered, now or when this was first asked.",
-        },
-        202: {
-            "model": OrderView,
-            "description": "Accepted; the outcome is not known yet. Look at the order.",
-        },
+        200: problems.answer(CloseView, "The broker has answered, now or when this was first asked."),
+        202: problems.answer(CloseView, "Accepted; the outcome is not known yet. Look at the order."),
         **problems.responses(*_TRADING_PROBLEMS, errors.CloseInvalid),
     },
 )
@@ -125,24 +102,24 @@ async def close_position(
     account_id: AccountIdInPath,
     symbol: SymbolInPath,
     body: schemas.ClosePositionRequest,
-    caller: Caller,
-    services: InServices,
+    call: Call,
     wait: Wait = None,
 ) -> Response:
     """Places the order that closes the position which the broker knows now; at the market unless a price is
-    given.
+    given. Above the market's maximum (499 lots) it is several orders (`parts`), written together, with one
+    outcome; repeat the close to see it.
 
     It passes a switch that lets only reducing orders through. Refused with `POSITION_BUSY` while another
     order works on that side, or if one was filled so lately that the position may not show it. A repeat
     never closes twice.
     """
-    await services.require_known_user(caller, user_id)
-    close = PositionClose.of(body, user_id, account_id, symbol, caller.actor)
-    placed = await services.closer.close_position(
-        close, services.settings.order_wait if wait is None else wait
+    await call.require_known_user(user_id)
+    close = PositionClose.of(body, user_id, account_id, symbol, call.actor)
+    placed = await call.services.closer.close_position(
+        close, call.services.settings.order_wait if wait is None else wait
     )
     if placed.failure is not None:
-        raise ProblemError(placed.failure, order=placed.order)
+        raise problems.ProblemError(placed.failure, order=placed.order)
     status = 202 if placed.order.state in UNANSWERED else 200
     return view_response(placed.order, status, f"/v1/orders/{placed.order.id}")
 
@@ -152,11 +129,11 @@ async def close_position(
     response_model=schemas.IntentView,
     summary="Enter or leave the market",
     responses={
-        200: {"model": schemas.IntentView, "description": "The broker has answered all of it."},
-        202: {
-            "model": schemas.IntentView,
-            "description": "Not all of it is known or done yet. Repeat it to go on: nothing opens by itself.",
-        },
+        200: problems.answer(schemas.IntentView, "The broker has answered all of it."),
+        202: problems.answer(
+            schemas.IntentView,
+            "Not all of it is known or done yet. Repeat it to go on: nothing opens by itself.",
+        ),
         **problems.responses(*_TRADING_PROBLEMS, errors.CloseNotFilled, errors.IntentExpired),
     },
 )
@@ -164,8 +141,7 @@ async def carry_out_intent(
     user_id: UserIdInPath,
     account_id: AccountIdInPath,
     body: schemas.IntentRequest,
-    caller: Caller,
-    services: InServices,
+    call: Call,
     wait: Wait = None,
 ) -> Response:
     """`long_entry` buys, `short_entry` sells; a position on the other side is closed first, and only if that
@@ -174,7 +150,7 @@ async def carry_out_intent(
     Nothing is opened later by itself: when the request ends before the close is filled, repeat it with the
     same id, within the order deadline after the close was accepted. Problems carry the orders in `legs`.
     """
-    await services.require_known_user(caller, user_id)
-    seconds = services.settings.order_wait if wait is None else wait
-    result = await services.intents.run_intent(user_id, account_id, body, seconds, caller.actor)
+    await call.require_known_user(user_id)
+    seconds = call.services.settings.order_wait if wait is None else wait
+    result = await call.services.intents.run_intent(user_id, account_id, body, seconds, call.actor)
     return view_response(result, 200 if all_answered(result) else 202)

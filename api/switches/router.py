@@ -1,51 +1,141 @@
 """Routes for kill switches: for everybody, a user or an account."""
 
-from __future__ import annotations
-
-from typing import Annotated, Any
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Any, Self
 
 from fastapi import APIRouter, Query, Response
+from pydantic import Field, model_validator
 
-from api.container import InServices
+from api.container import AuthorizedCall, Call
 from api.http import problems
-from api.http.auth import Caller, Principal, require_user
 from api.http.errors import Forbidden, InvalidRequest, NotFound
-from api.http.fields import ID_PATTERN
-from api.switches import schemas
+from api.http.fields import AccountId, Body, OfUser, Rows, UserId, UserPrefix, View
+from infra.database.accounts import AccountNotFound
 from infra.database.trading import models as trading_models
 from infra.database.trading.switches import TradingScope
 from infra.database.users import UserNotFound
-from worker_runtime.protocol.errors import UnknownAccount
+from worker_runtime.protocol.requests import SwitchState
+
+
+class SwitchScope(StrEnum):
+    """Whom a switch is for."""
+
+    ALL = "all"
+    USER = "user"
+    ACCOUNT = "account"
+
+
+class SwitchHolder(StrEnum):
+    """Whose switch it is. Each opens only his own, and the strictest of all counts."""
+
+    OPERATOR = "operator"
+    USER = "user"
+
+
+class SwitchRequest(Body):
+    """What to switch, to what, and why."""
+
+    scope: SwitchScope
+    user_id: UserId | None = None
+    account_id: AccountId | None = None
+    state: SwitchState
+    reason: Annotated[
+        str,
+        Field(min_length=1, max_length=500, pattern=r"\S", description="Why; it stands in the audit trail."),
+    ]
+    held_by: Annotated[
+        SwitchHolder | None,
+        Field(description="For operators: `user` sets the user's own switch, on the user's request."),
+    ] = None
+
+    @model_validator(mode="after")
+    def _names_its_scope(self) -> Self:
+        if (self.account_id is not None) != (self.scope is SwitchScope.ACCOUNT):
+            raise ValueError("an account id comes with the scope `account`, and only with it")
+        if self.scope is SwitchScope.ALL and (self.user_id is not None or self.held_by is SwitchHolder.USER):
+            raise ValueError("the scope `all` names no user")
+        return self
+
+
+class SwitchView(View):
+    """One switch, as somebody set it last."""
+
+    scope: SwitchScope
+    user_id: str | None
+    account_id: str | None
+    held_by: SwitchHolder
+    state: SwitchState
+    actor: str
+    reason: str
+    at: datetime
+    version: Annotated[int, Field(description="Grows with every change of any switch.")]
+
+
+class SwitchSetView(SwitchView):
+    """A switch that was set now."""
+
+    in_force: Annotated[
+        bool,
+        Field(
+            description="All running workers concerned have it: it holds for orders that are queued already."
+            " False: Valkey did not answer. It gets the switch within seconds of its return; until then"
+            " no order is taken."
+        ),
+    ]
+    also: Annotated[
+        str | None,
+        Field(description="The strictest other switch that holds for this user or account, in words."),
+    ] = None
+
+
+class EffectiveSwitchView(View):
+    """What counts for a user: the strictest of everything set."""
+
+    version: int
+    all_accounts: SwitchState
+    accounts: Annotated[
+        dict[str, SwitchState], Field(description="Accounts with a state of their own that is not open.")
+    ]
+
+
+class SwitchList(View):
+    """A page of switches, the newest change first."""
+
+    switches: list[SwitchView]
+    next_cursor: int | None = None
+    effective: Annotated[
+        EffectiveSwitchView | None, Field(description="With a user: what counts for him. Else nothing.")
+    ] = None
+
 
 router = APIRouter(tags=["switches"])
 
-OfUser = Annotated[str | None, Query(pattern=ID_PATTERN, max_length=64, description="Only for this user.")]
+Cursor = Annotated[int | None, Query(ge=1, le=2**63 - 1, description="`next_cursor` of the page before.")]
 
 
 @router.put(
     "/switches",
     summary="Halt, reduce or open",
-    response_model=schemas.SwitchSetView,
+    response_model=SwitchSetView,
     responses={
-        202: {"model": schemas.SwitchSetView, "description": "It is set; Valkey did not answer yet."},
-        **problems.responses(NotFound, Forbidden, UserNotFound, UnknownAccount),
+        202: problems.answer(SwitchSetView, "It is set; Valkey did not answer yet."),
+        **problems.responses(NotFound, Forbidden, UserNotFound, AccountNotFound),
     },
 )
-async def put_switch(
-    body: schemas.SwitchRequest, caller: Caller, services: InServices, response: Response
-) -> schemas.SwitchSetView:
+async def put_switch(body: SwitchRequest, call: Call, response: Response) -> SwitchSetView:
     """Sets a switch: `halted` takes no new order, `reducing` only those that make a position smaller.
 
     Cancels always pass. It holds when this is answered, also for orders that are queued already; only what is
     inside the broker's SDK by then goes on. Operators switch everybody, a user or an account. A user's key
     sets the user's own switch, which stands beside the operators': nobody opens what another has closed.
     """
-    row, in_force = await services.switches.set_switch(
-        _requested_scope(body, caller), body.state, actor=caller.actor, reason=body.reason
+    row, in_force, also = await call.services.switches.set_switch(
+        _requested_scope(body, call), body.state, actor=call.actor, reason=body.reason
     )
     if not in_force:
         response.status_code = 202
-    return schemas.SwitchSetView(in_force=in_force, **_switch_fields(row))
+    return SwitchSetView(in_force=in_force, also=also, **_switch_fields(row))
 
 
 @router.get(
@@ -53,53 +143,55 @@ async def put_switch(
     summary="Look at switches",
     responses=problems.responses(NotFound, UserNotFound),
 )
-async def list_switches(caller: Caller, services: InServices, user_id: OfUser = None) -> schemas.SwitchList:
-    """Every switch that was ever set. With a user, and with a user's key, those that can hold for the user,
-    and what counts."""
-    user_id = user_id or caller.user_id
+async def list_switches(
+    call: Call,
+    user_id: OfUser = None,
+    prefix: UserPrefix = None,
+    state: Annotated[SwitchState | None, Query(description="Only those in this state.")] = None,
+    limit: Rows = 100,
+    cursor: Cursor = None,
+) -> SwitchList:
+    """Every switch that was ever set, the newest change first. With a user, and with a user's key, those that
+    can hold for the user, and what counts."""
+    user_id = user_id or call.caller.user_id
     if user_id is not None:
-        require_user(caller, user_id)
-    rows, effective = await services.switches.list_switches(user_id)
+        call.require_user(user_id)
+    rows, effective = await call.services.switches.list_switches(
+        user_id, prefix=prefix, state=state, before=cursor, limit=limit + 1
+    )
     counts = None
     if effective is not None:
-        counts = schemas.EffectiveSwitchView(
+        counts = EffectiveSwitchView(
             version=effective.version, all_accounts=effective.every, accounts=dict(effective.accounts)
         )
-    return schemas.SwitchList(
-        switches=[schemas.SwitchView(**_switch_fields(row)) for row in rows], effective=counts
-    )
+    shown = [SwitchView(**_switch_fields(row)) for row in rows[:limit]]
+    end = shown[-1].version if len(rows) > limit else None
+    return SwitchList(switches=shown, next_cursor=end, effective=counts)
 
 
-def _requested_scope(body: schemas.SwitchRequest, caller: Principal) -> TradingScope:
+def _requested_scope(body: SwitchRequest, call: AuthorizedCall) -> TradingScope:
     """Raises `Forbidden`, `NotFound`, `InvalidRequest`."""
-    if body.scope is schemas.SwitchScope.ALL:
-        if not caller.staff:
+    if body.scope is SwitchScope.ALL:
+        if not call.caller.staff:
             raise Forbidden
         return TradingScope()
-    if not caller.staff and body.held_by is schemas.SwitchHolder.OPERATOR:
+    if not call.caller.staff and body.held_by is SwitchHolder.OPERATOR:
         raise Forbidden
-    user_id = body.user_id or caller.user_id
+    user_id = body.user_id or call.caller.user_id
     if user_id is None:
         raise InvalidRequest("not valid: user_id is missing")
-    require_user(caller, user_id)
-    by_user = not caller.staff or body.held_by is schemas.SwitchHolder.USER
+    call.require_user(user_id)
+    by_user = not call.caller.staff or body.held_by is SwitchHolder.USER
     return TradingScope(user_id, body.account_id or "", by_user=by_user)
 
 
 def _switch_fields(row: trading_models.Switch) -> dict[str, Any]:
     scope = TradingScope.parse(row.scope)
-    name = (
-        schemas.SwitchScope.ACCOUNT
-        if scope.account_id
-        else schemas.SwitchScope.USER
-        if scope.user_id
-        else schemas.SwitchScope.ALL
-    )
     return {
-        "scope": name,
+        "scope": "account" if scope.account_id else "user" if scope.user_id else "all",
         "user_id": scope.user_id or None,
         "account_id": scope.account_id or None,
-        "held_by": schemas.SwitchHolder.USER if scope.by_user else schemas.SwitchHolder.OPERATOR,
+        "held_by": SwitchHolder.USER if scope.by_user else SwitchHolder.OPERATOR,
         "state": row.state,
         "actor": row.actor,
         "reason": row.reason,

@@ -1,9 +1,8 @@
 """Sets kill switches in PostgreSQL, and writes them for each worker before it answers the caller."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 from redis.asyncio import Redis
@@ -13,9 +12,9 @@ from infra.database import accounts, users
 from infra.database.engine import Database
 from infra.database.trading import switches
 from infra.database.trading.models import Switch
-from infra.database.trading.switches import TradingScope
 from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
+from infra.valkey.switch_fanout import SwitchSigner
 from worker_runtime.protocol.requests import SwitchState, UserSwitch
 
 log = structlog.get_logger()
@@ -25,14 +24,15 @@ log = structlog.get_logger()
 class SwitchControl:
     database: Database
     client: Redis
+    signer: SwitchSigner
 
     async def set_switch(
-        self, scope: TradingScope, state: SwitchState, *, actor: str, reason: str
-    ) -> tuple[Switch, bool]:
-        """Sets a switch; the flag says whether all workers concerned have it.
+        self, scope: switches.TradingScope, state: SwitchState, *, actor: str, reason: str
+    ) -> tuple[Switch, bool, str | None]:
+        """Sets a switch; the flag says whether all workers concerned have it, the text what else holds there.
 
         From the commit on it holds for new orders. Workers that Valkey could not tell get it in the watcher's
-        next round. Raises `UserNotFound`, `UnknownAccount`, `DatabaseUnavailable`.
+        next round. Raises `UserNotFound`, `AccountNotFound`, `DatabaseUnavailable`.
         """
         async with self.database.session() as session:
             if scope.user_id:
@@ -40,6 +40,8 @@ class SwitchControl:
             if scope.account_id:
                 await accounts.require_account(session, scope.user_id, scope.account_id)
             row = await switches.put_switch(session, scope, state, actor=actor, reason=reason)
+            whom = (scope.user_id, scope.account_id)
+            other = await switches.holding_switch(session, *whom, but=scope.name) if scope.user_id else None
         in_force = await self._fan_out(scope)
         log.warning(
             "switched",
@@ -49,31 +51,39 @@ class SwitchControl:
             version=row.version,
             in_force=in_force,
         )
-        return row, in_force
+        return row, in_force, switches.described(other) if other else None
 
-    async def _fan_out(self, scope: TradingScope) -> bool:
+    async def _fan_out(self, scope: switches.TradingScope) -> bool:
         try:
             server = await valkey.read_server_id(self.client)  # first (`switch_fanout`)
             async with self.database.session() as session:
                 picture = await switches.read_switches(session)
                 # After the picture: a claim that commits in between reads the switches for itself.
                 concerned = await switches.users_in_scope(session, scope)
-            wanted = {user_id: picture.for_user(user_id) for user_id in concerned}
-            await switch_fanout.write_switches(self.client, server, wanted)
+            return await self.write(picture, server, concerned)
         except (RedisError, OSError) as error:
             log.warning("switch_not_fanned_out", scope=scope.name, error=type(error).__name__)
             return False
-        return True
 
-    async def list_switches(self, user_id: str | None) -> tuple[Sequence[Switch], UserSwitch | None]:
-        """All switches, or those that can hold for one user and what counts for him.
-
-        Raises `UserNotFound`.
-        """
+    async def write(self, picture: switches.SwitchSnapshot, server: str, concerned: Sequence[str]) -> bool:
+        """Writes the users' switches; whether Valkey has them, or a later one, then. Raises `RedisError`."""
+        wanted = {user_id: picture.for_user(user_id) for user_id in concerned}
+        newer = await switch_fanout.write_switches(self.client, self.signer, server, wanted)
+        if not newer:
+            return True
+        # Somebody's later change has these in it, if it is PostgreSQL's newest and not forged.
         async with self.database.session() as session:
-            if user_id is None:
-                return await switches.list_switches(session), None
-            await users.get_user(session, user_id)
-            return await switches.list_switches(session, user_id), await switches.switch_of_user(
-                session, user_id
-            )
+            picture = await switches.read_switches(session)
+        return not await switch_fanout.users_behind(self.client, self.signer, server, picture, newer)
+
+    async def list_switches(
+        self, user_id: str | None, **wanted: Any
+    ) -> tuple[Sequence[Switch], UserSwitch | None]:
+        """All switches, or those that can hold for one user and what counts for him. `wanted`: which, as
+        `switches.list_switches` takes it. Raises `UserNotFound`."""
+        async with self.database.session() as session:
+            effective = None
+            if user_id is not None:
+                await users.get_user(session, user_id)
+                effective = await switches.switch_of_user(session, user_id)
+            return await switches.list_switches(session, user_id, **wanted), effective

@@ -1,89 +1,157 @@
-"""Routes for users: the addresses of their statements, their accounts' broker credentials and limits."""
+"""Routes for users: their life, where their statements go, their accounts' credentials and limits."""
 
-from __future__ import annotations
-
+import asyncio
+import math
 import secrets
+from contextlib import closing
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import structlog
-from fastapi import APIRouter, status
+from fastapi import APIRouter, Query
+from pydantic import Field
 
-from api.container import InServices, Services
+from api.container import Call, Services
 from api.http import problems
-from api.http.auth import Caller, require_staff, require_user
-from api.http.errors import Forbidden, InvalidRequest, NotFound
-from api.http.fields import AccountIdInPath, UserIdInPath
+from api.http.errors import Forbidden, InvalidRequest, NotFound, NoWorker, TemporalUnavailable
+from api.http.fields import ID_PATTERN, AccountIdInPath, Reason, Rows, UserIdInPath, UserPrefix
+from api.http.rights import Role
 from api.users import schemas
-from infra.database import accounts, audit, users
+from api.workers.schemas import ReasonBody
+from infra.database import accounts, api_keys, audit, users
+from infra.database.accounts import AccountNotFound
 from infra.database.models import StatementAddress
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.models import AccountLimits
-from infra.database.users import UserExists
+from infra.settings import Settings
 from infra.vault import vault
-from worker_runtime.protocol.errors import BerthError, UnknownAccount
-from worker_runtime.protocol.messages import Credentials
+from worker_runtime.protocol.errors import BerthError, LoginRejected
+from worker_runtime.protocol.exchange import ExchangeReply, Login
+from worker_runtime.protocol.messages import Credentials, decode, encode
+from workflows.user_worker.messages import ShutdownRequest
 
 router = APIRouter(prefix="/users", tags=["users"])
 credentials_router = APIRouter(prefix="/users", tags=["credentials"])
 limit_router = APIRouter(prefix="/users", tags=["accounts"])
 
+IdPart = Annotated[str, Field(pattern=ID_PATTERN, max_length=64)]
+Why = Annotated[Reason, Query(description="For the audit trail.")]
+
+#: Seconds that the paper exchange may take to check keys; it needs about a millisecond.
+LOGIN_PATIENCE = 2.0
 _ADDRESSES_PATH = "/{user_id}/statement-addresses"
 _LIMITS_PATH = "/{user_id}/accounts/{account_id}/limits"
 
 
-@router.post(
-    "",
-    status_code=status.HTTP_201_CREATED,
-    summary="Create a user",
-    responses=problems.responses(UserExists, Forbidden),
-)
-async def create_user(
-    body: schemas.UserRequest, caller: Caller, services: InServices
-) -> schemas.UserWithKeyView:
-    """Creates a user and an API key for it, which is shown this once. For operators and administrators."""
-    require_staff(caller)
+@router.post("", status_code=201, summary="Create a user", responses=problems.responses(users.UserExists))
+async def create_user(body: schemas.UserRequest, call: Call) -> schemas.UserWithKeyView:
+    """Creates a user and an API key for it, which is shown this once. For administrators."""
     user_id = body.user_id or f"u-{secrets.token_hex(8)}"
-    async with services.database.session() as session:
+    async with call.database.session() as session:
         user = await users.create_user(session, user_id)
-        key = await users.create_api_key(session, "user", user_id)
-        audit.append_entry(
-            session,
-            actor=caller.actor,
-            action="user.created",
-            subject=f"user:{user_id}",
-            key_id=str(key.id),
+        token = call.services.tokens.make()
+        key = await api_keys.create_api_key(session, token, "user", user_id, "the first key")
+        audit.append_entry(session, call.actor, "user.created", f"user:{user_id}", key_id=str(key.id))
+    return schemas.UserWithKeyView(user_id=user.id, created_at=user.created_at, api_key=token)
+
+
+@router.get("", summary="List users")
+async def list_users(
+    call: Call,
+    prefix: UserPrefix = None,
+    disabled: Annotated[bool | None, Query(description="Only disabled ones, or only the others.")] = None,
+    limit: Rows = 100,
+    cursor: Annotated[IdPart | None, Query(description="`next_cursor` of the page before.")] = None,
+) -> schemas.UserPage:
+    """All users by id, without those that were removed. For operators and administrators."""
+    async with call.database.session(autocommit=True) as session:
+        rows = await users.list_users(
+            session, prefix=prefix, disabled=disabled, after=cursor, limit=limit + 1
         )
-    return schemas.UserWithKeyView(user_id=user.id, created_at=user.created_at, api_key=key.token)
+    shown = [schemas.UserView.model_validate(row) for row in rows[:limit]]
+    return schemas.UserPage(users=shown, next_cursor=shown[-1].user_id if len(rows) > limit else None)
 
 
-@router.get(_ADDRESSES_PATH, summary="Look at statement addresses", responses=problems.responses(NotFound))
-async def get_statement_addresses(
-    user_id: UserIdInPath, caller: Caller, services: InServices
-) -> schemas.StatementAddressesView:
+@router.get("/{user_id}", summary="Look at a user", responses=problems.responses(users.UserNotFound))
+async def get_user(user_id: UserIdInPath, call: Call) -> schemas.UserDetailView:
+    """The user and its broker accounts with the state of their logins, without anything secret."""
+    call.require_user(user_id)
+    async with call.database.session(autocommit=True) as session:
+        user = await users.get_user(session, user_id)
+        stored = await accounts.accounts_of_user(session, user_id)
+        epoch = await accounts.serving_epoch(session, user_id)
+    held = [schemas.AccountView.of(one, epoch) for one in stored]
+    return schemas.UserDetailView(**schemas.UserView.model_validate(user).model_dump(), accounts=held)
+
+
+@router.post(
+    "/{user_id}/disable",
+    summary="Disable a user",
+    responses=problems.responses(users.UserNotFound, TemporalUnavailable),
+)
+async def disable_user(user_id: UserIdInPath, call: Call, body: ReasonBody | None = None) -> schemas.UserView:
+    """Refuses the user's keys, alerts and all new orders for it, and ends its worker.
+
+    Open orders stay at the broker: operators cancel them. Without Temporal the answer is an error, but the
+    user is disabled; a repeat ends the worker.
+    """
+    reason = (body or ReasonBody()).reason
+    async with call.database.session() as session:
+        user = await users.put_disabled(session, user_id, True, actor=call.actor, reason=reason)
+    try:
+        await call.services.control.signal(user_id, "shutdown", ShutdownRequest(reason=f"disabled: {reason}"))
+    except NoWorker:
+        pass
+    except TemporalUnavailable:
+        raise TemporalUnavailable("the user is disabled, its worker still runs: repeat this") from None
+    return schemas.UserView.model_validate(user)
+
+
+@router.post("/{user_id}/enable", summary="Enable a user", responses=problems.responses(users.UserNotFound))
+async def enable_user(user_id: UserIdInPath, call: Call, body: ReasonBody | None = None) -> schemas.UserView:
+    """Takes the user's keys, alerts and orders again. For administrators."""
+    reason = (body or ReasonBody()).reason
+    async with call.database.session() as session:
+        user = await users.put_disabled(session, user_id, False, actor=call.actor, reason=reason)
+    return schemas.UserView.model_validate(user)
+
+
+@router.delete(
+    "/{user_id}",
+    status_code=204,
+    summary="Remove a user",
+    responses=problems.responses(users.UserNotFound, accounts.StillInUse),
+)
+async def remove_user(user_id: UserIdInPath, call: Call, reason: Why = "requested") -> None:
+    """For good, with accounts, credentials, webhooks and keys, once it is disabled and nothing is open.
+
+    Orders and the audit trail are kept, so the id is not given again. For administrators.
+    """
+    async with call.database.session() as session:
+        await users.remove_user(session, user_id, actor=call.actor, reason=reason)
+
+
+@router.get(_ADDRESSES_PATH, summary="Look at statement addresses")
+async def get_statement_addresses(user_id: UserIdInPath, call: Call) -> schemas.StatementAddressesView:
     """Where the statement of each trading day goes."""
-    await services.require_known_user(caller, user_id)
-    async with services.database.session() as session:
+    await call.require_known_user(user_id)
+    async with call.database.session() as session:
         found = await users.get_addresses(session, user_id)
     return schemas.StatementAddressesView.model_validate(found)
 
 
-@router.put(
-    _ADDRESSES_PATH,
-    summary="Set statement addresses",
-    responses=problems.responses(Forbidden, NotFound),
-)
+@router.put(_ADDRESSES_PATH, summary="Set statement addresses", responses=problems.responses(NotFound))
 async def put_statement_addresses(
-    user_id: UserIdInPath, body: schemas.StatementAddressesRequest, caller: Caller, services: InServices
+    user_id: UserIdInPath, body: schemas.StatementAddressesRequest, call: Call
 ) -> schemas.StatementAddressesView:
-    """Sets both; without any the user gets no statements. For operators and administrators, who have to know
-    that the address is the user's: nothing is sent to confirm it."""
-    require_staff(caller)
+    """Sets both; without any the user gets no statements. For administrators, who have to know that the
+    address is the user's: nothing is sent to confirm it."""
     if body.webhook_url is not None:
         _check_has_host(body.webhook_url)
-    await services.require_known_user(caller, user_id)
+    await call.require_known_user(user_id)
     addresses = StatementAddress(email=body.email, webhook_url=body.webhook_url)
-    async with services.database.session() as session:
-        await users.put_addresses(session, user_id, addresses, actor=caller.actor)
+    async with call.database.session() as session:
+        await users.put_addresses(session, user_id, addresses, actor=call.actor)
     return schemas.StatementAddressesView.model_validate(addresses)
 
 
@@ -100,54 +168,103 @@ def _check_has_host(url: str) -> None:
 @credentials_router.put(
     "/{user_id}/accounts/{account_id}/credentials",
     summary="Store broker credentials",
-    responses=problems.responses(NotFound),
+    responses=problems.responses(accounts.TooManyAccounts, accounts.AccountDiffers),
 )
 async def store_credentials(
-    user_id: UserIdInPath,
-    account_id: AccountIdInPath,
-    body: schemas.CredentialsRequest,
-    caller: Caller,
-    services: InServices,
+    user_id: UserIdInPath, account_id: AccountIdInPath, body: schemas.CredentialsRequest, call: Call
 ) -> schemas.CredentialsView:
     """Encrypts and stores the credentials of one account; they are never shown again.
 
-    A running worker of the user is told to load them; if that fails, it has the old ones until
+    Those of the paper broker are tried at once: `login` says what came of it. A running worker of the user is
+    told to load them; if that fails, it has the old ones until
     `POST /v1/users/{user_id}/worker/reload-credentials`.
     """
-    require_user(caller, user_id)
-    encrypted = await vault.encrypt_credentials(
-        Credentials(
-            api_key=body.api_key.get_secret_value(),
-            secret_key=body.secret_key.get_secret_value(),
-            person_id=body.person_id.get_secret_value(),
-            ca_certificate=body.ca_certificate,
-            ca_password=body.ca_password.get_secret_value(),
-        ),
-        services.wrapper,
-        user_id=user_id,
-        account_id=account_id,
+    call.require_user(user_id)
+    credentials = Credentials(
+        api_key=body.api_key.get_secret_value(),
+        secret_key=body.secret_key.get_secret_value(),
+        person_id=body.person_id.get_secret_value(),
+        ca_certificate=body.ca_certificate,
+        ca_password=body.ca_password.get_secret_value(),
     )
-    shown = body.model_dump(mode="json", include={"broker", "broker_type", "simulation"})
-    async with services.database.session() as session:
-        await users.get_user(session, user_id)
-        version = await accounts.put_account(
-            session, user_id=user_id, account_id=account_id, **shown, encrypted=encrypted
-        )
+    key = {"user_id": user_id, "account_id": account_id}
+    encrypted = await vault.encrypt_credentials(credentials, call.services.wrapper, **key)
+    number = body.broker_account
+    login, why = await _try_login(
+        body.broker, call.services.settings.exchange_address, number or account_id, credentials
+    )
+    shown = key | body.model_dump(mode="json", include={"broker", "broker_type", "simulation"})
+    async with call.database.session() as session:
+        await users.get_user(session, user_id, lock=True)  # nobody removes it meanwhile
+        version = await accounts.put_account(session, encrypted=encrypted, number=number, **shown)
+        said = {"version": version, "broker": body.broker.value, "login": login}
         audit.append_entry(
-            session,
-            actor=caller.actor,
-            action="credentials.stored",
-            subject=f"account:{user_id}/{account_id}",
-            version=version,
-            broker=body.broker.value,
+            session, call.actor, "credentials.stored", f"account:{user_id}/{account_id}", **said
         )
+    signalled = await _signal_reload(call.services, user_id)
     return schemas.CredentialsView(
-        user_id=user_id,
-        account_id=account_id,
-        **shown,
-        version=version,
-        reload_signalled=await _signal_reload(services, user_id),
+        **shown, version=version, login=login, login_detail=why, reload_signalled=signalled
     )
+
+
+@credentials_router.post(
+    "/{user_id}/accounts/{account_id}/retry",
+    summary="Try a rejected login again",
+    responses=problems.responses(accounts.AccountNotFound),
+)
+async def retry_login(user_id: UserIdInPath, account_id: AccountIdInPath, call: Call) -> schemas.AccountView:
+    """With what is stored, by the running worker or the next one. An account that was not rejected, and has
+    no session, is only tried sooner."""
+    call.require_user(user_id)
+    async with call.database.session() as session:
+        stored = await accounts.retry_login(session, user_id, account_id, actor=call.actor)
+        view = schemas.AccountView.of(stored, await accounts.serving_epoch(session, user_id))
+    await _signal_reload(call.services, user_id)
+    return view
+
+
+@credentials_router.delete(
+    "/{user_id}/accounts/{account_id}",
+    status_code=204,
+    summary="Remove an account",
+    responses=problems.responses(accounts.AccountNotFound, accounts.StillInUse),
+)
+async def remove_account(
+    user_id: UserIdInPath, account_id: AccountIdInPath, call: Call, reason: Why = "requested"
+) -> None:
+    """For good, with its credentials, limits and webhooks, once no worker runs and no order of it is open."""
+    call.require_user(user_id)
+    async with call.database.session() as session:
+        await accounts.remove_account(session, user_id, account_id, actor=call.actor, reason=reason)
+
+
+async def _try_login(
+    broker: schemas.BrokerName, address: str, account: str, keys: Credentials
+) -> tuple[schemas.LoginTrial, str]:
+    """What the paper exchange says to these keys, and why. It opens no session and counts nothing."""
+    if broker is not schemas.BrokerName.PAPER:
+        return "not_tried", f"{broker.value} counts each login: the user's worker tries them"
+    host, _, port = address.rpartition(":")
+    login = Login(
+        id=1,
+        account=account,
+        api_key=keys.api_key,
+        secret_key=keys.secret_key,
+        person_id=keys.person_id,
+        check_only=True,
+    )
+    try:
+        async with asyncio.timeout(LOGIN_PATIENCE):
+            reader, writer = await asyncio.open_connection(host, port)
+            with closing(writer):
+                writer.write(encode(login) + b"\n")
+                reply: ExchangeReply = decode(await reader.readline(), ExchangeReply)
+    except (OSError, ValueError, OverflowError, BerthError) as error:
+        return "not_tried", f"the paper exchange did not answer: {type(error).__name__}"
+    if reply.error is None:
+        return "verified", ""
+    rejected = reply.error == LoginRejected.code
+    return "rejected" if rejected else "not_tried", f"{reply.error}: {reply.detail}"
 
 
 async def _signal_reload(services: Services, user_id: str) -> bool:
@@ -159,37 +276,47 @@ async def _signal_reload(services: Services, user_id: str) -> bool:
     return True
 
 
-@limit_router.get(
-    _LIMITS_PATH, summary="Look at limits", responses=problems.responses(NotFound, UnknownAccount)
-)
+@limit_router.get(_LIMITS_PATH, summary="Look at limits", responses=problems.responses(AccountNotFound))
 async def get_limits(
-    user_id: UserIdInPath, account_id: AccountIdInPath, caller: Caller, services: InServices
+    user_id: UserIdInPath, account_id: AccountIdInPath, call: Call
 ) -> schemas.AccountLimitsView:
     """What the account may do, where that differs from the settings."""
-    require_user(caller, user_id)
-    async with services.database.session() as session:
+    call.require_user(user_id)
+    async with call.database.session() as session:
         await accounts.require_account(session, user_id, account_id)
         found = await trading_limits.get_limits(session, user_id, account_id)
     return schemas.AccountLimitsView.model_validate(found)
 
 
-@limit_router.put(
-    _LIMITS_PATH,
-    summary="Set limits",
-    responses=problems.responses(Forbidden, UnknownAccount),
-)
+@limit_router.put(_LIMITS_PATH, summary="Set limits", responses=problems.responses(AccountNotFound))
 async def put_limits(
-    user_id: UserIdInPath,
-    account_id: AccountIdInPath,
-    body: schemas.AccountLimitsRequest,
-    caller: Caller,
-    services: InServices,
+    user_id: UserIdInPath, account_id: AccountIdInPath, body: schemas.AccountLimitsRequest, call: Call
 ) -> schemas.AccountLimitsView:
-    """Sets all of them; what is left out is as the settings say. In force within 5 s. For operators and
-    administrators."""
-    require_staff(caller)
+    """Sets all of them; what is left out is as the settings say. In force within 5 s. For operators, who set
+    none that is wider than the settings or than the account's own one, and administrators."""
     limits = AccountLimits(**body.model_dump())
-    async with services.database.session() as session:
-        await accounts.require_account(session, user_id, account_id)
-        await trading_limits.put_limits(session, user_id, account_id, limits, actor=caller.actor)
+    async with call.database.session() as session:
+        await accounts.require_account(session, user_id, account_id, lock=True)
+        if call.caller.role is Role.OPERATOR:
+            present = await trading_limits.get_limits(session, user_id, account_id)
+            _check_not_wider(body, present, call.services.settings)
+        await trading_limits.put_limits(session, user_id, account_id, limits, actor=call.actor)
     return schemas.AccountLimitsView.model_validate(limits)
+
+
+def _check_not_wider(body: schemas.AccountLimitsRequest, present: AccountLimits, settings: Settings) -> None:
+    """Raises `Forbidden` for a limit above the settings' one, or above the account's `present` one."""
+    limits = (
+        (body.max_quantity, present.max_quantity, settings.check_max_quantity),
+        (body.max_notional, present.max_notional, settings.check_max_notional or math.inf),
+        (body.max_daily_orders, present.max_daily_orders, settings.check_daily_orders),
+        (body.price_band, present.price_band, settings.check_price_band or math.inf),
+    )
+    wider = any(
+        (default if wanted is None else wanted) > (default if own is None else min(own, default))
+        for wanted, own, default in limits
+    )
+    default = settings.check_duplicate_window  # a shorter one is the wider one
+    window = default if body.duplicate_window_s is None else body.duplicate_window_s
+    if wider or window < max(default, present.duplicate_window_s or 0):
+        raise Forbidden("only an administrator sets limits wider than the settings or the account's own ones")

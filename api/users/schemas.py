@@ -3,24 +3,22 @@
 Credentials come in, are encrypted at once, and never go out.
 """
 
-from __future__ import annotations
-
 from datetime import datetime
 from decimal import Decimal
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Literal, Self
 
-from pydantic import Base64Bytes, Field, SecretStr
+from pydantic import AliasChoices, Base64Bytes, Field, SecretStr
 
-from api.http.fields import Body, Price, UserId, View, examples
+from api.http.fields import Body, Price, UserId, View
 from api.jobs.schemas import MailAddress, WebUrl
 from api.orders.schemas import MAX_QUANTITY
+from infra.database.accounts import LoginState, login_of
+from infra.database.models import StoredCredentials
 
 
 class UserRequest(Body):
     """A user to be. Without a `user_id` one is made up."""
-
-    model_config = examples({"user_id": "alice"}, {})
 
     user_id: UserId | None = None
 
@@ -28,17 +26,53 @@ class UserRequest(Body):
 class UserWithKeyView(View):
     """A new user with a key of the role `user`. The key is shown here once, and kept only as a hash."""
 
-    model_config = examples(
-        {
-            "user_id": "alice",
-            "created_at": "2026-11-21T01:00:00Z",
-            "api_key": "bk_shown-here-once-and-never-again",
-        }
-    )
-
     user_id: str
     created_at: datetime
     api_key: Annotated[str, Field(repr=False)]
+
+
+class UserView(View):
+    """A user. A disabled one places no orders, and its keys are refused."""
+
+    user_id: Annotated[str, Field(validation_alias=AliasChoices("user_id", "id"))]
+    created_at: datetime
+    disabled_at: datetime | None
+
+
+class UserPage(View):
+    """Users by id."""
+
+    users: list[UserView]
+    next_cursor: Annotated[str | None, Field(description="`cursor` of the next page; null: there is none.")]
+
+
+class AccountView(View):
+    """A broker account, without its credentials."""
+
+    account_id: str
+    broker: str
+    broker_type: str
+    simulation: bool
+    broker_account: Annotated[str, Field(description="Its id at the broker.")]
+    created_at: datetime
+    version: Annotated[int, Field(description="Of its credentials; grows with every change and retry.")]
+    updated_at: Annotated[datetime, Field(description="When they were stored.")]
+    login: Annotated[LoginState, Field(description="`rejected`: not tried again before a change or a retry.")]
+    login_code: Annotated[str, Field(description="What is wrong; empty if nothing is.")]
+    login_detail: str
+
+    @classmethod
+    def of(cls, stored: StoredCredentials, epoch: int) -> Self:
+        """`epoch`: of the user's worker, or 0."""
+        number = {"broker_account": stored.account.number or stored.account_id}
+        shown = vars(stored.account) | vars(stored) | number | login_of(stored, epoch)
+        return cls.model_validate(shown)
+
+
+class UserDetailView(UserView):
+    """A user with its accounts, by id."""
+
+    accounts: list[AccountView]
 
 
 class BrokerName(StrEnum):
@@ -55,19 +89,15 @@ Secret = Annotated[SecretStr, Field(min_length=1, max_length=512)]
 class CredentialsRequest(Body):
     """What the broker's login needs. Stored encrypted; the API can encrypt but not decrypt."""
 
-    model_config = examples(
-        {
-            "broker": "paper",
-            "broker_type": "stock",
-            "simulation": True,
-            "api_key": "your key at the broker",
-            "secret_key": "its secret",
-        }
-    )
-
     broker: BrokerName
     broker_type: Annotated[str, Field(pattern=r"^[a-z_]+$", max_length=16)] = "stock"
     simulation: bool = True
+    broker_account: Annotated[
+        UserId | None,
+        Field(
+            description="The broker's own id of the account, if it is not `account_id`. Kept from then on."
+        ),
+    ] = None
     api_key: Secret
     secret_key: Secret
     person_id: Annotated[SecretStr, Field(max_length=32)] = SecretStr("")
@@ -78,20 +108,11 @@ class CredentialsRequest(Body):
     ca_password: Annotated[SecretStr, Field(max_length=256)] = SecretStr("")
 
 
+LoginTrial = Literal["verified", "rejected", "not_tried"]
+
+
 class CredentialsView(View):
     """What is told about stored credentials: all but the credentials."""
-
-    model_config = examples(
-        {
-            "user_id": "alice",
-            "account_id": "9A95-0123456",
-            "broker": "paper",
-            "broker_type": "stock",
-            "simulation": True,
-            "version": 1,
-            "reload_signalled": False,
-        }
-    )
 
     user_id: str
     account_id: str
@@ -99,25 +120,19 @@ class CredentialsView(View):
     broker_type: str
     simulation: bool
     version: Annotated[int, Field(description="Grows with every change.")]
+    login: Annotated[LoginTrial, Field(description="What the broker says to them now; stored in any case.")]
+    login_detail: Annotated[str, Field(description="Why they were rejected or not tried.")]
     reload_signalled: Annotated[
         bool, Field(description="The user's running worker was told to load them now.")
     ]
 
 
-_LIMITS_EXAMPLE: dict[str, Any] = {
-    "max_quantity": 10,
-    "max_notional": "5000000",
-    "max_daily_orders": 200,
-    "duplicate_window_s": 5,
-}
 #: What the columns can hold.
 _MOST = 2**31 - 1
 
 
 class AccountLimitsRequest(Body):
     """What one account may do, where it differs from the settings; null: as they say."""
-
-    model_config = examples(_LIMITS_EXAMPLE)
 
     max_quantity: Annotated[
         int | None, Field(strict=True, ge=0, le=MAX_QUANTITY, description="Lots of one order.")
@@ -136,26 +151,22 @@ class AccountLimitsRequest(Body):
             description="Seconds in which a second order for the same is a mistake; 0: never.",
         ),
     ] = None
+    #: A share of the broker's reference price.
+    price_band: Annotated[Decimal | None, Field(gt=0, le=1, max_digits=4, decimal_places=4)] = None
 
 
 class AccountLimitsView(View):
     """An account's own limits; null: as the settings say."""
 
-    model_config = examples(_LIMITS_EXAMPLE)
-
     max_quantity: int | None
     max_notional: Price | None
     max_daily_orders: int | None
     duplicate_window_s: int | None
-
-
-_ADDRESSES_EXAMPLE: dict[str, Any] = {"email": "alice@example.com", "webhook_url": None}
+    price_band: Price | None
 
 
 class StatementAddressesRequest(Body):
     """Both addresses; what is null or left out is none."""
-
-    model_config = examples(_ADDRESSES_EXAMPLE)
 
     email: MailAddress | None = None
     webhook_url: Annotated[
@@ -166,8 +177,6 @@ class StatementAddressesRequest(Body):
 
 class StatementAddressesView(View):
     """Where the daily statements go; null: not there."""
-
-    model_config = examples(_ADDRESSES_EXAMPLE)
 
     email: str | None
     webhook_url: str | None

@@ -1,22 +1,173 @@
-"""Parses alerts and plans their orders: an order, a close, an entry or an exit."""
-
-from __future__ import annotations
+"""Webhooks, and the alerts that come to them: what they say, and the orders that are planned of them."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
 from hashlib import sha256
-from typing import Any, TypeVar
+from ipaddress import ip_network
+from typing import Annotated, Any, Self, TypeVar
+from uuid import UUID
 
-from pydantic import BaseModel, ValidationError
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
+from api.http.fields import AccountId, Body, View, with_examples
 from api.http.problems import invalid_request
-from api.orders.schemas import OrderRequest
+from api.orders.schemas import (
+    MAX_QUANTITY,
+    Lot,
+    OpenCloseType,
+    OrderPrice,
+    OrderRequest,
+    OrderView,
+    Symbol,
+    special_terms,
+)
 from api.positions.closer import PositionClose
-from api.positions.schemas import ClosePositionRequest, Intent, IntentRequest
-from api.webhooks.schemas import Alert, AlertAction
+from api.positions.parts import part_ids
+from api.positions.schemas import AnyCondition, ClosePositionRequest, Intent, IntentRequest, PricedBody
 from infra.database.trading.models import Webhook
-from worker_runtime.protocol.messages import Side
+from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
+from worker_runtime.protocol.order_terms import OpenClose, OrderLot
+
+
+def _network(text: str) -> str:
+    return str(ip_network(text, strict=False))
+
+
+class WebhookRequest(Body):
+    """A new place to which alerts may be posted."""
+
+    account_id: AccountId
+    sources: Annotated[
+        tuple[Annotated[str, Field(max_length=64), AfterValidator(_network)], ...],
+        Field(max_length=32, description="Addresses or networks that may post; empty: all."),
+    ] = ()
+    window_s: Annotated[
+        int, Field(ge=1, le=3600, description="Seconds that an alert's own time may differ from ours.")
+    ] = 60
+
+
+class WebhookView(View):
+    """A webhook, without what opens it."""
+
+    id: UUID
+    user_id: str
+    account_id: str
+    sources: list[str]
+    window_s: int
+    created_at: datetime
+    revoked_at: datetime | None
+
+
+class WebhookWithSecretsView(WebhookView):
+    """A new webhook. Token and secret are shown this once."""
+
+    token: str
+    secret: Annotated[str, Field(description="Goes into the body of every alert.")]
+    path: Annotated[str, Field(description="Where alerts are posted.")]
+
+
+class WebhookList(View):
+    """A user's webhooks, the newest first."""
+
+    webhooks: list[WebhookView]
+
+
+class AlertAction(StrEnum):
+    """What an alert asks for: an order, or what a strategy wants."""
+
+    BUY = "buy"
+    SELL = "sell"
+    LONG_ENTRY = "long_entry"
+    LONG_EXIT = "long_exit"
+    SHORT_ENTRY = "short_entry"
+    SHORT_EXIT = "short_exit"
+    CLOSE = "close"
+
+
+#: Actions that open something, and so have to say how much.
+_OPENS = frozenset({AlertAction.BUY, AlertAction.SELL, AlertAction.LONG_ENTRY, AlertAction.SHORT_ENTRY})
+
+
+def _whole(value: object) -> object:
+    """TradingView writes a quantity as a number or as text, and 1 as `1.0`, too."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, str) and len(value) <= 16:
+        whole, _, rest = value.partition(".")
+        if whole.isascii() and whole.isdigit() and not rest.strip("0"):
+            return int(whole)
+    return value
+
+
+class Alert(BaseModel):
+    """What an alert says. Other fields are left alone: alerts carry more than we need."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", json_schema_extra=with_examples)
+
+    secret: Annotated[str, Field(min_length=1, max_length=256, repr=False)]
+    time: Annotated[AwareDatetime, Field(description="When the alert was sent, with a zone.")]
+    action: AlertAction
+    symbol: Symbol
+    quantity: Annotated[
+        Annotated[int, Field(strict=True, gt=0, le=MAX_QUANTITY)] | None,
+        BeforeValidator(_whole),
+        Field(description="Lots. `close` and exits without it close all of the position."),
+    ] = None
+    reduce_only: Annotated[
+        bool,
+        Field(
+            strict=True,
+            description="With `buy` and `sell`: close a position on the other side, of at least `quantity`.",
+        ),
+    ] = False
+    price_type: PriceType = PriceType.MARKET
+    price: OrderPrice | None = None
+    time_in_force: TimeInForce | None = Field(
+        default=None, description="IOC for market orders and ROD for limit orders, unless it is given."
+    )
+    lot: Lot = OrderLot.COMMON
+    condition: AnyCondition = None
+    open_close: OpenCloseType = OpenClose.AUTO
+    id: Annotated[
+        str,
+        Field(max_length=128, description="Tells alerts apart that are otherwise the same, also in time."),
+    ] = ""
+
+    @model_validator(mode="after")
+    def _fits_its_action(self) -> Self:
+        opens = self.action in _OPENS
+        if opens and self.quantity is None:
+            raise ValueError("this action needs a quantity")
+        if self.reduce_only and self.action in (AlertAction.LONG_ENTRY, AlertAction.SHORT_ENTRY):
+            raise ValueError("an entry does not only reduce")
+        return self
+
+    @property
+    def plain(self) -> bool:
+        """An order as it stands, whatever the positions are."""
+        return self.action in (AlertAction.BUY, AlertAction.SELL) and not self.reduce_only
+
+
+class AlertOutcome(View):
+    """How far an alert has come that is more than one plain order."""
+
+    client_order_id: str
+    action: AlertAction
+    legs: Annotated[list[OrderView], Field(description="Its orders so far, the closing one first.")]
+    complete: Annotated[bool, Field(description="False: it goes on without the caller.")]
+
 
 _INTENTS = frozenset(intent.value for intent in Intent)
 
@@ -51,16 +202,11 @@ def plan_of(alert: Alert, webhook: Webhook) -> AlertPlan:
     digest = _digest(alert, webhook)
     # An intent's id has at most 48 characters, because its orders' ids are longer.
     name = f"webhook-{digest[: 48 if alert.plain else 40]}"
-    priced = {
-        "client_order_id": name,
-        "quantity": alert.quantity,
-        "price_type": alert.price_type,
-        "price": alert.price,
-        "time_in_force": alert.time_in_force,
-    }
+    priced = {field: getattr(alert, field) for field in ("quantity", *PricedBody.model_fields)}
+    priced["client_order_id"] = name
     if alert.action.value in _INTENTS:
         intent = _checked(IntentRequest, intent=alert.action.value, symbol=alert.symbol, **priced)
-        return AlertPlan(digest=digest, ids=(f"{name}.close", f"{name}.open"), what=intent)
+        return AlertPlan(digest=digest, ids=(*part_ids(f"{name}.close"), f"{name}.open"), what=intent)
     body = _checked(ClosePositionRequest, **priced)
     if alert.plain:
         assert alert.quantity is not None  # seen to by the schema  # noqa: S101
@@ -69,7 +215,7 @@ def plan_of(alert: Alert, webhook: Webhook) -> AlertPlan:
         return AlertPlan(digest=digest, ids=(name,), what=order)
     long = None if alert.action is AlertAction.CLOSE else alert.action is AlertAction.SELL
     close = PositionClose.of(body, webhook.user_id, webhook.account_id, alert.symbol, actor_of(webhook), long)
-    return AlertPlan(digest=digest, ids=(name,), what=close)
+    return AlertPlan(digest=digest, ids=part_ids(name), what=close)
 
 
 def actor_of(webhook: Webhook) -> str:
@@ -83,6 +229,7 @@ def _digest(alert: Alert, webhook: Webhook) -> str:
         *("" if alert.quantity is None else alert.quantity, alert.price_type, price),
         *(alert.time_in_force or "", alert.id),
     ]
+    said += special_terms(alert.lot, alert.condition, alert.open_close)
     if alert.reduce_only:  # only then, so that digests from before this field stay the same
         said.append("reduce_only")
     # As a list: no value can pass for a part of the next one.

@@ -1,23 +1,20 @@
 """Routes for webhooks: created and revoked with an API key, posted to with a token and a secret."""
 
-from __future__ import annotations
-
 from typing import Annotated
 from uuid import UUID
 
 from fastapi import APIRouter, Path, Request, Response
 
-from api.container import InServices
+from api.container import Call, InServices
 from api.http import errors, problems
-from api.http.auth import Caller, require_user
 from api.http.fields import UserIdInPath, view_response
 from api.orders.outcomes import UNANSWERED
 from api.orders.schemas import OrderView
-from api.webhooks import schemas
+from api.webhooks import alerts
 from infra.database import accounts, users
 from infra.database.engine import DatabaseUnavailable
 from infra.database.trading import webhooks
-from infra.database.users import UserNotFound
+from infra.database.users import UserDisabled, UserNotFound
 from worker_runtime.protocol import errors as protocol
 
 router = APIRouter(tags=["webhooks"])
@@ -29,63 +26,54 @@ Token = Annotated[str, Path(description="The webhook's token.", max_length=256)]
     "/users/{user_id}/webhooks",
     status_code=201,
     summary="Create a webhook",
-    responses=problems.responses(errors.NotFound, UserNotFound, protocol.UnknownAccount),
+    responses=problems.responses(UserNotFound, accounts.AccountNotFound),
 )
 async def create_webhook(
-    user_id: UserIdInPath, body: schemas.WebhookRequest, caller: Caller, services: InServices
-) -> schemas.WebhookWithSecretsView:
+    user_id: UserIdInPath, body: alerts.WebhookRequest, call: Call
+) -> alerts.WebhookWithSecretsView:
     """Makes an address for one account's alerts. Its token and secret are shown this once."""
-    require_user(caller, user_id)
-    async with services.database.session() as session:
+    call.require_user(user_id)
+    async with call.database.session() as session:
         await users.get_user(session, user_id)
         await accounts.require_account(session, user_id, body.account_id)
         made = await webhooks.create_webhook(
             session,
+            call.services.tokens.make(""),
             user_id=user_id,
             account_id=body.account_id,
             sources=body.sources,
             window_s=body.window_s,
-            actor=caller.actor,
+            actor=call.actor,
         )
-    shown = schemas.WebhookView.model_validate(made.row).model_dump()
+    shown = alerts.WebhookView.model_validate(made.row).model_dump()
     path = f"/v1/webhooks/{made.token}/orders"
-    return schemas.WebhookWithSecretsView(**shown, token=made.token, secret=made.secret, path=path)
+    return alerts.WebhookWithSecretsView(**shown, token=made.token, secret=made.secret, path=path)
 
 
-@router.get(
-    "/users/{user_id}/webhooks",
-    summary="List webhooks",
-    responses=problems.responses(errors.NotFound),
-)
-async def list_webhooks(user_id: UserIdInPath, caller: Caller, services: InServices) -> schemas.WebhookList:
+@router.get("/users/{user_id}/webhooks", summary="List webhooks")
+async def list_webhooks(user_id: UserIdInPath, call: Call) -> alerts.WebhookList:
     """A user's webhooks, also those that were revoked."""
-    require_user(caller, user_id)
-    async with services.database.session() as session:
+    call.require_user(user_id)
+    async with call.database.session() as session:
         rows = await webhooks.webhooks_of_user(session, user_id)
-    return schemas.WebhookList(webhooks=[schemas.WebhookView.model_validate(row) for row in rows])
+    return alerts.WebhookList(webhooks=[alerts.WebhookView.model_validate(row) for row in rows])
 
 
-@router.delete(
-    "/users/{user_id}/webhooks/{webhook_id}",
-    summary="Revoke a webhook",
-    responses=problems.responses(errors.NotFound),
-)
-async def revoke_webhook(
-    user_id: UserIdInPath, webhook_id: UUID, caller: Caller, services: InServices
-) -> schemas.WebhookView:
+@router.delete("/users/{user_id}/webhooks/{webhook_id}", summary="Revoke a webhook")
+async def revoke_webhook(user_id: UserIdInPath, webhook_id: UUID, call: Call) -> alerts.WebhookView:
     """From now on nothing is taken there. Its orders stay."""
-    require_user(caller, user_id)
-    async with services.database.session() as session:
-        row = await webhooks.revoke_webhook(session, user_id, webhook_id, actor=caller.actor)
+    call.require_user(user_id)
+    async with call.database.session() as session:
+        row = await webhooks.revoke_webhook(session, user_id, webhook_id, actor=call.actor)
     if row is None:
         raise errors.NotFound
-    return schemas.WebhookView.model_validate(row)
+    return alerts.WebhookView.model_validate(row)
 
 
 @router.post(
     "/webhooks/{token}/orders",
     status_code=201,
-    response_model=OrderView | schemas.AlertOutcome,
+    response_model=OrderView | alerts.AlertOutcome,
     summary="Place the orders of an alert",
     openapi_extra={
         "requestBody": {
@@ -94,14 +82,8 @@ async def revoke_webhook(
         }
     },
     responses={
-        200: {
-            "model": OrderView | schemas.AlertOutcome,
-            "description": "A repeat: the outcome of the first one.",
-        },
-        202: {
-            "model": OrderView | schemas.AlertOutcome,
-            "description": "Accepted; the outcome is not known yet.",
-        },
+        200: problems.answer(OrderView | alerts.AlertOutcome, "A repeat: the outcome of the first one."),
+        202: problems.answer(OrderView | alerts.AlertOutcome, "Accepted; the outcome is not known yet."),
         **problems.responses(
             errors.InvalidRequest,
             errors.WebhookUnknown,
@@ -109,6 +91,7 @@ async def revoke_webhook(
             errors.SourceNotAllowed,
             errors.AlertOutdated,
             errors.WebhookBusy,
+            UserDisabled,
             errors.NoPosition,
             errors.PositionBusy,
             errors.CloseInvalid,
@@ -122,7 +105,6 @@ async def revoke_webhook(
             errors.ValkeyUnavailable,
             DatabaseUnavailable,
             protocol.BerthError,
-            public=True,
         ),
     },
 )
@@ -140,11 +122,11 @@ async def deliver_alert(token: Token, request: Request, services: InServices) ->
     forwarded = request.headers.getlist("x-forwarded-for")
     taken = await services.webhooks.receive_alert(token, peer, forwarded, await request.body())
     settled = taken.complete and all(leg.state not in UNANSWERED for leg in taken.legs)
-    found: OrderView | schemas.AlertOutcome
+    found: OrderView | alerts.AlertOutcome
     if taken.alert.plain and taken.legs:
         found = taken.legs[0]
     else:
-        found = schemas.AlertOutcome(
+        found = alerts.AlertOutcome(
             client_order_id=taken.client_order_id,
             action=taken.alert.action,
             legs=list(taken.legs),

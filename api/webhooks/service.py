@@ -10,22 +10,21 @@ client order id comes from the alert's content. After the deadline the alert is 
 instead.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from ipaddress import ip_network
 from uuid import UUID
 
 import structlog
 from pydantic import ValidationError
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from api.http import errors
+from api.http.limits import RequestLimits, is_within, source_of
 from api.http.problems import ProblemError
 from api.orders.outcomes import OrderReader
 from api.orders.placer import OrderPlacer
@@ -34,31 +33,26 @@ from api.positions.closer import PositionClose, PositionCloser
 from api.positions.intents import IntentRunner
 from api.positions.schemas import IntentRequest
 from api.webhooks import alerts
-from api.webhooks.alerts import AlertPlan, actor_of
-from api.webhooks.schemas import Alert
+from api.webhooks.alerts import Alert
 from infra.database.engine import Database
 from infra.database.orders import checks as closing
 from infra.database.trading import webhooks
 from infra.database.trading.models import Webhook
 from infra.settings import Settings
 from infra.tasks import SharedTasks
-from worker_runtime.protocol import keys
+from infra.tracing import Traces
 from worker_runtime.protocol.errors import BerthError
 
 #: Bytes; an alert of TradingView has 300 or so, and at most 4,096 characters.
 MAX_BODY = 16 * 1024
-#: Longest token that is looked at; ours have 43 characters.
-MAX_TOKEN = 128
 #: Seconds that an alert stays with the process that carries it out, unless that renews the lease.
 LEASE = 10.0
 #: Seconds between two rounds: a lease is renewed several times before it runs out.
 PERIOD = 2.0
 #: Alerts taken over in one round.
 MOST = 20
-#: Seconds of one count of a webhook's alerts.
-COUNTED = 60
-
-Networks = Sequence[IPv4Network | IPv6Network]
+#: Seconds within which a webhook's alerts are counted.
+COUNTED = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,33 +69,26 @@ class AcceptedAlert:
     new: bool
 
 
+@dataclass(eq=False, repr=False)
 class AlertProcessor:
-    def __init__(
-        self,
-        database: Database,
-        client: Redis,
-        placer: OrderPlacer,
-        positions: PositionCloser,
-        intents: IntentRunner,
-        reader: OrderReader,
-        settings: Settings,
-        *,
-        require_schema: Callable[[], None],
-    ) -> None:
-        """`require_schema` raises `DatabaseUnavailable` until the tables are there."""
-        self._database = database
-        self._client = client
-        self._placer = placer
-        self._positions = positions
-        self._intents = intents
-        self._reader = reader
+    database: Database
+    limits: RequestLimits
+    placer: OrderPlacer
+    positions: PositionCloser
+    intents: IntentRunner
+    reader: OrderReader
+    settings: Settings
+    _: KW_ONLY
+    #: Raises `DatabaseUnavailable` until the tables are there.
+    require_schema: Callable[[], None]
+    #: False: the token was made up.
+    is_genuine: Callable[[str], bool]
+    traces: Traces | None = None
+
+    def __post_init__(self) -> None:
         #: Alerts under way, by their digest.
         self._tasks: SharedTasks[str, list[OrderView]] = SharedTasks(self._log_failure)
-        self._deadline = settings.order_deadline
-        self._rate = settings.webhook_rate
-        self._wait = settings.webhook_wait
-        self._proxies = [ip_network(proxy) for proxy in settings.trusted_proxies]
-        self._require_schema = require_schema
+        self._proxies = [ip_network(proxy) for proxy in self.settings.trusted_proxies]
         self._log = structlog.get_logger()
 
     async def close(self) -> None:
@@ -118,26 +105,24 @@ class AlertProcessor:
         `AlertOutdated`, and what `OrderPlacer`, `PositionCloser` and `IntentRunner` raise.
         """
         webhook = await self._find(token)
-        await self._count(webhook)
         source = source_of(peer, forwarded, self._proxies)
-        if not _allowed(source, webhook.sources):
-            self._log.warning("webhook_source_refused", webhook=str(webhook.id), source=source)
-            raise errors.SourceNotAllowed
-        if len(body) > MAX_BODY:
-            raise errors.BodyTooLarge(f"an alert has at most {MAX_BODY} bytes")
-        alert = alerts.parse_alert(body)
-        if not webhooks.has_secret(webhook, alert.secret):
-            self._log.warning("webhook_secret_wrong", webhook=str(webhook.id), source=source)
-            raise errors.WebhookSecretWrong
+        try:
+            alert = _checked_alert(webhook, source, body)
+        except BerthError as error:
+            # In a count of their own: whoever found the token cannot use up the owner's calls.
+            self._count(webhook, "refused")
+            self._log.warning("webhook_refused", webhook=str(webhook.id), source=source, code=error.code)
+            raise
+        self._count(webhook)
         plan = alerts.plan_of(alert, webhook)
         new, left = await self._register(alert, webhook, plan)
         until = time.monotonic() + left
         task = self._begin(webhook, plan, until)
-        await asyncio.wait({task}, timeout=self._wait)
+        await asyncio.wait({task}, timeout=self.settings.webhook_wait)
         if task.done() and not task.cancelled():
             return AcceptedAlert(alert, plan.client_order_id, task.result(), complete=True, new=new)
         try:
-            legs = [await self._reader.get(order_id) for order_id in await self._orders(webhook, plan)]
+            legs = [await self.reader.get(order_id) for order_id in await self._orders(webhook, plan)]
             await self._promise(webhook, plan, until)
         except (BerthError, RedisError):
             task.cancel()  # its sender gets an error
@@ -154,7 +139,7 @@ class AlertProcessor:
         while True:
             await asyncio.sleep(PERIOD)
             try:
-                self._require_schema()
+                self.require_schema()
                 await self.keep_alerts()
             except BerthError as error:  # PostgreSQL is away, or has no tables yet
                 self._log.warning("alert_keeper_waits", code=error.code)
@@ -165,7 +150,7 @@ class AlertProcessor:
         """Renews the leases of this process's alerts, and takes over alerts whose lease has run out; returns
         how many it took over. Raises `DatabaseUnavailable`."""
         mine = self.under_way
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             if mine:
                 await webhooks.hold_alerts(session, mine, LEASE)
             found = await webhooks.take_abandoned_alerts(session, lease=LEASE, most=MOST)
@@ -186,7 +171,7 @@ class AlertProcessor:
             plan = alerts.plan_of(alert, found.webhook)
         except (ValidationError, errors.InvalidRequest):  # this release cannot read it
             unread = errors.InvalidRequest("the alert cannot be read any more")
-            async with self._database.session() as session:
+            async with self.database.session() as session:
                 await webhooks.note_refusal(session, found.webhook.id, found.digest, unread)
             self._log.warning("alert_unreadable", webhook=str(found.webhook.id))
             return
@@ -199,24 +184,24 @@ class AlertProcessor:
         self._log.warning("alert_resumed", webhook=str(found.webhook.id), left=round(found.left, 1))
         self._begin(found.webhook, plan, until)
 
-    async def _promise(self, webhook: Webhook, plan: AlertPlan, until: float) -> None:
+    async def _promise(self, webhook: Webhook, plan: alerts.AlertPlan, until: float) -> None:
         """Records that the alert is carried on after a 202. Raises the refusal that it met meanwhile."""
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             left = max(0.0, until - time.monotonic())
             now = await webhooks.promise_alert(session, webhook.id, plan.digest, left=left, lease=LEASE)
         if now is not None and now.refused is not None:
             raise webhooks.refusal_of(now)
 
-    def _begin(self, webhook: Webhook, plan: AlertPlan, until: float) -> asyncio.Task[list[OrderView]]:
+    def _begin(self, webhook: Webhook, plan: alerts.AlertPlan, until: float) -> asyncio.Task[list[OrderView]]:
         """`until`: its deadline, an instant on `time.monotonic`."""
         return self._tasks.join(plan.digest, lambda: self._run_alert(webhook, plan, until))
 
-    async def _close_alert(self, webhook: Webhook, plan: AlertPlan, error: BerthError) -> None:
+    async def _close_alert(self, webhook: Webhook, plan: alerts.AlertPlan, error: BerthError) -> None:
         """Ends an alert: records its orders, or its refusal if it has none. Of an entry only the opening
         order counts."""
         enters = isinstance(plan.what, IntentRequest) and plan.what.intent.enters
         wanted = plan.ids[-1:] if enters else plan.ids
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             found = await closing.orders_by_client_ids(session, webhook.user_id, wanted)
             for order in found.values():
                 await webhooks.note_order_of_alert(session, webhook.id, plan.digest, order.id)
@@ -224,15 +209,15 @@ class AlertProcessor:
                 await webhooks.note_refusal(session, webhook.id, plan.digest, error)
                 self._log.warning("alert_ended", webhook=str(webhook.id), code=error.code)
 
-    async def _register(self, alert: Alert, webhook: Webhook, plan: AlertPlan) -> tuple[bool, float]:
+    async def _register(self, alert: Alert, webhook: Webhook, plan: alerts.AlertPlan) -> tuple[bool, float]:
         """Records an alert; returns whether it is new, and the seconds left for it. Raises `AlertOutdated`,
         and the refusal that it met before."""
         placed = await self._orders(webhook, plan)
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             before = await webhooks.find_alert(session, webhook.id, plan.digest)
             if before is not None and before.refused is not None:
                 raise webhooks.refusal_of(before)
-            left = self._deadline
+            left = self.settings.order_deadline
             if before is not None and before.held_until is not None and before.until is not None:
                 left = (before.until - await closing.database_clock(session)).total_seconds()
             if placed:
@@ -243,42 +228,46 @@ class AlertProcessor:
             said = alert.model_dump(mode="json", exclude={"secret"})
             return await webhooks.note_alert(session, webhook.id, plan.digest, said), left
 
-    async def _run_alert(self, webhook: Webhook, plan: AlertPlan, until: float) -> list[OrderView]:
+    async def _run_alert(self, webhook: Webhook, plan: alerts.AlertPlan, until: float) -> list[OrderView]:
         """Carries out an alert and returns its orders; nothing is written or sent after `until`."""
+        about = {"webhook": str(webhook.id)}  # the path of its request is a secret, so that has no span
         try:
-            legs = await self._execute(webhook, plan, until)
+            with self.traces.span("webhook alert", **about) if self.traces else nullcontext():
+                legs = await self._execute(webhook, plan, until)
         except (BerthError, ProblemError) as raised:
             error = raised.error if isinstance(raised, ProblemError) else raised
             # What may pass ends nothing: a promised alert is carried on, any other may be sent again.
             if not error.retryable and type(error) is not BerthError:
                 await self._close_alert(webhook, plan, error)
             raise
-        async with self._database.session(autocommit=True) as session:
+        async with self.database.session(autocommit=True) as session:
             await webhooks.note_order_of_alert(session, webhook.id, plan.digest, UUID(legs[-1].id))
         return legs
 
-    async def _execute(self, webhook: Webhook, plan: AlertPlan, until: float) -> list[OrderView]:
-        user, what, actor = webhook.user_id, plan.what, actor_of(webhook)
+    async def _execute(self, webhook: Webhook, plan: alerts.AlertPlan, until: float) -> list[OrderView]:
+        user, what, actor = webhook.user_id, plan.what, alerts.actor_of(webhook)
         wait = max(0.0, until - time.monotonic())
         if isinstance(what, IntentRequest):
-            result = await self._intents.run_intent(
+            result = await self.intents.run_intent(
                 user, webhook.account_id, what, wait, actor, not_after=until
             )
             if not result.complete:
                 await self._close_alert(webhook, plan, _late())
             return result.legs
         if isinstance(what, PositionClose):
-            placed = await self._positions.close_position(what, wait, not_after=until)
+            placed = await self.positions.close_position(what, wait, not_after=until)
         else:
             assert isinstance(what, OrderRequest)  # noqa: S101
-            placed = await self._placer.place_order(user, what, self._wait, actor, not_after=until)
+            placed = await self.placer.place_order(
+                user, what, self.settings.webhook_wait, actor, not_after=until
+            )
         if placed.failure is not None:
             raise ProblemError(placed.failure, order=placed.order)
         return [placed.order]
 
-    async def _orders(self, webhook: Webhook, plan: AlertPlan) -> list[UUID]:
+    async def _orders(self, webhook: Webhook, plan: alerts.AlertPlan) -> list[UUID]:
         """Ids of the orders that the alert has become, in its order of them."""
-        async with self._database.session(autocommit=True) as session:
+        async with self.database.session(autocommit=True) as session:
             found = await closing.orders_by_client_ids(session, webhook.user_id, plan.ids)
         return [found[one].id for one in plan.ids if one in found]
 
@@ -290,24 +279,25 @@ class AlertProcessor:
             self._log.error("alert_crashed", exc_info=error)
 
     async def _find(self, token: str) -> Webhook:
-        self._require_schema()
-        if not token.isascii() or len(token) > MAX_TOKEN:
+        if not self.is_genuine(token):
             raise errors.WebhookUnknown
-        async with self._database.session(autocommit=True) as session:
+        self.require_schema()
+        async with self.database.session(autocommit=True) as session:
             found = await webhooks.find_webhook(session, token)
         if found is None:
             raise errors.WebhookUnknown
         return found
 
-    async def _count(self, webhook: Webhook) -> None:
-        """Every call counts, also one with a wrong secret: nobody guesses fast."""
-        key = keys.webhook(str(webhook.id), int(time.time()) // COUNTED)
-        async with self._client.pipeline(transaction=True) as pipe:
-            pipe.incr(key)
-            pipe.expire(key, 2 * COUNTED)
-            count, _ = await pipe.execute()
-        if count > self._rate:
-            raise errors.WebhookBusy(f"more than {self._rate} calls in a minute")
+    def _count(self, webhook: Webhook, kind: str = "") -> None:
+        """Counts a call. Raises `WebhookBusy` when too many of its kind came within a minute."""
+        try:
+            self.limits.charge(
+                "webhook", f"{webhook.id}{kind}", self.settings.webhook_rate / COUNTED, COUNTED
+            )
+        except errors.TooManyRequests as error:
+            busy = errors.WebhookBusy(f"more than {self.settings.webhook_rate} calls in a minute")
+            busy.retry_after = error.retry_after
+            raise busy from None
 
     def _in_time(self, alert: Alert, webhook: Webhook) -> None:
         late = (datetime.now(UTC) - alert.time).total_seconds()
@@ -318,30 +308,18 @@ class AlertProcessor:
             )
 
 
+def _checked_alert(webhook: Webhook, source: str, body: bytes) -> Alert:
+    """The alert, if it is from one of the webhook's sources and has its secret: 256 bits, which nobody
+    guesses. Raises `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`."""
+    if webhook.sources and not is_within(source, [ip_network(one) for one in webhook.sources]):
+        raise errors.SourceNotAllowed
+    if len(body) > MAX_BODY:
+        raise errors.BodyTooLarge(f"an alert has at most {MAX_BODY} bytes")
+    alert = alerts.parse_alert(body)
+    if not webhooks.has_secret(webhook, alert.secret):
+        raise errors.WebhookSecretWrong
+    return alert
+
+
 def _late() -> errors.IntentExpired:
     return errors.IntentExpired("the alert could not be carried out before its deadline")
-
-
-def source_of(peer: str, forwarded: Sequence[str], proxies: Networks) -> str:
-    """The address that posted: the last one that no proxy of ours has, read from the near end.
-
-    X-Forwarded-For counts only as far as proxies of ours wrote it; anybody can send one.
-    """
-    hops = [hop.strip() for value in forwarded for hop in value.split(",")]
-    source = peer
-    while hops and _within(source, proxies):
-        source = hops.pop()
-    return source
-
-
-def _within(address: str, networks: Networks) -> bool:
-    try:
-        found = ip_address(address)
-    except ValueError:
-        return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return any((mapped or found) in network for network in networks)
-
-
-def _allowed(source: str, sources: Sequence[str]) -> bool:
-    return not sources or _within(source, [ip_network(one) for one in sources])

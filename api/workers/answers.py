@@ -4,8 +4,6 @@ A published message can be lost while the connection is down. So after every (re
 the response keys of all pending requests; a key stays for 60 s.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
@@ -24,11 +22,13 @@ from api.http.errors import ValkeyUnavailable
 from infra import tasks
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
+from infra.valkey.answer_authenticator import AnswerAuthenticator
 from infra.valkey.link import ValkeyLink
 from infra.valkey.request_queue import QueuedRequest, RequestQueue
+from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.errors import BerthError, MalformedMessage
-from worker_runtime.protocol.messages import Answer, decode
+from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.messages import Answer
 
 #: Seconds between two checks at the generation; a flushed or frozen Valkey is noticed within this time
 #: plus the client's socket timeout.
@@ -43,6 +43,8 @@ PATIENCE = 5.0
 @dataclass(eq=False)
 class _PendingAnswer:
     user_id: str
+    order_id: str
+    first_epoch: int
     future: asyncio.Future[Answer]
     waiters: int = 0
 
@@ -52,9 +54,11 @@ class AnswerListener:
     """Subscribes before anything is pushed; `generation` tells whether it is connected."""
 
     client: Redis
+    message_secrets: MessageSecrets
     process_id: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}")
 
     def __post_init__(self) -> None:
+        self._authenticator = AnswerAuthenticator(self.message_secrets)
         self._pending: dict[str, _PendingAnswer] = {}
         self._generation: str | None = None
         self._link: ValkeyLink | None = None
@@ -98,11 +102,15 @@ class AnswerListener:
         self._pending.clear()
 
     @contextmanager
-    def expect(self, user_id: str, request_id: str) -> Iterator[asyncio.Future[Answer]]:
-        """Yields the future of one answer. All who expect it share it, and the last one forgets it."""
+    def expect(
+        self, user_id: str, request_id: str, order_id: str, first_epoch: int
+    ) -> Iterator[asyncio.Future[Answer]]:
+        """Yields the future of one answer (`AnswerAuthenticator.read`). All who expect it share it, and the
+        last one forgets it."""
         pending = self._pending.get(request_id)
         if pending is None:
-            pending = _PendingAnswer(user_id, asyncio.get_running_loop().create_future())
+            future = asyncio.get_running_loop().create_future()
+            pending = _PendingAnswer(user_id, order_id, first_epoch, future)
             self._pending[request_id] = pending
         pending.waiters += 1
         try:
@@ -113,27 +121,39 @@ class AnswerListener:
                 pending.future.cancel()
                 self._pending.pop(request_id, None)
 
-    async def read(self, user_id: str, request_id: str) -> Answer | None:
+    async def read(self, user_id: str, request_id: str, order_id: str, first_epoch: int) -> Answer | None:
         """The answer that stands in the response key, if any; also hands it to the call that waits for it."""
-        data = await self.client.get(keys.response(user_id, request_id))
-        return self._deliver(data) if data else None
-
-    def _deliver(self, data: bytes | str) -> Answer | None:
-        try:
-            answer: Answer = decode(data, Answer)
-        except MalformedMessage as error:
-            self._log.warning("answer_malformed", detail=error.detail)
-            return None
-        pending = self._pending.get(answer.request_id)
-        if pending is not None and not pending.future.done():
+        data = await valkey.reply_of(self.client.get(keys.response(user_id, request_id)))
+        answer = self._authenticator.read(data, user_id, request_id, order_id, first_epoch)
+        pending = self._pending.get(request_id)
+        if answer is not None and pending is not None and not pending.future.done():
             pending.future.set_result(answer)
         return answer
+
+    async def read_pending(self, request_id: str) -> Answer | None:
+        """`read` for a request whose answer is expected here."""
+        pending = self._pending.get(request_id)
+        if pending is None:
+            return None
+        return await self.read(pending.user_id, request_id, pending.order_id, pending.first_epoch)
+
+    def _on_message(self, data: bytes) -> None:
+        """Takes a published answer, if anybody waits for it."""
+        signed = self._authenticator.decode(data)
+        pending = None if signed is None else self._pending.get(signed.answer.request_id)
+        if signed is None or pending is None or pending.future.done():
+            return
+        answer = self._authenticator.check(
+            signed, pending.user_id, signed.answer.request_id, pending.order_id, pending.first_epoch
+        )
+        if answer is not None:
+            pending.future.set_result(answer)
 
     async def _run(self) -> None:
         while True:
             link = None
             try:
-                link = await ValkeyLink.connect(self.client, self._deliver)
+                link = await ValkeyLink.connect(self.client, self._on_message)
                 await self._connect(link)
                 await self._listen(link)
             except (RedisError, OSError) as error:
@@ -150,12 +170,13 @@ class AnswerListener:
     async def _connect(self, link: ValkeyLink) -> None:
         # First, so that everything published from now on arrives.
         await link.subscribe(self.channel)
+        await link.read_clock()
         self._link = link
         self._generation = await valkey.ensure_generation(self.client, uuid4().hex)
         self._tried.set()
         self._log.info("answers_connected", generation=self._generation, pending=self.pending)
-        for request_id, pending in list(self._pending.items()):
-            await self.read(pending.user_id, request_id)
+        for request_id in list(self._pending):
+            await self.read_pending(request_id)
 
     async def _listen(self, link: ValkeyLink) -> None:
         """Until the connection is lost; raises why."""
@@ -172,9 +193,7 @@ class AnswerListener:
     async def _check(self, link: ValkeyLink) -> None:
         while True:
             await asyncio.sleep(CHECK_PERIOD)
-            await link.execute(
-                "PING"
-            )  # a connection that was cut off without a word is dropped before an order
+            await link.read_clock()  # a connection that was cut off without a word is dropped before an order
             generation = await valkey.ensure_generation(self.client, uuid4().hex)
             if generation != self._generation:
                 self._log.warning("generation_changed", before=self._generation, now=generation)
@@ -243,7 +262,7 @@ class AnswerWaiter:
         `ring`: once more, if nobody has taken the request.
         """
         try:
-            await self._answers.read(user_id, request_id)
+            await self._answers.read_pending(request_id)
             return await (self._queue.ring_again if ring else self._queue.marked)(user_id)
         except RedisError:
             return True  # nothing is known, so nobody is called

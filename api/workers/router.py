@@ -1,26 +1,26 @@
 """Routes for a user's worker and its timeline."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Response, status
+from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from api.container import InServices, Services
+from api.container import AuthorizedCall, Call
 from api.http import errors, problems
-from api.http.auth import Caller, Principal, require_staff
 from api.http.fields import UserIdInPath, view_response
 from api.http.streams import ServerEvent
 from api.workers import schemas
+from infra.database import accounts
 from infra.database.engine import Database
 from infra.database.workers import timeline
+from infra.valkey.client import read_mark, seconds_of
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.worker_reports import VALID_UNTIL, read_metadata
 from workflows.user_worker.messages import ShutdownRequest, UserWorkerView
 
 router = APIRouter(prefix="/users/{user_id}/worker", tags=["workers"])
@@ -30,52 +30,58 @@ START_WAIT = 30.0
 Wait = Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="Seconds to wait for it.")]
 
 
-async def _audit_worker(
-    services: Services, caller: Principal, user_id: str, asked: str, why: schemas.ReasonBody | None
-) -> None:
+async def _audited_reason(
+    call: AuthorizedCall, user_id: str, asked: str, why: schemas.ReasonBody | None
+) -> str:
+    """Why the user's worker is to do what is asked. Raises `NotFound` or `UserNotFound`."""
+    await call.require_known_user(user_id)
     reason = (why or schemas.ReasonBody()).reason
-    await services.audit_request(caller, f"worker.{asked}_requested", f"user:{user_id}", reason=reason)
+    await call.audit(f"worker.{asked}_requested", f"user:{user_id}", reason=reason)
+    return reason
 
 
 #: Metadata that the orchestrator and the worker need between themselves, and nobody else.
-_INTERNAL = frozenset({"public_key", "proof", "claim"})
+_INTERNAL = frozenset({"public_key", "proof", "claim", VALID_UNTIL})
 
 
 @router.get(
     "",
     summary="Look at the worker",
     responses=problems.responses(
-        errors.NotFound, errors.TemporalUnavailable, errors.ValkeyUnavailable, errors.OrchestratorUnavailable
+        errors.TemporalUnavailable, errors.ValkeyUnavailable, errors.OrchestratorUnavailable
     ),
 )
-async def get_worker(user_id: UserIdInPath, caller: Caller, services: InServices) -> schemas.WorkerView:
-    """The worker from both sides: its own mark and metadata, and what its workflow says."""
-    await services.require_known_user(caller, user_id)
-    pipeline = services.valkey.pipeline(transaction=False)
-    pipeline.get(keys.mark(user_id))
-    pipeline.hgetall(keys.metadata(user_id))
-    marked, metadata = await pipeline.execute()
-    view = await services.control.view(user_id)
-    mark = None
-    if marked:
-        epoch, _, worker_id = marked.decode().partition(":")
-        mark = schemas.MarkView(worker_id=worker_id, epoch=int(epoch))
-    known = {name.decode(): value.decode(errors="replace") for name, value in metadata.items()}
-    known = {name: value for name, value in known.items() if name not in _INTERNAL}
+async def get_worker(user_id: UserIdInPath, call: Call) -> schemas.WorkerView:
+    """The worker from both sides: its own mark and metadata, and what its workflow says.
+
+    A mark counts as missing while the metadata beside it are not the worker's own.
+    """
+    await call.require_known_user(user_id)
+    marked, fields, now_ms = await read_mark(call.services.valkey, user_id)
+    shown = read_metadata(fields, marked, user_id, now_ms, call.services.message_secrets.assignment_keys)
+    view = await call.services.control.view(user_id)
+    mark = schemas.MarkView(worker_id=shown["worker"], epoch=int(shown["epoch"])) if shown else None
+    known = {name: value for name, value in shown.items() if name not in _INTERNAL}
     state = known.get("state") if mark else None
+    used = seconds_of(shown.get("last_activity_ms"))
     return schemas.WorkerView(
         user_id=user_id,
         live=mark is not None,
         state=state or (view.state if view else None),
         mark=mark,
         metadata=known,
-        lifecycle=_lifecycle_view(view) if view else None,
+        lifecycle=_lifecycle_view(view, used) if view else None,
     )
 
 
-def _lifecycle_view(view: UserWorkerView) -> schemas.LifecycleView:
+def _lifecycle_view(view: UserWorkerView, used: float) -> schemas.LifecycleView:
+    """`used`: Unix seconds at which the worker says it was used last; the workflow asks it seldom."""
     worker = asdict(view.worker) if view.worker else dict.fromkeys(("worker_id", "task_id", "epoch"))
-    return schemas.LifecycleView.model_validate(asdict(view) | worker)
+    health = "; ".join(filter(None, (view.health, view.note)))
+    if view.note and view.health == "well":  # no session is that goes on with credentials that were replaced
+        health = f"degraded: {view.note}"
+    known = {"last_activity": max(view.last_activity, used), "health": health}
+    return schemas.LifecycleView.model_validate(asdict(view) | worker | known)
 
 
 @router.post(
@@ -83,37 +89,22 @@ def _lifecycle_view(view: UserWorkerView) -> schemas.LifecycleView:
     summary="Start the worker",
     response_model=schemas.StartedWorkerView,
     responses={
-        202: {
-            "model": schemas.SignalledView,
-            "description": "It is starting, and takes longer than `wait` seconds.",
-        },
+        202: problems.answer(schemas.SignalledView, "It is starting, and takes longer than `wait` seconds."),
         **problems.responses(
-            errors.NotFound,
-            protocol.Parked,
+            *problems.WITHOUT_WORKER,
             protocol.UnknownAccount,
-            protocol.LoginRejected,
-            protocol.LoginLimited,
-            protocol.BrokerUnreachable,
-            protocol.WorkerUnavailable,
-            errors.TemporalUnavailable,
-            errors.ValkeyUnavailable,
         ),
     },
 )
 async def start_worker(
-    user_id: UserIdInPath,
-    caller: Caller,
-    services: InServices,
-    body: schemas.ReasonBody | None = None,
-    wait: Wait = START_WAIT,
+    user_id: UserIdInPath, call: Call, body: schemas.ReasonBody | None = None, wait: Wait = START_WAIT
 ) -> Response:
     """Makes the user's worker Active: one that is already is simply returned. Safe to repeat."""
-    await services.require_known_user(caller, user_id)
-    marked = await services.valkey.exists(keys.mark(user_id))
-    task = services.starter.ensure(user_id, mark_missing=not marked)
-    await _audit_worker(
-        services, caller, user_id, "start", body
-    )  # beside the start, which it would slow down
+    await _audited_reason(call, user_id, "start", body)
+    async with call.database.session(autocommit=True) as session:
+        await accounts.require_login(session, user_id)
+    marked = await call.services.valkey.exists(keys.mark(user_id))
+    task = call.services.starter.ensure(user_id, mark_missing=not marked)
     await asyncio.wait({task}, timeout=wait)
     if not task.done() or task.cancelled():
         return _accepted_response(user_id, "start")
@@ -125,45 +116,39 @@ async def start_worker(
 
 def _accepted_response(user_id: str, signal: str) -> Response:
     body = schemas.SignalledView(user_id=user_id, signal=signal)
-    return view_response(body, status.HTTP_202_ACCEPTED, f"/v1/users/{user_id}/worker")
+    return view_response(body, 202, f"/v1/users/{user_id}/worker")
 
 
 @router.post(
     "/stop",
-    status_code=status.HTTP_202_ACCEPTED,
+    status_code=202,
     summary="Stop the worker",
-    responses=problems.responses(errors.NotFound, errors.NoWorker, errors.TemporalUnavailable),
+    responses=problems.responses(errors.NoWorker, errors.TemporalUnavailable),
 )
 async def stop_worker(
-    user_id: UserIdInPath, caller: Caller, services: InServices, body: schemas.ReasonBody | None = None
+    user_id: UserIdInPath, call: Call, body: schemas.ReasonBody | None = None
 ) -> schemas.SignalledView:
     """Asks the worker to finish the order in hand, close its broker sessions and end."""
-    await services.require_known_user(caller, user_id)
-    await _audit_worker(services, caller, user_id, "stop", body)
-    reason = (body or schemas.ReasonBody()).reason
-    await services.control.signal(user_id, "shutdown", ShutdownRequest(reason=reason))
+    reason = await _audited_reason(call, user_id, "stop", body)
+    await call.services.control.signal(user_id, "shutdown", ShutdownRequest(reason=reason))
     return schemas.SignalledView(user_id=user_id, signal="shutdown")
 
 
 @router.post(
     "/resume",
-    status_code=status.HTTP_202_ACCEPTED,
+    status_code=202,
     summary="Let a parked user start again",
-    responses=problems.responses(
-        errors.NotFound, errors.NoWorker, errors.Forbidden, errors.TemporalUnavailable
-    ),
+    responses=problems.responses(errors.NotFound, errors.NoWorker, errors.TemporalUnavailable),
 )
 async def resume_worker(
-    user_id: UserIdInPath, caller: Caller, services: InServices, body: schemas.ReasonBody | None = None
+    user_id: UserIdInPath, call: Call, body: schemas.ReasonBody | None = None
 ) -> schemas.SignalledView:
     """Ends the parking of a user whose worker crashed too often; the next order or start begins anew.
 
     For operators and administrators. A user that is not parked stays as it is.
     """
-    require_staff(caller)
-    await services.require_known_user(caller, user_id)
-    await _audit_worker(services, caller, user_id, "resume", body)
-    await services.control.signal(user_id, "resume")
+    await _audited_reason(call, user_id, "resume", body)
+    await call.services.control.signal(user_id, "resume")
     return schemas.SignalledView(user_id=user_id, signal="resume")
 
 
@@ -172,12 +157,10 @@ async def resume_worker(
     response_model=schemas.ReloadedView,
     summary="Reload the credentials",
     responses={
-        202: {
-            "model": schemas.SignalledView,
-            "description": "The worker is told; it takes longer than `wait` seconds.",
-        },
+        202: problems.answer(
+            schemas.SignalledView, "The worker is told; it takes longer than `wait` seconds."
+        ),
         **problems.responses(
-            errors.NotFound,
             errors.NoWorker,
             protocol.LoginRejected,
             protocol.LoginLimited,
@@ -189,25 +172,20 @@ async def resume_worker(
     },
 )
 async def reload_credentials(
-    user_id: UserIdInPath,
-    caller: Caller,
-    services: InServices,
-    body: schemas.ReasonBody | None = None,
-    wait: Wait = 0.0,
+    user_id: UserIdInPath, call: Call, body: schemas.ReasonBody | None = None, wait: Wait = 0.0
 ) -> Response:
     """Has the running worker load what is stored now; only accounts that changed are reconnected.
 
     Without `wait` the worker is only told (202). With it the answer is the worker's: 200, or a problem, such
     as `LOGIN_REJECTED` when the broker refused the new credentials; the old session then stays up.
     """
-    await services.require_known_user(caller, user_id)
-    await _audit_worker(services, caller, user_id, "reload", body)
+    await _audited_reason(call, user_id, "reload", body)
     if wait > 0:
-        detail = await services.control.reload_credentials_now(user_id, wait)
+        detail = await call.services.control.reload_credentials_now(user_id, wait)
         if detail is not None:
             return view_response(schemas.ReloadedView(user_id=user_id, detail=detail))
     else:
-        await services.control.signal(user_id, "reload_credentials")
+        await call.services.control.signal(user_id, "reload_credentials")
     return _accepted_response(user_id, "reload_credentials")
 
 
@@ -261,24 +239,16 @@ class TimelineFeed:
         return [ServerEvent(one.id, "transition", one.model_dump_json()) for one in found]
 
 
-@router.get(
-    "/timeline",
-    summary="Look at the worker's changes of state",
-    responses=problems.responses(errors.NotFound),
-)
+@router.get("/timeline", summary="Look at the worker's changes of state")
 async def get_timeline(
-    user_id: UserIdInPath,
-    caller: Caller,
-    services: InServices,
-    after: After = None,
-    limit: TimelineLimit = 100,
+    user_id: UserIdInPath, call: Call, after: After = None, limit: TimelineLimit = 100
 ) -> schemas.TimelineView:
     """The last changes of state, or with `after` the next ones behind it; oldest first.
 
     It is written a moment after the change.
     """
-    await services.require_known_user(caller, user_id)
-    async with services.database.session() as session:
+    await call.require_known_user(user_id)
+    async with call.database.session() as session:
         found = await transitions(session, user_id, after=after, limit=limit)
     return schemas.TimelineView(
         user_id=user_id, transitions=found, next_after=found[-1].id if found else after or 0
@@ -296,21 +266,18 @@ async def get_timeline(
             "text/event-stream",
             'event: transition\ndata: {"id":17,"before":"Connecting","after":"Active"}\nid: 17\n\n',
         ),
-        **problems.responses(errors.NotFound, errors.TooManyStreams),
+        **problems.responses(errors.TooManyStreams),
     },
 )
 async def follow_timeline(
-    user_id: UserIdInPath,
-    caller: Caller,
-    services: InServices,
-    after: After = None,
-    last_event_id: LastEventId = None,
+    user_id: UserIdInPath, call: Call, after: After = None, last_event_id: LastEventId = None
 ) -> StreamingResponse:
     """Changes as they happen, behind `Last-Event-ID` or `after`.
 
     Without either: the present state first, then what comes from now on. A comment every 15 s shows that
     the stream lives. It ends after an hour, and when the server stops: come back with the last id.
     """
-    await services.require_known_user(caller, user_id)
+    await call.require_known_user(user_id)
     begin = after if last_event_id is None else last_event_id
-    return await services.streams.open_stream(TimelineFeed(services.database, user_id), caller.key_id, begin)
+    feed = TimelineFeed(call.database, user_id)
+    return await call.open_stream(feed, begin)

@@ -1,21 +1,17 @@
 """Bodies and views of a user's worker, and of the timeline of its states."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Annotated
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
-from api.http.fields import EMPTY_IS_NONE, Body, View, examples
+from api.http.fields import EMPTY_IS_NONE, Body, Reason, View
 
 
 class ReasonBody(Body):
     """Why it is done; for the audit trail, and when a worker is stopped for the workflow's history."""
 
-    model_config = examples({"reason": "broker maintenance"})
-
-    reason: Annotated[str, Field(max_length=200, pattern=r"^[\x20-\x7e]*$")] = "requested"
+    reason: Reason = "requested"
 
 
 class SignalledView(View):
@@ -28,28 +24,12 @@ class SignalledView(View):
 class ReloadedView(View):
     """The worker has the credentials that are stored now, or there is none that would need them."""
 
-    model_config = examples({"user_id": "alice", "detail": "reloaded"})
-
     user_id: str
     detail: str
 
 
 class StartedWorkerView(View):
-    """The worker is Active: connected with all accounts."""
-
-    model_config = examples(
-        {
-            "user_id": "alice",
-            "state": "Active",
-            "worker_id": "w-7c3e9d4f",
-            "epoch": 3,
-            "pool": "default",
-            "version": "0.1.0",
-            "warm": True,
-            "claimed_at": "2026-11-21T01:00:00.021000Z",
-            "connected_at": "2026-11-21T01:00:00.034000Z",
-        }
-    )
+    """The worker is Active: connected with one account at least."""
 
     user_id: str
     state: str
@@ -82,7 +62,11 @@ class LifecycleView(View):
     next_step: str
     deadline: Annotated[datetime | None, EMPTY_IS_NONE]
     health: Annotated[
-        str, Field(description="What is last known of the broker connections: `well`, or `degraded: …`.")
+        str,
+        Field(
+            description="What is last known of the broker connections: `well`, or `degraded: …`; then what"
+            " went wrong with the last reload of credentials."
+        ),
     ]
     health_at: Annotated[datetime | None, EMPTY_IS_NONE]
     crashes: Annotated[int, Field(description="Within the window that backoff and parking count.")]
@@ -94,31 +78,6 @@ class LifecycleView(View):
 class WorkerView(View):
     """A user's worker from both sides."""
 
-    model_config = examples(
-        {
-            "user_id": "alice",
-            "live": True,
-            "state": "Active",
-            "mark": {"worker_id": "w-7c3e9d4f", "epoch": 3},
-            "metadata": {"state": "Active", "version": "0.1.0", "task": "t-11"},
-            "lifecycle": {
-                "state": "Active",
-                "since": "2026-11-21T01:00:00Z",
-                "worker_id": "w-7c3e9d4f",
-                "task_id": "t-11",
-                "epoch": 3,
-                "attempts": 1,
-                "reason": "",
-                "next_step": "idle check",
-                "deadline": "2026-11-21T01:30:00Z",
-                "health": "well",
-                "health_at": "2026-11-21T01:00:00Z",
-                "crashes": 0,
-                "last_activity": "2026-11-21T01:00:00Z",
-            },
-        }
-    )
-
     user_id: str
     live: Annotated[bool, Field(description="The worker's mark is there.")]
     state: Annotated[
@@ -129,22 +88,8 @@ class WorkerView(View):
     lifecycle: LifecycleView | None
 
 
-_TRANSITION_EXAMPLE: dict[str, JsonValue] = {
-    "id": 17,
-    "at": "2026-11-21T01:00:00.034000Z",
-    "before": "Connecting",
-    "after": "Active",
-    "reason": "",
-    "worker_id": "w-7c3e9d4f",
-    "epoch": 3,
-    "deadline": "2026-11-21T01:30:00.034000Z",
-}
-
-
 class TransitionView(View):
     """One change of state."""
-
-    model_config = examples(_TRANSITION_EXAMPLE)
 
     id: Annotated[int, Field(description="Grows with each change of this user's worker.")]
     at: datetime
@@ -158,8 +103,6 @@ class TransitionView(View):
 
 class TimelineView(View):
     """Changes in the order in which they happened."""
-
-    model_config = examples({"user_id": "alice", "transitions": [_TRANSITION_EXAMPLE], "next_after": 17})
 
     user_id: str
     transitions: list[TransitionView]

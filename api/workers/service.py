@@ -3,16 +3,16 @@
 Signals to a user's workflow, updates of it, and its view.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 from temporalio.client import (
     Client,
+    Interceptor,
     WorkflowUpdateFailedError,
     WorkflowUpdateRPCTimeoutOrCancelledError,
     WorkflowUpdateStage,
@@ -23,6 +23,7 @@ from temporalio.service import RetryConfig, RPCError
 from api.http.errors import NoWorker, OrchestratorUnavailable, TemporalUnavailable
 from infra.settings import Settings
 from infra.temporal.client import CALL, temporal_errors
+from infra.temporal.connection import open_client
 from infra.temporal.starter import RUN_CLOSED_TYPES
 from worker_runtime.protocol.errors import BerthError, LoginRejected, from_code
 from workflows.names import user_worker_id
@@ -35,14 +36,10 @@ RPC_RETRY = RetryConfig(
 )
 
 
-async def connect_temporal(settings: Settings) -> Client:
+async def connect_temporal(settings: Settings, interceptors: Sequence[Interceptor] = ()) -> Client:
     """A lazy client: the API starts while Temporal is down, and connects with its first call."""
-    return await Client.connect(
-        settings.temporal_address,
-        namespace=settings.temporal_namespace,
-        lazy=True,
-        retry_config=RPC_RETRY,
-        connect_timeout=CALL,
+    return await open_client(
+        settings, lazy=True, retry_config=RPC_RETRY, connect_timeout=CALL, interceptors=interceptors
     )
 
 

@@ -1,4 +1,4 @@
-"""Writes the reference pages that the code itself knows best: settings, CLI, REST, errors and Valkey keys.
+"""Writes the reference pages that the code itself knows best: settings, CLI, REST, errors, keys, metrics.
 
 `.venv/bin/python docs/reference/generate.py` writes them, or writes them into the folder that is its
 argument. A test compares both.
@@ -20,7 +20,10 @@ import typer
 import infra
 from api.app import create_app
 from api.http.problems import status_of
+from api.http.rights import ADMINS, ALL, OWNERS, RIGHTS, STAFF
 from infra.cli.app import app as cli
+from infra.metrics import FAMILIES
+from infra.process_metrics import COUNTED
 from infra.settings import Settings
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
@@ -30,9 +33,10 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 #: Rooms and features whose errors the REST API answers with.
 PUBLIC = (
-    "api.", "infra.database.", "infra.jobs.", "infra.market.", "infra.temporal.",
+    "api.", "infra.database.", "infra.jobs.", "infra.market.", "infra.temporal.client",
     "worker_runtime.jobs.protocol.catalog", "worker_runtime.protocol.errors", "workflows.",
 )  # fmt: skip
+_ROLES = {ALL: "all", STAFF: "operator, admin", OWNERS: "user, admin", ADMINS: "admin"}
 NOTE = "<!-- written by docs/reference/generate.py; do not edit -->"
 
 
@@ -44,6 +48,7 @@ def pages() -> dict[str, str]:
         "rest.md": rest_page(),
         "errors.md": errors_page(),
         "keys.md": keys_page(),
+        "metrics.md": metrics_page(),
     }
 
 
@@ -143,7 +148,9 @@ def rest_page() -> str:
             first = (operation.get("description") or "").split("\n\n")[0]
             title = operation["summary"]
             title += "" if title.endswith("?") else "."
-            row = f"| `{method.upper()}` | `{path}` | {title} {_inline(first)} |"
+            roles = RIGHTS.get(f"{method.upper()} {path.removeprefix('/v1')}")
+            who = "anyone" if roles is None else _ROLES[roles]
+            row = f"| `{method.upper()}` | `{path}` | {who} | {title} {_inline(first)} |"
             groups.setdefault(operation["tags"][0], []).append(row)
     lines = [
         NOTE,
@@ -155,16 +162,28 @@ def rest_page() -> str:
         "",
         "Send your key as `X-API-Key`. An error is `application/problem+json` (RFC 9457) with a stable",
         "[code](errors.md); `retryable` says whether the same call may succeed later.",
+        "",
+        "*Who* names the roles (`api/http/rights.py`). A user's key acts for its own user only. An operator",
+        "keeps the system running: pools, rollouts of allowed images, switches, attention, workers. An",
+        "operator stores no credentials, makes no keys and trades for nobody, but cancels orders and closes",
+        "positions. An administrator may do everything.",
     ]
     for group in sorted(groups):
-        lines += ["", f"## {group}", "", "| method | path | what it does |", "|---|---|---|", *groups[group]]
+        lines += [
+            "",
+            f"## {group}",
+            "",
+            "| method | path | who | what it does |",
+            "|---|---|---|---|",
+            *groups[group],
+        ]
     return "\n".join([*lines, ""])
 
 
 def errors_page() -> str:
     """From the error classes: code, status, and the sentence that a person reads."""
     for module in pkgutil.walk_packages(infra.__path__, "infra."):
-        if not re.search(r"__main__|\.lab\b|migrations", module.name):
+        if not re.search(r"__main__|\.(lab|aws)\b|migrations", module.name):
             importlib.import_module(module.name)
     public, inner = [], []
     for code, error in sorted(_errors(BerthError).items()):
@@ -225,6 +244,51 @@ def keys_page() -> str:
         lines += ["| key | type | lives | holds |", "|---|---|---|---|"]
         lines += [
             f"| `{key}` | {kind} | {lives} | {_inline(holds)} |" for key, kind, lives, holds in rows[1:]
+        ]
+    return "\n".join([*lines, ""])
+
+
+def metrics_page() -> str:
+    """From the two tables of metrics."""
+    jobs = {name: family for name, family in FAMILIES.items() if "_jobs" in name}
+    books = {name: family for name, family in FAMILIES.items() if name not in jobs}
+    lines = [
+        NOTE,
+        "# Metrics",
+        "",
+        "For Prometheus: [how to scrape them](../how-to/monitor.md), rules and dashboards. No label holds a",
+        "user, an account or an order.",
+    ]
+    for title, about, families in (
+        (
+            "What the servers tell",
+            "`GET /v1/metrics` with an operator's key. They come from PostgreSQL, Valkey and Temporal's\n"
+            "index, so each API gives the same numbers.",
+            books,
+        ),
+        (
+            "Jobs",
+            "At the same address. Runners count for themselves and send their counts with their renewals;\n"
+            "one that is killed loses what it counted in the last third of a lease. `berth_user_jobs_…`\n"
+            "adds up users' own jobs over all users, with the maintenance pass of each minute; what a\n"
+            "worker counted less than a minute before its end comes with its user's next worker.",
+            jobs,
+        ),
+        (
+            "What processes count",
+            "The API's are at `GET /v1/metrics`, too, summed over its processes. An orchestrator shows its\n"
+            "own at `BERTH_METRICS_ADDRESS`; on the port after it are those of Temporal's SDK\n"
+            "(`temporal_…`) and `berth_pool_wanted` (free workers wanted, by pool). A node shows\n"
+            "`berth_node_workers`, the workers that run on its host. The answers of workers tell how long\n"
+            "the broker took.",
+            COUNTED,
+        ),
+    ):
+        lines += ["", f"## {title}", "", about, "", "| metric | kind | labels | meaning |"]
+        lines += ["|---|---|---|---|"]
+        lines += [
+            f"| `{name}` | {family.kind} | {', '.join(family.labels)} | {_inline(family.about)} |"
+            for name, family in families.items()
         ]
     return "\n".join([*lines, ""])
 

@@ -1,4 +1,4 @@
-"""The command `berth`. Commands import what they need when they run, so that `berth --help` is quick."""
+"""The command `berth`. Commands import what is large when they run, so that `berth --help` is quick."""
 
 from __future__ import annotations
 
@@ -6,11 +6,24 @@ import os
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from infra.cli import fleet, jobs, pool, trading, worker
+from infra.cli import fleet, jobs, pool, trading, users, worker
+from infra.cli.options import (
+    CommandAnswer,
+    Json,
+    KeyName,
+    OfData,
+    Reason,
+    api_command,
+    command_group,
+    settings_command,
+)
+
+if TYPE_CHECKING:
+    from infra.settings import Settings
 
 app = typer.Typer(
     name="berth",
@@ -20,14 +33,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-keys_app = typer.Typer(help="Key files.", no_args_is_help=True)
+keys_app = command_group("Key files.")
 app.add_typer(keys_app, name="keys")
+app.add_typer(users.users_app, name="users")
+app.add_typer(users.accounts_app, name="accounts")
 app.add_typer(worker.app, name="worker")
 app.add_typer(trading.app, name="orders")
 app.add_typer(pool.app, name="pool")
 app.add_typer(jobs.app, name="jobs")
+app.add_typer(users.keys_app, name="api-keys")
+app.add_typer(fleet.images_app, name="images")
+app.add_typer(fleet.letters_app, name="dead-letters")
+app.add_typer(users.webhooks_app, name="webhooks")
 app.add_typer(fleet.maintenance_app, name="maintenance")
 app.add_typer(fleet.hosts_app, name="hosts")
+app.add_typer(fleet.report_app, name="report")
 
 #: Options are passed on unread: `berth exchange --help` shows the module's own help.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -103,12 +123,72 @@ def _exec(module: str, *words: str) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", module, *words])  # noqa: S606
 
 
+@settings_command(app)
+def migrate(settings: Settings) -> CommandAnswer:
+    """Bring the database to the schema of this release: the job before a release is started.
+
+    Safe to run at any time, twice, and beside the servers. It waits at most 2 s for a lock, so that it holds
+    nobody up, and tries again for a minute. Without --data it uses BERTH_DATABASE_OWNER_URL, or
+    BERTH_DATABASE_URL.
+    """
+    import asyncio
+
+    from infra.database.migrate import migrate_as_owner, newest_revision
+
+    before, after = asyncio.run(migrate_as_owner(settings))
+    said = f"the schema is at {after}" + (f", it was at {before or 'nothing'}" if before != after else "")
+    newer = f"; this release needs {newest_revision()}" if after > newest_revision() else ""
+    return CommandAnswer({"before": before, "after": after}, said + newer)
+
+
+@settings_command(app)
+def backup(
+    settings: Settings,
+    folder: Annotated[Path, typer.Argument(help="Folder of the backups, mode 0700.")],
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Write the log to it until Ctrl-C, for any moment in between.")
+    ] = False,
+) -> CommandAnswer:
+    """Back up PostgreSQL and the key files into a folder of their own (docs/how-to/restore.md).
+
+    The database's role needs REPLICATION. Without --data it uses BERTH_DATABASE_URL and the settings of the
+    key files. A backup is noted in the audit trail before it is made.
+    """
+    from infra.cli.keys import note_act
+    from infra.recovery.backup import follow_log, make_backup
+
+    if follow:
+        follow_log(settings, folder)
+    note_act(settings, "database.backup_requested", "database", folder=str(folder))
+    made = make_backup(settings, folder)
+    return CommandAnswer(str(made), f"made {made}")
+
+
+@settings_command(app)
+def restore(settings: Settings, reason: Reason, json: Json = False) -> None:
+    """Begin again after PostgreSQL was restored to an earlier moment, or failed over with a gap.
+
+    While API and orchestrators are stopped (docs/how-to/restore.md). Trading is halted; all workers are
+    stopped; epochs and order numbers move above all that were used; Valkey gets a new generation; workflows
+    are ended. Safe to repeat. It is noted in the audit trail.
+    """
+    import asyncio
+    from dataclasses import asdict
+
+    from infra.cli.keys import account_name
+    from infra.recovery import restore as restoring
+
+    report = asyncio.run(restoring.restore(settings, reason, account_name()))
+    CommandAnswer(asdict(report), restoring.told(report)).show(json=json)
+
+
 @app.command()
 def api() -> None:
     """Run the REST API until SIGTERM or Ctrl-C.
 
     Settings: BERTH_API_HOST, BERTH_API_PORT, BERTH_API_PROCESSES, BERTH_DATABASE_URL, BERTH_VALKEY_URL,
-    BERTH_TEMPORAL_ADDRESS, BERTH_MASTER_PUBLIC_FILE, BERTH_LOG_LEVEL; .env.example lists all.
+    BERTH_TEMPORAL_ADDRESS, BERTH_MASTER_PUBLIC_FILE, BERTH_MESSAGE_KEY_FILE, BERTH_LOG_LEVEL;
+    .env.example lists all.
     """
     _exec("api")
 
@@ -118,7 +198,7 @@ def orchestrator() -> None:
     """Run the orchestrator (workflows and activities) until SIGTERM or Ctrl-C.
 
     Settings: BERTH_TASK_QUEUES, BERTH_POOL_TARGET, BERTH_LAUNCHER, BERTH_NODE_SOCKET, BERTH_DATABASE_URL,
-    BERTH_VALKEY_URL, BERTH_TEMPORAL_ADDRESS, BERTH_MASTER_KEY_FILE, BERTH_ORCHESTRATOR_KEY_FILE,
+    BERTH_VALKEY_URL, BERTH_TEMPORAL_ADDRESS, BERTH_MASTER_KEY_FILE, BERTH_ORCHESTRATOR_KEY_DIR,
     BERTH_LOG_LEVEL; .env.example lists all.
     """
     _exec("activities")
@@ -126,7 +206,7 @@ def orchestrator() -> None:
 
 @app.command(context_settings=_PASS_ON)
 def exchange(context: typer.Context) -> None:
-    """Run the paper exchange."""
+    """Run the paper exchange; `account add NAME` opens an account at one that runs."""
     _exec("infra.exchange", *context.args)
 
 
@@ -136,42 +216,116 @@ def node(context: typer.Context) -> None:
     _exec("infra.node", *context.args)
 
 
-@keys_app.command("init")
-def keys_init() -> None:
+@settings_command(keys_app, "init", data=False)
+def keys_init(settings: Settings) -> CommandAnswer:
     """Make the missing key files; existing ones are never replaced.
 
-    Paths: BERTH_MASTER_KEY_FILE, BERTH_MASTER_PUBLIC_FILE, BERTH_ORCHESTRATOR_KEY_FILE.
+    Paths: BERTH_MASTER_KEY_FILE, BERTH_MASTER_PUBLIC_FILE, BERTH_ORCHESTRATOR_KEY_DIR,
+    BERTH_MESSAGE_KEY_FILE, BERTH_API_SECRET_FILE; if they are set, BERTH_TEMPORAL_CODEC_KEY_FILE and
+    BERTH_WEBHOOK_KEY_FILE.
     """
-    from infra.settings import Settings
     from infra.vault import keyring
-    from worker_runtime.protocol.errors import BerthError
 
-    try:
-        made = keyring.create_missing_keys(Settings())
-    except (BerthError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
-    for path in made:
-        typer.echo(f"made {path}")
-    if not made:
-        typer.echo("all key files exist")
+    made = [f"made {path}" for path in keyring.create_missing_keys(settings)]
+    return CommandAnswer(None, "\n".join(made) or "all key files exist")
 
 
-@keys_app.command("rotate")
+@settings_command(keys_app, "rotate")
 def keys_rotate(
-    data: Annotated[
-        Path | None, typer.Option("--data", help="Folder of a running `berth up`: rotate its key.")
+    settings: Settings,
+    key: Annotated[KeyName, typer.Argument(help="Which key.")] = KeyName.MASTER,
+    keep: Annotated[
+        int,
+        typer.Option(
+            help="How many of Temporal's keys stay with the new one; 0: all. Histories under others are lost."
+        ),
+    ] = 0,
+    data: OfData = None,
+) -> CommandAnswer:
+    """Make a new key, keep the one before beside it, and say what to do next.
+
+    The master key: rewraps all stored credentials, too. Safe to interrupt and to repeat; while an old key
+    file is kept, it makes no new key and only rewraps.
+
+    The others: running processes take the new version over within a second. Refused while the version before
+    the present one is kept (`berth keys retire`), but for Temporal's: earlier ones stay, because histories
+    under them are still read.
+
+    It is noted in the audit trail, in BERTH_DATABASE_URL. Without --data it uses BERTH_MASTER_KEY_FILE,
+    BERTH_MASTER_PUBLIC_FILE and BERTH_MASTER_KEY_RETIRED; BERTH_ORCHESTRATOR_KEY_DIR; BERTH_MESSAGE_KEY_FILE;
+    BERTH_API_SECRET_FILE; BERTH_TEMPORAL_CODEC_KEY_FILE; BERTH_WEBHOOK_KEY_FILE.
+    """
+    from infra.cli import keys
+
+    if keep and (key is not KeyName.TEMPORAL or keep < 2):
+        raise typer.BadParameter("only of Temporal's keys, and 2 at least: running workflows need both")
+    return keys.rotate(settings, key, keep, local=data is not None)
+
+
+@settings_command(keys_app, "retire")
+def keys_retire(
+    settings: Settings,
+    key: Annotated[KeyName, typer.Argument(help="signing, launch, budget, message, api or webhooks.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Even if workers or tokens still need it: they are lost then.")
+    ] = False,
+) -> CommandAnswer:
+    """Remove the version of a key that a rotation kept, once nothing needs it.
+
+    Without --data it uses BERTH_ORCHESTRATOR_KEY_DIR, BERTH_MESSAGE_KEY_FILE, BERTH_API_SECRET_FILE,
+    BERTH_DATABASE_URL and BERTH_VALKEY_URL.
+    """
+    from infra.cli import keys
+
+    if key is KeyName.MASTER:
+        raise typer.BadParameter("`berth keys rotate` says which file of the master key may be removed")
+    if key is KeyName.TEMPORAL:
+        raise typer.BadParameter("`berth keys rotate temporal --keep 2` removes Temporal's earlier keys")
+    return keys.retire(settings, key, force=force)
+
+
+@app.command()
+def doctor(
+    checks: Annotated[list[str] | None, typer.Argument(metavar="[CHECK]…", help="Only these.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder of a running `berth up`.")] = None,
+) -> None:
+    """Try what the settings name: servers and logins, keys, launcher, broker, mail server.
+
+    One line for each. Exit code 1 if something is wrong. Without --data it uses the environment's settings.
+    """
+    from infra.doctor.checks import CHECKS, examine
+    from infra.local.stack import local_settings
+    from infra.settings import Settings, read_settings
+
+    if unknown := set(checks or ()) - {one.name for one in CHECKS}:
+        raise typer.BadParameter(f"there is no check of this name: {', '.join(sorted(unknown))}")
+    found = examine(local_settings(data) if data else read_settings(Settings), checks or ())
+    for one in found:
+        said = f"{one.problem} (look at {one.check.settings})" if one.problem else "ok"
+        typer.echo(f"{one.check.name:18} {said}")
+    raise typer.Exit(any(one.problem for one in found))
+
+
+@settings_command(app)
+def codec(
+    settings: Settings,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8234,
+    origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Origin of Temporal's UI.", show_default="http://127.0.0.1:8233"),
     ] = None,
 ) -> None:
-    """Make a new master key, rewrap all stored credentials, and say what to do next.
+    """Show payloads in Temporal's UI: serve as its codec endpoint until Ctrl-C.
 
-    Safe to interrupt and to repeat; while an old key file is kept, it makes no new key and only rewraps.
-    Without --data it uses BERTH_MASTER_KEY_FILE, BERTH_MASTER_PUBLIC_FILE, BERTH_MASTER_KEY_RETIRED and
-    BERTH_DATABASE_URL.
+    Prints the endpoint's address, which contains a token: enter it in the UI, or give it to
+    `temporal … --codec-endpoint`. Without --data it uses BERTH_TEMPORAL_CODEC_KEY_FILE.
     """
-    from infra.cli.keys import run_rotation
+    from infra.cli.keys import serve_codec
+    from infra.settings import LocalSettings
 
-    raise typer.Exit(run_rotation(data))
+    ui = LocalSettings().ui_port
+    serve_codec(settings, host, port, origin or [f"http://127.0.0.1:{ui}", f"http://localhost:{ui}"])
 
 
 def _install_lab() -> None:
@@ -188,6 +342,9 @@ def _install_lab() -> None:
 
 
 trading.install(app)
+api_command(app, "audit")(fleet.read_audit)
+api_command(app)(fleet.servers)
+api_command(app)(fleet.call)
 _install_lab()
 
 

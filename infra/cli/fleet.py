@@ -1,20 +1,37 @@
-"""`berth maintenance …`: the last check of all workers, and what was cleaned up. `berth hosts explain`."""
+"""`berth maintenance …`, `hosts …`, `dead-letters …`, `audit`, `call`: what is run, failed, was done."""
 
 from __future__ import annotations
 
+import json as json_text
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infra.cli.options import CommandAnswer, Pool, Reason, api_command, pool_path
+from infra.cli.options import (
+    CommandAnswer,
+    Pool,
+    Reason,
+    api_command,
+    api_path,
+    as_json,
+    command_group,
+    list_answer,
+    pool_path,
+)
+from infra.cli.tables import console, plain, table
+from infra.hosts.scaling import HostKind, plan_hosts, warm_hosts
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
 
 
-maintenance_app = typer.Typer(
-    help="The maintenance that cleans up after failures (docs/how-it-works/maintenance.md).",
-    no_args_is_help=True,
+maintenance_app = command_group(
+    "The maintenance that cleans up after failures (docs/how-it-works/maintenance.md)."
 )
 
 
@@ -23,9 +40,17 @@ PASS_PATIENCE = 60.0
 
 
 @api_command(maintenance_app)
-def run(api: OperatorApi, reason: Reason = "requested") -> CommandAnswer:
+def run(
+    api: OperatorApi,
+    reason: Reason = "requested",
+    override_guard: Annotated[
+        bool,
+        typer.Option("--override-guard", help="Clean up though so much looks odd that it may be an outage."),
+    ] = False,
+) -> CommandAnswer:
     """Check all workers now, as the schedule does; anomalies that the last pass saw too are cleaned up."""
-    reply = api.post("/fleet/maintenance", wait=PASS_PATIENCE, reason=reason)
+    path = "/fleet/maintenance"
+    reply = api.post(path, wait=PASS_PATIENCE, reason=reason, override_guard=override_guard)
     if not reply.done:
         return CommandAnswer(
             reply.body, f"the pass takes longer than {PASS_PATIENCE:.0f} s: berth maintenance status"
@@ -34,8 +59,6 @@ def run(api: OperatorApi, reason: Reason = "requested") -> CommandAnswer:
 
 
 def _show_outcome(done: dict[str, object]) -> None:
-    from infra.cli.tables import plain
-
     typer.echo(
         f"{done['workers']} workers, {done['found']} anomalies, {done['confirmed']} of them seen before; "
         f"done: {_counts(done['outcomes'])}"
@@ -45,38 +68,56 @@ def _show_outcome(done: dict[str, object]) -> None:
 
 
 @api_command(maintenance_app)
-def status(api: OperatorApi) -> CommandAnswer:
+def status(
+    api: OperatorApi,
+    odd: Annotated[
+        int, typer.Option(min=0, max=1000, help="The last so many that found something or held still.")
+    ] = 0,
+) -> CommandAnswer:
     """Show the last pass: when, how many workers, what it found and did, and what it left alone."""
-    found = api.get("/fleet")["maintenance"]
-    return CommandAnswer(found, "no pass yet" if found is None else lambda: _show_pass(found))
-
-
-def _show_pass(found: dict[str, object]) -> None:
-    from infra.cli.tables import clock, console, table
-
-    out = console()
-    columns = ("pass of (UTC)", "workers", "odd", "done", "held still because", "seconds")
-    row = (
-        *(clock(str(found["began_at"])), found["workers"], _counts(found["found"])),
-        *(_counts(found["outcomes"]), found["guarded"] or "-"),
-        "under way" if found["total_seconds"] is None else found["total_seconds"],
+    found = None if odd else api.get("/fleet")["maintenance"]
+    rows = api.get("/fleet/maintenance", odd=True, limit=odd)["passes"] if odd else [found] if found else []
+    return list_answer(
+        rows,
+        "pass of (UTC): began_at, workers, odd, done, held still because: held, seconds",
+        none="no such pass" if odd else "no pass yet",
+        value=found,
+        odd=lambda row: _counts(row["found"]),
+        done=lambda row: _counts(row["outcomes"]),
+        held=lambda row: row["guarded"] or "-",
+        seconds=lambda row: "under way" if row["total_seconds"] is None else row["total_seconds"],
     )
-    out.print(table(out, columns, [row]))
 
 
 def _counts(counts: object) -> str:
-    from infra.cli.tables import plain
-
     shown = counts.items() if isinstance(counts, dict) else ()
     return ", ".join(plain(f"{count} {name}") for name, count in shown) or "-"
 
 
-hosts_app = typer.Typer(help="Hosts of workers (docs/how-to/roll-out.md).", no_args_is_help=True)
+def servers(api: OperatorApi) -> CommandAnswer:
+    """Show the health of every server: databases, Temporal, orchestrators, launcher, paper exchange."""
+    found = [{"name": name, **one} for name, one in api.get("/fleet/servers")["servers"].items()]
+    answer = list_answer(found, "server: name, state, ms, seen (UTC): seen_at, more: reason", none="")
+    return replace(answer, exit_code=int(any(one["state"] == "down" for one in found)))
 
 
-@hosts_app.callback()
-def _hosts_group() -> None:
-    """Makes `explain` a subcommand although it is the only one."""
+report_app = command_group("The daily report (docs/how-to/read-reports.md).")
+
+
+@api_command(report_app)
+def show(
+    api: OperatorApi,
+    day: Annotated[str | None, typer.Argument(help="Such as 2026-11-20.", show_default="the latest")] = None,
+) -> CommandAnswer:
+    """Show the report of a trading day: users, orders, lots, latencies, claims, failures."""
+    from infra.database.reports import report_lines
+
+    found = api.get("/reports/daily", day=day)
+    columns, rows, out = (f"report of {found['day']}", ""), report_lines(found["figures"]), console()
+    return CommandAnswer(found, lambda: out.print(table(out, columns, rows)))
+
+
+hosts_app = command_group("Hosts of workers (docs/how-to/roll-out.md).")
 
 
 @api_command(hosts_app)
@@ -102,8 +143,6 @@ def workers_of_pool(shown: dict[str, Any]) -> int:
 
 
 def explain_hosts(workers: int, *, warm: int, rate: float) -> dict[str, Any]:
-    from infra.hosts.scaling import HostKind, plan_hosts, warm_hosts
-
     kind = HostKind()
     made = plan_hosts(kind, workers, warm=warm_hosts(kind, rate, least=warm))
     return {
@@ -114,3 +153,124 @@ def explain_hosts(workers: int, *, warm: int, rate: float) -> dict[str, Any]:
         "target_capacity": made.target_capacity,
         "reason": made.reason,
     }
+
+
+images_app = command_group("Images that workers may be launched from (docs/how-to/roll-out.md).")
+
+Image = Annotated[
+    str, typer.Argument(metavar="IMAGE", help="name@sha256:…, or family:revision on ECS.", show_default=False)
+]
+
+
+@api_command(images_app, "list")
+def list_images(api: OperatorApi) -> CommandAnswer:
+    """List allowed images. What the launcher was configured with needs no entry."""
+    shown = api.get("/images")
+    columns = "image, by: actor, when: added_at, why: reason"
+    return list_answer(shown["images"], columns, none="no image", value=shown)
+
+
+@api_command(images_app)
+def allow(api: OperatorApi, image: Image, reason: Reason = "requested") -> CommandAnswer:
+    """Allow an image: its workers get tokens with which they may get credentials."""
+    found = api.put("/images", {"image": image, "reason": reason}).body
+    return CommandAnswer(found, f"workers may be launched from {found['image']}")
+
+
+@api_command(images_app)
+def forbid(api: OperatorApi, image: Image, reason: Reason = "requested") -> CommandAnswer:
+    """Forbid an image: nothing is launched from it any more; workers that run go on."""
+    left = api.delete("/images", image=image, reason=reason).body
+    return CommandAnswer(left, f"no worker is launched from {image} any more")
+
+
+def call(
+    api: OperatorApi,
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="GET, POST, PUT or DELETE.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Behind /v1, with its query.")],
+    body: Annotated[
+        str | None, typer.Option(metavar="JSON", help="What it sends; -: standard input.")
+    ] = None,
+) -> CommandAnswer:
+    """Call any route of the REST API, and print what it answers: what has no command of its own.
+
+    Such as `berth call GET /users/alice/accounts/main/positions`.
+    """
+    if not path.startswith("/"):
+        raise typer.BadParameter("a path begins with /, such as /users")
+    try:
+        document = None if body is None else json_text.loads(sys.stdin.read() if body == "-" else body)
+    except ValueError:
+        raise typer.BadParameter("the body is no JSON") from None
+    found = api.client.request(method.upper(), path, body=document).body
+    write = partial(typer.echo, nl=False) if isinstance(found, str) else as_json
+    return CommandAnswer(found, lambda: write(found))
+
+
+letters_app = command_group("What failed for good (docs/how-to/settle-failures.md).")
+
+LetterIds = Annotated[list[str], typer.Argument(metavar="ID…", help="Ids, as `list` shows them.")]
+
+
+@api_command(letters_app, "list")
+def list_letters(
+    api: OperatorApi,
+    kind: Annotated[str | None, typer.Option(help="Only of this kind, such as workflow or job.")] = None,
+    user: Annotated[str | None, typer.Option(help="Only of this user.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
+) -> CommandAnswer:
+    """List what failed for good and nobody has settled, the latest first."""
+    rows, more = api.rows("/dead-letters", "letters", limit=limit, page=500, kind=kind, user_id=user)
+    columns = (
+        "id, kind, subject, user: user_id, count, first (UTC): first_at, last (UTC): last_at, why: reason"
+    )
+    return list_answer(rows, columns, none="nothing failed for good", more=more)
+
+
+@api_command(letters_app, "show")
+def show_letter(api: OperatorApi, letter: Annotated[str, typer.Argument(metavar="ID")]) -> CommandAnswer:
+    """Show all that is known of one, open or closed; a message with its beginning."""
+    found = api.get(api_path("dead-letters", letter))
+    rows = [{"what": name, "is": value} for name, value in found.items() if value is not None]
+    return list_answer(rows, "what, is", none="", value=found)
+
+
+@api_command(letters_app)
+def redrive(api: OperatorApi, letters: LetterIds, reason: Reason = "requested") -> CommandAnswer:
+    """Do it once more: recheck the order, requeue the job, start the workflow, send the message again."""
+    return _close_letters(api, letters, "redrive", reason)
+
+
+@api_command(letters_app)
+def dismiss(
+    api: OperatorApi, letters: LetterIds, reason: Annotated[str, typer.Option(help="Why; it is recorded.")]
+) -> CommandAnswer:
+    """Take them off the list: nothing more is done about them. A failed job is deleted."""
+    return _close_letters(api, letters, "dismiss", reason)
+
+
+def _close_letters(api: OperatorApi, letters: list[str], act: str, reason: str) -> CommandAnswer:
+    done = [api.post(api_path("dead-letters", letter, act), reason=reason).body for letter in letters]
+    return CommandAnswer(
+        done, "\n".join(f"{act}: {one['kind']} {one['subject'] or one['id']}" for one in done)
+    )
+
+
+def read_audit(
+    api: OperatorApi,
+    actor: Annotated[str | None, typer.Option(help="Only by whom this is a part of.")] = None,
+    action: Annotated[str | None, typer.Option(help="Only what begins so, such as switch.")] = None,
+    subject: Annotated[str | None, typer.Option(help="Only about this, such as user:alice.")] = None,
+    hours: Annotated[float | None, typer.Option(min=0, help="Only of the last hours.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 50,
+) -> CommandAnswer:
+    """Read the audit trail: who did what to whom, the latest first."""
+    since = None if hours is None else (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
+    wanted = {"actor": actor, "action": action, "subject": subject, "since": since}
+    rows, more = api.rows("/audit", "entries", limit=limit, page=1000, **wanted)
+
+    def data(row: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name} {value}" for name, value in row["data"].items() if value is not None)
+
+    columns = "at (UTC): at, who: actor, did: action, to: subject, with: data"
+    return list_answer(rows, columns, none="no such entry", more=more, data=data)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import quote
 
 import typer
 
-from infra.cli.options import CommandAnswer, Reason, api_command
+from infra.cli.options import CommandAnswer, Reason, api_command, api_path, command_group, list_answer
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
 
-app = typer.Typer(
-    help="Limits of the fleet's job types. They apply from the next claim on; running jobs continue.",
-    no_args_is_help=True,
+app = command_group(
+    "Limits of the fleet's job types. They apply from the next claim on; running jobs continue."
 )
 
+_COLUMNS = "type, running: running_now, limit: running, per node: per_node, per second: per_second, burst"
 Type = Annotated[str, typer.Argument(metavar="TYPE", help="Type of job, such as webhook.")]
 
 
@@ -24,7 +23,7 @@ Type = Annotated[str, typer.Argument(metavar="TYPE", help="Type of job, such as 
 def list_(api: OperatorApi) -> CommandAnswer:
     """Show every type with its limits, and how many jobs of it run now."""
     found = api.get("/job-limits")["limits"]
-    return CommandAnswer(found, lambda: _show_limits(found))
+    return list_answer(found, _COLUMNS, none="no type")
 
 
 def _check_limits(**given: Any) -> None:
@@ -62,17 +61,5 @@ def clear(api: OperatorApi, job_type: Type, reason: Reason = "requested") -> Com
 
 
 def _put_limits(api: OperatorApi, job_type: str, limits: dict[str, Any], reason: str) -> CommandAnswer:
-    found = api.put(f"/job-limits/{quote(job_type, safe='')}", {**limits, "reason": reason}).body
-    return CommandAnswer(found, lambda: _show_limits([found]))
-
-
-def _show_limits(rows: list[dict[str, Any]]) -> None:
-    from infra.cli.tables import console, table
-
-    def cells(row: dict[str, Any]) -> list[str]:
-        limits = [row[name] for name in ("running_now", "running", "per_node", "per_second", "burst")]
-        return [row["type"], *("-" if limit is None else f"{limit:g}" for limit in limits)]
-
-    out = console()
-    columns = ("type", "running", "limit", "per node", "per second", "burst")
-    out.print(table(out, columns, map(cells, rows)))
+    found = api.put(api_path("job-limits", job_type), {**limits, "reason": reason}).body
+    return list_answer([found], _COLUMNS, none="", value=found)

@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
-from infra.cli import job_limits, options
-from infra.cli.options import Command, CommandAnswer, Json, as_json, option
+from infra.cli import job_limits, options, tables
+from infra.cli.options import Command, CommandAnswer, Json, as_json, command_group, option
+from infra.vault import key_file
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.calls import halt_field
 from worker_runtime.protocol.errors import BerthError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from infra.jobs.view import JobInspector
+    from infra.settings import Settings
+    from worker_runtime.protocol.authentication import MessageKeys
 
-app = typer.Typer(
-    help="Background jobs: queues, runners, failures. Exit codes: 0 done, 1 refused or not found, 2 usage.",
-    no_args_is_help=True,
+app = command_group(
+    "Background jobs: queues, runners, failures. Exit codes: 0 done, 1 refused or not found, 2 usage."
 )
 app.add_typer(job_limits.app, name="limits")
 
 Valkey = Annotated[
     str | None,
-    typer.Option(
-        metavar="URL", envvar="BERTH_VALKEY_URL", help="Valkey.", show_default="the one of `berth up`"
-    ),
+    typer.Option(metavar="URL", help="Valkey.", show_default="BERTH_VALKEY_URL, or that of `berth up`"),
 ]
 User = Annotated[str | None, typer.Option(help="This user's own jobs, instead of the fleet's.")]
 Watch = Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")]
@@ -41,13 +48,23 @@ Code = Annotated[str, typer.Option(help="Failed with this code, such as JOB_TIME
 
 #: Seconds between two reads of `--watch`.
 _PERIOD = 1.0
+#: What these acts make of a setting of the queues, which PostgreSQL keeps.
+_HALTS = {"suspend": "1", "resume": None}
 
 
-def _address(url: str | None) -> str:
-    from infra.local.process import HOST
-    from infra.settings import LocalSettings
+def _settings(url: str | None) -> Settings:
+    """Those of the environment, or of the local system; with this address of Valkey."""
+    from infra.local.stack import known_settings
+    from infra.settings import Settings
 
-    return url or f"redis://{HOST}:{LocalSettings().valkey_port}/0"
+    return known_settings("valkey_url") if url is None else Settings(valkey_url=url)
+
+
+def _message_keys(tag: str) -> MessageKeys:
+    from infra.local.stack import known_settings
+    from infra.vault.message_secret import MessageSecretFile
+
+    return MessageSecretFile(known_settings("message_key_file").message_key_file).job_keys(tag)
 
 
 @dataclass(frozen=True)
@@ -59,11 +76,12 @@ class JobView:
 
 
 def _job_command(
-    *, check: Callable[..., None] | None = None, watch: bool = False, json: bool = True
+    *, check: Callable[..., None] | None = None, watch: bool = False, json: bool = True, act: str = ""
 ) -> Callable[[Command], Command]:
     """Adds a command that talks to Valkey; its function takes a `JobInspector` first.
 
-    It returns a `CommandAnswer`, or a `JobView`, which `--watch` shows until Ctrl-C.
+    It returns a `CommandAnswer`, or a `JobView`, which `--watch` shows until Ctrl-C. `act`: what it does, for
+    the audit trail.
     """
 
     def run(command: Command, json: bool, given: dict[str, Any]) -> CommandAnswer | None:
@@ -71,12 +89,20 @@ def _job_command(
 
         from infra.jobs.view import JobInspector
 
-        url, tag = _address(given.pop("valkey")), _tag(given.pop("user"))
+        settings, user = _settings(given.pop("valkey")), given.pop("user")
         watched = given.pop("watch", False)
-        if check is not None:
-            check(**given)
         try:
-            with JobInspector(url, tag) as jobs:
+            with JobInspector(settings.valkey_url, _tag(user)) as jobs:
+                if check is not None:
+                    check(jobs, **given)
+                if act:
+                    from infra.cli.keys import note_act
+                    from infra.jobs.kept import keep_settings
+
+                    fields = {halt_field(**given): _HALTS[act]} if act in _HALTS else {}
+                    keep = partial(keep_settings, user_id=user or "", fields=fields)
+                    said = {name: value for name, value in given.items() if value}
+                    note_act(settings, f"jobs.{act}_requested", f"jobs:{user or 'fleet'}", also=keep, **said)
                 found = command(jobs, **given)
                 if isinstance(found, JobView) and watched:
                     _watch(found, json)
@@ -94,8 +120,6 @@ def _job_command(
 
 
 def _tag(user: str | None) -> str:
-    from worker_runtime.jobs.protocol import keys as job_keys
-
     return job_keys.FLEET_TAG if user is None else job_keys.user_tag(user)
 
 
@@ -105,8 +129,6 @@ def _plain(seen: Any) -> Any:
 
 
 def _answer_of(view: JobView) -> CommandAnswer:
-    from infra.cli import tables
-
     out, seen = tables.console(), view.read()
     return CommandAnswer(_plain(seen), lambda: out.print(view.draw(out, seen)))
 
@@ -114,8 +136,6 @@ def _answer_of(view: JobView) -> CommandAnswer:
 def _watch(view: JobView, json: bool) -> None:
     """Shows the view again and again: in place on a terminal, one after the other in a pipe."""
     from rich.live import Live
-
-    from infra.cli import tables
 
     out = tables.console()
 
@@ -138,32 +158,24 @@ def info(
     workers: Annotated[bool, typer.Option("--workers", "-W", help="Runners and running jobs, too.")] = False,
 ) -> JobView:
     """Show everything: queues, and how much waits, runs, is delayed and has failed."""
-    from infra.cli import tables
-
     return JobView(jobs.overview, lambda out, found: tables.job_overview(out, found, workers=workers))
 
 
 @_job_command(watch=True)
 def queues(jobs: JobInspector) -> JobView:
     """Show queues with work and suspended ones: how many jobs wait, by type."""
-    from infra.cli import tables
-
     return JobView(lambda: jobs.overview().queues, tables.queue_table)
 
 
 @_job_command(watch=True)
 def running(jobs: JobInspector) -> JobView:
     """Show running jobs: since when, where, and how far they are."""
-    from infra.cli import tables
-
     return JobView(lambda: jobs.overview().running, tables.running_table)
 
 
 @_job_command(watch=True)
 def workers(jobs: JobInspector) -> JobView:
     """Show the runners: state, queues, running jobs, and when they were last seen."""
-    from infra.cli import tables
-
     return JobView(lambda: jobs.overview().runners, tables.runner_table)
 
 
@@ -176,7 +188,6 @@ def failed(
     limit: Annotated[int, typer.Option(min=1, help="Most rows; the newest come first.")] = 100,
 ) -> JobView:
     """Show the failed jobs; `berth jobs show JOB` has the traceback."""
-    from infra.cli import tables
     from infra.jobs.view import matching
 
     fitting = matching(jobs.failed(), queue=queue, name=type_, code=code)
@@ -186,20 +197,20 @@ def failed(
 @_job_command()
 def show(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]) -> CommandAnswer:
     """Show one job: state, progress, how it ended, its traceback and output."""
-    from infra.cli import tables
-
     found = jobs.job(job)
     if found is None:
         raise BerthError(f"there is no job {job}, or its result has expired")
     return CommandAnswer(_plain(found), lambda: tables.show_job(tables.console(), found))
 
 
-def _check_requeue(job_ids: list[str] | None, all_: bool, queue: str, type_: str, code: str) -> None:
+def _check_requeue(
+    _: JobInspector, job_ids: list[str] | None, all_: bool, queue: str, type_: str, code: str
+) -> None:
     if sum([bool(job_ids), all_, bool(queue or type_ or code)]) != 1:
         raise typer.BadParameter("name jobs, or say --all, or filter by --queue, --type and --code")
 
 
-@_job_command(check=_check_requeue)
+@_job_command(check=_check_requeue, act="requeue")
 def requeue(
     jobs: JobInspector,
     job_ids: Annotated[list[str] | None, typer.Argument(metavar="[JOB]…", help="Failed jobs.")] = None,
@@ -222,18 +233,16 @@ def requeue(
     )
 
 
-@_job_command()
+@_job_command(act="cancel")
 def cancel(jobs: JobInspector, job: Annotated[str, typer.Argument(help="Its id.")]) -> CommandAnswer:
     """Cancel a job: a waiting one at once, a running one by ending its process. A failed one is removed."""
-    from worker_runtime.jobs.protocol import calls as job_calls
-
     sentences = {
         "cancelled": "cancelled",
         "asked": "its runner was asked to end it",
         "failed": "it had failed; it is removed now",
         "unknown": "there is no such job, or it has ended",
     }
-    reply = jobs.run(job_calls.cancel(job, jobs.tag))
+    reply = jobs.run(job_calls.cancel(job, _message_keys(jobs.tag), jobs.tag))
     became = reply.decode() if isinstance(reply, bytes) else str(reply)
     unknown = became == "unknown"
     return CommandAnswer(
@@ -247,33 +256,43 @@ Runner = Annotated[str, typer.Option(help="Only the runner of this name.")]
 OneQueue = Annotated[str, typer.Option(help="Only this queue.")]
 
 
-def _check_scope(queue: str, runner: str) -> None:
+def _check_scope(_: JobInspector, queue: str, runner: str) -> None:
     if queue and runner:
         raise typer.BadParameter("a queue or a runner, not both")
+
+
+def _require_known(jobs: JobInspector, queue: str, runner: str) -> None:
+    """Raises `BerthError` for a runner that is not registered, and a queue of no type and without work."""
+    _check_scope(jobs, queue, runner)
+
+    seen = jobs.overview()
+    known = {one.name for one in seen.runners}
+    if queue:
+        known = {one.queue for one in seen.queues} | {one.queue for one in catalog.JOB_KINDS.values()}
+    if (queue or runner) and (queue or runner) not in known:
+        raise BerthError(f"there is no {_scope(queue, runner)}; known: {', '.join(sorted(known)) or 'none'}")
 
 
 def _scope(queue: str, runner: str) -> str:
     return f"queue {queue}" if queue else f"runner {runner}" if runner else "everything"
 
 
-@_job_command(check=_check_scope, json=False)
+@_job_command(check=_require_known, json=False, act="suspend")
 def suspend(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> CommandAnswer:
     """Stop taking jobs: everywhere, from one queue, or by one runner.
 
     It lasts until `resume`, even across restarts. Running jobs continue.
     """
-    from worker_runtime.jobs.protocol import calls as job_calls
-
     changed = jobs.run(job_calls.suspend(queue=queue, runner=runner, tag=jobs.tag))
     return CommandAnswer(None, f"{_scope(queue, runner)} is suspended{'' if changed else ' already'}")
 
 
-@_job_command(check=_check_scope, json=False)
+@_job_command(check=_check_scope, json=False, act="resume")
 def resume(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> CommandAnswer:
     """Undo a `suspend` that had the same options."""
-    from worker_runtime.jobs.protocol import calls as job_calls
-
     changed = jobs.run(job_calls.resume(queue=queue, runner=runner, tag=jobs.tag))
+    if not changed:
+        _require_known(jobs, queue, runner)
     return CommandAnswer(None, f"{_scope(queue, runner)} is open{'' if changed else ' already'}")
 
 
@@ -304,8 +323,6 @@ def worker(
     valkey: Valkey = None,
 ) -> None:
     """Run one runner until SIGTERM or Ctrl-C: running jobs end first; a second signal kills them."""
-    import json
-
     from infra.jobs import fleet
 
     more = {} if config is None else _read_private(config)
@@ -313,8 +330,9 @@ def worker(
     document = {
         "name": name or socket.gethostname(),
         "node": socket.gethostname(),
-        "valkey_url": _address(valkey),
+        "valkey_url": _settings(valkey).valkey_url,
         "tag": _tag(user),
+        "message_keys": _message_keys(_tag(user)),
         "queues": served or ["*"],
         "slots": slots,
         "recycle": recycle,
@@ -322,17 +340,13 @@ def worker(
         **more,
     }
     try:
-        fleet.exec_runner(json.dumps(document).encode())
+        fleet.exec_runner(msgspec.json.encode(document))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
 
 def _read_private(config: Path) -> dict[str, Any]:
     """Reads a configuration file, which may hold keys and passwords and must have mode 0600."""
-    import json
-
-    from infra.vault import key_file
-
     try:
         found = json.loads(key_file.read_key_file(config, private=True))
     except BerthError as error:

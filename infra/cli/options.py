@@ -1,22 +1,28 @@
 """The options that many commands share, and the decorators that give them to a command."""
 
-from __future__ import annotations
-
 import inspect
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
+from infra.cli.tables import console, plain, row_table
+from worker_runtime.protocol.errors import BerthError
+
 Data = Annotated[
     Path,
     typer.Option(
         "--data", envvar="BERTH_DATA_DIR", help="Folder of a running `berth up`.", show_default=".berth"
     ),
+]
+OfData = Annotated[
+    Path | None, typer.Option("--data", help="Folder of a running `berth up`, instead of the settings.")
 ]
 Url = Annotated[
     str | None,
@@ -27,7 +33,29 @@ KeyFile = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 Reason = Annotated[str, typer.Option(help="Why; recorded in the audit trail.")]
+OfUser = Annotated[str, typer.Argument(metavar="USER", help="Id of the user.")]
+AccountId = Annotated[str, typer.Argument(metavar="ACCOUNT", help="Id of the account.")]
 Pool = Annotated[str, typer.Argument(metavar="[POOL]", help="Name of the pool.")]
+
+
+def command_group(help: str) -> typer.Typer:
+    """A group of commands. One that is alone in it is a subcommand, too."""
+    group = typer.Typer(help=help, no_args_is_help=True)
+    group.callback()(lambda: None)
+    return group
+
+
+class KeyName(StrEnum):
+    """A key that a command rotates."""
+
+    MASTER = "master"
+    SIGNING = "signing"
+    LAUNCH = "launch"
+    BUDGET = "budget"
+    MESSAGE = "message"
+    API = "api"
+    TEMPORAL = "temporal"
+    WEBHOOKS = "webhooks"
 
 
 @dataclass(frozen=True)
@@ -51,6 +79,26 @@ class CommandAnswer:
             typer.echo(self.warning, err=True)
 
 
+def list_answer(
+    rows: Sequence[Mapping[str, Any]],
+    columns: str,
+    *,
+    none: str,
+    more: bool = False,
+    value: Any = None,
+    **cells: Callable[[Mapping[str, Any]], object],
+) -> CommandAnswer:
+    """A table of rows (`tables.row_table`), or the sentence `none`. `value`: for --json instead of rows."""
+
+    def draw() -> None:
+        out = console()
+        out.print(row_table(out, rows, columns, **cells) if rows else none)
+        if more:
+            out.print("there are more: raise --limit")
+
+    return CommandAnswer(rows if value is None else value, draw)
+
+
 #: The function of a command; most return a `CommandAnswer`, or None when they have printed everything.
 Command = Callable[..., Any]
 
@@ -70,9 +118,9 @@ def api_command(
             raise typer.BadParameter("--url and --key-file are given together, or neither")
         if check is not None:
             check(**given)
-        from infra.cli.rest import OperatorApi, find_api
+        from infra.cli.rest import find_api, open_api
 
-        with OperatorApi(find_api(*connection)) as api:
+        with open_api(find_api(*connection)) as api:
             answer: CommandAnswer | None = command(api, **given)
             if answer is not None:
                 answer.show(json=json)
@@ -84,6 +132,34 @@ def api_command(
         option("key_file", KeyFile, None),
     ]
     return add_command(app, name, run, [option("json", Json, False)] * json + options)
+
+
+def settings_command(
+    app: typer.Typer, name: str | None = None, *, data: bool = True
+) -> Callable[[Command], Command]:
+    """Adds a command of an operator on a server: its function takes the `Settings` first.
+
+    They are the environment's, or with --data those of a local system; a function may have that, too.
+    """
+
+    def run(command: Command, json: bool, given: dict[str, Any]) -> CommandAnswer | None:
+        from infra.local.stack import local_settings
+        from infra.settings import Settings, read_settings
+
+        folder = given.get("data")
+        if "data" not in inspect.signature(command).parameters:
+            given.pop("data", None)
+        try:
+            answer: CommandAnswer | None = command(
+                read_settings(Settings) if folder is None else local_settings(folder), **given
+            )
+        except OSError as error:
+            raise BerthError(str(error)) from None
+        if answer is not None:
+            answer.show(json=json)
+        return answer
+
+    return add_command(app, name, run, [option("data", OfData, None)] * data)
 
 
 def option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
@@ -105,15 +181,12 @@ def add_command(
 
     def decorate(command: Command) -> Command:
         signature = inspect.signature(
-            command, eval_str=True, locals={"OperatorApi": Any, "JobInspector": Any}
+            command, eval_str=True, locals=dict.fromkeys(("OperatorApi", "JobInspector", "Settings"), Any)
         )
         own = list(signature.parameters.values())[1:]
         own_names = {parameter.name for parameter in own}
 
         def wrapper(**given: Any) -> None:
-            from infra.cli.tables import plain
-            from worker_runtime.protocol.errors import BerthError
-
             json = given["json"] if "json" in own_names else given.pop("json", False)
             try:
                 answer = run(command, json, given)
@@ -136,19 +209,22 @@ def add_command(
     return decorate
 
 
+def api_path(*parts: str) -> str:
+    """A path of the API; none of its parts can leave its place."""
+    return "".join(f"/{quote(part, safe='')}" for part in parts)
+
+
 def user_path(user_id: str, rest: str = "") -> str:
     """The API's path of a user's worker."""
-    return f"/users/{quote(user_id, safe='')}/worker{rest}"
+    return api_path("users", user_id, "worker") + rest
 
 
 def pool_path(pool: str, rest: str = "") -> str:
     """The API's path of a pool; `rest` follows its name."""
-    return f"/pools/{quote(pool, safe='')}{rest}"
+    return api_path("pools", pool) + rest
 
 
 def as_json(value: Any, *, line: bool = False) -> None:
-    import json
-
     typer.echo(json.dumps(value, indent=None if line else 2, ensure_ascii=False))
 
 

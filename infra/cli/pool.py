@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infra.cli.options import CommandAnswer, Json, Pool, Reason, api_command, pool_path
+from infra.cli import tables
+from infra.cli.options import CommandAnswer, Json, Pool, Reason, api_command, command_group, pool_path
 from infra.cli.options import watch as watch_until_ended
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
 
 
-rollout_app = typer.Typer(
-    help="Bring a pool to another version of the worker, and back (docs/how-to/roll-out.md).",
-    no_args_is_help=True,
+rollout_app = command_group(
+    "Bring a pool to another version of the worker, and back (docs/how-to/roll-out.md)."
 )
 
 #: Seconds between two reads of `--watch`.
@@ -58,16 +59,9 @@ def start(
     json: Json = False,
 ) -> CommandAnswer:
     """Start a rollout: first free workers, then users when they are quiet. It rolls back by itself."""
-    shown = api.post(
-        _rollout_path(pool),
-        version=version,
-        image=image,
-        batch=batch,
-        deadline_seconds=deadline,
-        quiet_seconds=quiet,
-        proof_seconds=proof,
-        reason=reason,
-    ).body
+    times = {"deadline_seconds": deadline, "quiet_seconds": quiet, "proof_seconds": proof}
+    what: dict[str, Any] = {"version": version, "image": image, "batch": batch, **times, "reason": reason}
+    shown = api.post(_rollout_path(pool), **what).body
     return _watch_rollout(api, pool, json) if watch else _rollout_answer(shown)
 
 
@@ -92,16 +86,12 @@ def abort(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested"
 
 
 def _rollout_answer(shown: dict[str, Any]) -> CommandAnswer:
-    from infra.cli import tables
-
     return CommandAnswer(shown, lambda: tables.console().print(tables.rollout_table(shown)))
 
 
 def _watch_rollout(api: OperatorApi, pool: str, json: bool) -> CommandAnswer:
     """Redraws the rollout in place on a terminal; a pipe gets the end only."""
     from rich.live import Live
-
-    from infra.cli import tables
 
     def read() -> dict[str, Any]:
         found: dict[str, Any] = api.get(_rollout_path(pool))
@@ -123,10 +113,7 @@ def _watch_rollout(api: OperatorApi, pool: str, json: bool) -> CommandAnswer:
     return replace(answer, exit_code=0 if last["phase"] == "done" else 1)
 
 
-app = typer.Typer(
-    help="Pools of free workers, through the REST API. Exit codes: 0 done, 1 refused, 2 usage.",
-    no_args_is_help=True,
-)
+app = command_group("Pools of free workers, through the REST API. Exit codes: 0 done, 1 refused, 2 usage.")
 app.add_typer(rollout_app, name="rollout")
 
 
@@ -137,16 +124,12 @@ def status(api: OperatorApi, pool: Pool = "default") -> CommandAnswer:
 
 
 def _pool_answer(shown: dict[str, Any]) -> CommandAnswer:
-    from infra.cli import tables
-
     return CommandAnswer(shown, lambda: tables.show_pool(tables.console(), shown))
 
 
 @api_command(app)
 def explain(api: OperatorApi, pool: Pool = "default") -> CommandAnswer:
     """Explain how many workers the pool wants and why, when that changes, and what prevents it."""
-    from infra.cli import tables
-
     shown = api.get(pool_path(pool))
     sentences = tables.explain_pool(shown)
     value = {"pool": shown["pool"], "wanted": shown["wanted"], "explained": sentences}
@@ -213,16 +196,9 @@ def set_policy(
     {"name": "morning", "begins": "08:00", "ends": "09:30", "days": "mon-fri", "calendar": "trading",
     "target": 40}
     """
-    changes = _policy_changes(
-        target=target,
-        minimum=minimum,
-        maximum=maximum,
-        buffer=buffer,
-        demand_minutes=demand_minutes,
-        limit=limit,
-        shrink_after=shrink_after,
-        windows=windows,
-    )
+    bounds = {"target": target, "minimum": minimum, "maximum": maximum, "limit": limit}
+    others = {"demand_minutes": demand_minutes, "shrink_after": shrink_after, "windows": windows}
+    changes = _policy_changes(**bounds, buffer=buffer, **others)
     before = api.get(pool_path(pool))
     # The revision that was read makes the API refuse the later of two changes at the same time.
     body = {**before["policy"], **changes, "revision": before["revision"], "reason": reason}
@@ -230,8 +206,6 @@ def set_policy(
 
 
 def _read(path: Path) -> Any:
-    import json
-
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

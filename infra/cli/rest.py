@@ -1,44 +1,27 @@
-"""The command line's client of the REST API: with an operator's key from a file, errors as one sentence."""
+"""The command line's way to the REST API: with an operator's key from a file, errors as one sentence."""
 
-from __future__ import annotations
-
-import json
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import httpx
-
+from infra.client.calls import ApiReply
+from infra.client.client import BerthClient
+from infra.client.errors import ApiError, BerthClientError, Unreachable
 from infra.local.folder import DataFolder
+from infra.settings import Settings, read_settings
 from infra.vault import key_file
 from infra.vault.key_file import KeyFileMissing
 from worker_runtime.protocol.errors import BerthError
 
-#: Seconds to connect, and for an answer on top of what a call itself may wait.
-CONNECT, ANSWER = 5.0, 10.0
-#: Seconds without a byte after which a stream counts as lost; the API sends a comment every 15 s.
-STREAM_SILENCE = 45.0
-#: Seconds before a lost stream is opened again.
-AGAIN = 1.0
 
-
-class ApiRefused(BerthError):
+class ApiRefused(BerthError, code="REFUSED"):
     """The API refused the request."""
 
-    code = "REFUSED"
 
-    def __init__(self, detail: str = "", status: int = 0) -> None:
-        super().__init__(detail)
-        #: HTTP status; 0 when there was no answer.
-        self.status = status
-
-
-class NoApi(BerthError):
+class NoApi(BerthError, code="NO_API"):
     """The API's address or its key is unknown."""
-
-    code = "NO_API"
 
 
 @dataclass(frozen=True)
@@ -49,6 +32,8 @@ class ApiAddress:
     key_path: Path
     #: What a person should check when no API answers there.
     hint: str = ""
+    #: Data folder of the local system; None for another API.
+    data: Path | None = None
 
     def key(self) -> str:
         """Raises `NoApi`, or `KeyFileExposed` for a file that others can read."""
@@ -64,10 +49,13 @@ class ApiAddress:
 
 
 def find_api(data: Path, url: str | None, key_path: Path | None) -> ApiAddress:
-    """The API that the options name, else the running `berth up` of the data folder. Raises `NoApi`."""
+    """The API that the options or the environment name, else the running `berth up` of the data folder.
+
+    Raises `NoApi`.
+    """
+    if url is None and key_path is None and (given := read_settings(Settings)).api_url:
+        url, key_path = given.api_url, given.api_key_file
     if url is not None and key_path is not None:
-        if not url.startswith(("http://", "https://")):
-            raise NoApi(f"{url} is no address of an API; it begins with http:// or https://")
         return ApiAddress(url.rstrip("/"), key_path)
     folder = DataFolder(data)
     found = folder.api_url()
@@ -76,36 +64,25 @@ def find_api(data: Path, url: str | None, key_path: Path | None) -> ApiAddress:
             f"no `berth up` is ready in {folder.path}: start it, name its folder with --data, "
             "or say where the API is with --url and --key-file"
         )
-    return ApiAddress(found, folder.keys / "admin.key", " (does `berth up` run well? look at its output)")
-
-
-@dataclass(frozen=True)
-class ApiReply:
-    """A successful answer. `done` is False for 202: the API goes on working on it."""
-
-    done: bool
-    body: Any
+    hint = " (does `berth up` run well? look at its output)"
+    return ApiAddress(found, folder.keys / "admin.key", hint, folder.path)
 
 
 class OperatorApi:
-    """A context manager. Every method raises `ApiRefused` with a sentence for people."""
+    """The operations that commands use, by path: `open_api` makes it, and says what goes wrong."""
 
-    def __init__(self, address: ApiAddress, *, again: float = AGAIN) -> None:
-        """`again`: seconds before a lost stream is opened again. Raises `NoApi`, `KeyFileExposed`."""
+    def __init__(self, client: BerthClient, address: ApiAddress) -> None:
+        self.client = client
         self._address = address
-        self._again = again
-        try:
-            self._http = httpx.Client(
-                base_url=f"{address.url}/v1",
-                headers={"X-API-Key": address.key()},
-                timeout=httpx.Timeout(ANSWER, connect=CONNECT),
-                trust_env=False,  # no proxy from the environment may see the key
-            )
-        except httpx.InvalidURL as error:
-            raise NoApi(f"{address.url} is no address: {error}") from None
+
+    def local_data(self) -> Path:
+        """The data folder of the local system. Raises `NoApi` when the API is another one."""
+        if self._address.data is None:
+            raise NoApi("the paper exchange is a part of the local system: leave out --url")
+        return self._address.data
 
     def get(self, path: str, **query: Any) -> Any:
-        return self._call("GET", path, query=query).body
+        return self.client.request("GET", path, query=query).body
 
     def rows(
         self, path: str, name: str, *, limit: int, page: int, **query: Any
@@ -124,95 +101,33 @@ class OperatorApi:
     def post(self, path: str, *, wait: float | None = None, **given: Any) -> ApiReply:
         """`wait`: seconds that the API itself may wait for the outcome; the rest is the body."""
         body = {name: value for name, value in given.items() if value is not None}
-        query = {} if wait is None else {"wait": wait}
-        return self._call("POST", path, query=query, body=body, patience=wait or 0.0)
+        return self.client.request("POST", path, body=body, wait=wait)
+
+    def delete(self, path: str, **query: Any) -> ApiReply:
+        return self.client.request("DELETE", path, query=query)
 
     def put(self, path: str, body: dict[str, Any]) -> ApiReply:
-        return self._call("PUT", path, query={}, body=body)
-
-    def _call(
-        self,
-        method: str,
-        path: str,
-        *,
-        query: dict[str, Any],
-        body: Any = None,
-        patience: float = 0.0,
-    ) -> ApiReply:
-        given = {name: value for name, value in query.items() if value is not None}
-        timeout = httpx.Timeout(ANSWER + patience, connect=CONNECT)
-        try:
-            answer = self._http.request(method, path, params=given, json=body, timeout=timeout)
-        except httpx.HTTPError as error:
-            raise self._unreachable(error) from None
-        self._check(answer)
-        try:
-            return ApiReply(answer.status_code != 202, answer.json())
-        except ValueError:
-            raise ApiRefused(f"what answers at {self._address.url} is no API of Berth") from None
+        return self.client.request("PUT", path, body=body)
 
     def events(self, path: str, after: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Name and data of each event after the id `after`, endlessly; a lost stream is opened again.
+        """Name and data of each event behind the id `after`, endlessly."""
+        for event in self.client.follow(path, after):
+            yield event.name, event.data
 
-        Raises `ApiRefused` when it cannot be opened the first time, or is refused later.
-        """
-        opened = False
-        while True:
-            try:
-                with self._http.stream(
-                    "GET",
-                    path,
-                    headers={"Last-Event-ID": str(after)},
-                    timeout=httpx.Timeout(STREAM_SILENCE, connect=CONNECT),
-                ) as answer:
-                    if answer.status_code >= 400:
-                        answer.read()
-                    self._check(answer)
-                    opened = True
-                    for name, position, data in parse_events(answer.iter_lines()):
-                        after = position
-                        yield name, data
-            except httpx.HTTPError as error:
-                if not opened:
-                    raise self._unreachable(error) from None
-            except ApiRefused as refused:
-                if not opened or refused.status < 500:
-                    raise
-            time.sleep(self._again)
 
-    def _unreachable(self, error: httpx.HTTPError) -> ApiRefused:
-        if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
-            return ApiRefused(f"the API at {self._address.url} did not answer in time")
-        return ApiRefused(f"no API answers at {self._address.url}{self._address.hint}")
-
-    def _check(self, answer: httpx.Response) -> None:
-        if answer.is_success:
-            return
-        if answer.status_code == 401:
-            raise ApiRefused(f"the API does not know the key in {self._address.key_path}", 401)
+@contextmanager
+def open_api(address: ApiAddress) -> Iterator[OperatorApi]:
+    """Inside, what goes wrong is raised as `ApiRefused`, a sentence for people. Raises as `key` does, too."""
+    try:
+        client = BerthClient(address.url, address.key())
+    except ValueError as error:
+        raise NoApi(str(error)) from None
+    with client:
         try:
-            problem = answer.json()
-            sentence = f"{problem['code']}: {problem.get('detail') or problem['title']}"
-            errors = [f"{one['loc'][-1]}: {one['msg']}" for one in problem.get("errors", [])]
-        except (ValueError, KeyError, TypeError, IndexError):
-            sentence, errors = f"{self._address.url} answered {answer.status_code}", []
-        raise ApiRefused("; ".join([sentence, *errors]), answer.status_code)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._http.close()
-
-
-def parse_events(lines: Iterator[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Server-sent events with name, id and JSON data; comments and everything else are skipped."""
-    found: dict[str, str] = {}
-    for line in lines:
-        if line:
-            name, _, value = line.partition(":")
-            found[name] = value.removeprefix(" ")
-            continue
-        if found.get("id", "").isdigit() and "data" in found:
-            yield found.get("event", "message"), int(found["id"]), json.loads(found["data"])
-        found = {}
+            yield OperatorApi(client, address)
+        except Unreachable as error:
+            raise ApiRefused(f"{error}{'' if error.sent else address.hint}") from None
+        except BerthClientError as error:
+            unknown_key = isinstance(error, ApiError) and error.status == 401
+            known = f"the API does not know the key in {address.key_path}"
+            raise ApiRefused(known if unknown_key else str(error)) from None

@@ -3,8 +3,6 @@
 A start is shown as a live list on a terminal, as plain lines in a pipe.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -31,7 +29,7 @@ from infra.local import stack
 from infra.local.process import Server
 from infra.local.stack import LocalStack
 from infra.local.steps import StepProgress, StepStatus, as_berth_error
-from infra.settings import LocalSettings
+from infra.settings import LocalSettings, read_settings
 from worker_runtime.protocol.errors import BerthError
 
 TITLES = {
@@ -111,7 +109,7 @@ def run_up(
     """Returns the exit code: 0, 1 with the reason on standard error, or 130 when stopped while starting."""
     console, errors = Console(), Console(stderr=True)
     overrides: dict[str, Any] = {"pool_target": pool, "api_port": port}
-    ports = LocalSettings(ui_port=ui_port) if ui_port else LocalSettings()
+    ports = read_settings(LocalSettings, **({"ui_port": ui_port} if ui_port else {}))
     view = ProgressView(console)
     stack = LocalStack(
         data,
@@ -125,23 +123,25 @@ def run_up(
             with view.drawing:
                 stack.start()
             up = True
+            result = None
             if main_job:
-                result = _run_job(stack)
-                show_job(console, result)
-                if not once:
-                    show_addresses(console, stack, result)
-            else:
-                show_addresses(console, stack, None)
+                try:
+                    result = job.run_main_job(stack.api_url, stack.exchange.admin_url, stack.folder.keys)
+                    show_job(console, result)
+                except Exception as error:  # the boundary of the demo: the system itself is up
+                    failure = as_berth_error("main job", error)
+                    if once:
+                        raise failure from error
+                    why = f"[red]the demo order failed:[/] {escape(failure.detail)}"
+                    errors.print(why, highlight=False, soft_wrap=True)
             if not once:
+                show_addresses(console, stack, result)
                 console.print("\nCtrl-C stops everything.", highlight=False)
                 _watch_servers(stack, console)
             return 0
         except StopRequested:
             return 0 if up and not once else 130
-        except BerthError as error:
-            errors.print(f"[red]error:[/] {escape(error.detail)}", highlight=False, soft_wrap=True)
-            return 1
-        except OSError as error:
+        except (BerthError, OSError) as error:
             errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             return 1
         finally:
@@ -150,13 +150,6 @@ def run_up(
                 if up:
                     console.print("stopping", highlight=False)
             stack.stop()
-
-
-def _run_job(stack: LocalStack) -> MainJobResult:
-    try:
-        return job.run_main_job(stack.api_url, stack.exchange.admin_url, stack.folder.keys)
-    except Exception as error:
-        raise as_berth_error("main job", error) from error
 
 
 @contextlib.contextmanager
@@ -207,28 +200,30 @@ def _restart(server: Server, before: list[float], console: Console) -> None:
 
 def show_job(console: Console, result: MainJobResult) -> None:
     order = result.order
-    price = order["average_price"] or "?"
     console.print(
-        f"\nOrder {order['client_order_id']} of user {result.user_id}: {order['side']} {order['quantity']} "
-        f"{order['symbol']} is {order['state']} at {price} after {result.seconds * 1000:.0f} ms over REST",
+        f"\nOrder {order.client_order_id} of user {result.user_id}: {order.side} {order.quantity} "
+        f"{order.symbol} is {order.state} at {order.average_price or '?'} "
+        f"after {result.seconds * 1000:.0f} ms over REST",
         highlight=False,
         soft_wrap=True,
     )
     if not console.is_terminal:
-        for step in order["timeline"]:
-            console.print(f"  {step['step']:12} {step['elapsed_ms']:9.1f} ms", highlight=False)
+        for step in order.timeline:
+            console.print(f"  {step.step:12} {step.elapsed_ms:9.1f} ms", highlight=False)
         return
     table = Table("step", "at", "ms since accepted")
     table.columns[2].justify = "right"
-    for step in order["timeline"]:
-        table.add_row(step["step"], step["at"], f"{step['elapsed_ms']:.1f}")
+    for step in order.timeline:
+        table.add_row(step.step, f"{step.at:%FT%T.%fZ}", f"{step.elapsed_ms:.1f}")
     console.print(table)
 
 
 def show_addresses(console: Console, stack: LocalStack, result: MainJobResult | None) -> None:
     rows = [
+        ("pages", f"{stack.api_url}  (log in with the admin's API key)"),
         ("API docs", f"{stack.api_url}/v1/docs"),
         ("Temporal UI", stack.ui_url),
+        ("payloads in it", f"berth codec --data {stack.folder.path}"),
         ("logs", str(stack.folder.logs)),
         ("admin's API key", str(stack.folder.keys / "admin.key")),
     ]
@@ -238,7 +233,7 @@ def show_addresses(console: Console, stack: LocalStack, result: MainJobResult | 
     for name, value in rows:
         console.print(f"{name:16} {value}", highlight=False, soft_wrap=True)
     if result is not None:
-        path = f"/v1/orders/{result.order['id']}"
+        path = f"/v1/orders/{result.order.id}"
         console.print(
             f"{'try':16} curl -H 'X-API-Key: {result.api_key}' {stack.api_url}{path}",
             highlight=False,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,11 @@ def plain(value: object) -> str:
     return "".join(sign if sign.isprintable() else " " for sign in text)
 
 
+def person(actor: str) -> str:
+    """Who did something: the label of the API key, without its id; or the part of Berth."""
+    return plain(actor.partition(" (key:")[0])
+
+
 def clock(value: str | None) -> str:
     """A time of the API in UTC, to the second."""
     if not value:
@@ -49,7 +55,8 @@ def clock(value: str | None) -> str:
         return plain(value)
 
 
-def _state(name: object) -> Text:
+def state_text(name: object) -> Text:
+    """A worker's state in its colour."""
     return Text(plain(name) or "-", style=_WORKER_STYLES.get(plain(name), ""))
 
 
@@ -61,14 +68,29 @@ def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]
     return made
 
 
-def show_table(
-    out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]], *, none: str, more: str = ""
-) -> None:
-    """Prints a table, and behind it the sentence `more`; without rows only the sentence `none`."""
-    made = table(out, columns, rows)
-    out.print(made if made.row_count else none)
-    if made.row_count and more:
-        out.print(more)
+def row_table(
+    out: Console,
+    rows: Iterable[Mapping[str, Any]],
+    columns: str,
+    **cells: Callable[[Mapping[str, Any]], object],
+) -> Table:
+    """`columns`: `heading: field` of each, or only the field; `cells`: fields that a function makes of a row.
+    Fields named `at` and `…_at` are times of the API, `actor` is a person."""
+    parts = [column.partition(":") for column in columns.split(",")]
+    fields = [(field or name).strip() for name, _, field in parts]
+
+    def cell(row: Mapping[str, Any], field: str) -> object:
+        if field in cells:
+            return cells[field](row)
+        found = row[field]
+        if field == "actor":
+            return person(found)
+        if field == "at" or field.endswith("_at"):
+            return clock(found)
+        return "-" if found in (None, "") else ", ".join(found) if isinstance(found, list) else found
+
+    headings = [name.strip() for name, _, _ in parts]
+    return table(out, headings, ([cell(row, field) for field in fields] for row in rows))
 
 
 def _cell(value: object) -> Text:
@@ -84,28 +106,11 @@ def _details(rows: Iterable[tuple[str, object]]) -> Table:
     return made
 
 
-def show_workers(out: Console, rows: Iterable[Mapping[str, Any]], *, more: bool) -> None:
-    """Prints one line a user."""
-    cells = (
-        (
-            row["user_id"],
-            _state(row["state"]),
-            row["worker_id"] or "-",
-            row["pool"] or "-",
-            clock(row["started_at"]),
-        )
-        for row in rows
-    )
-    advice = "there are more: raise --limit, or narrow with --state and --user" if more else ""
-    columns = ("user", "state", "worker", "pool", "started (UTC)")
-    show_table(out, columns, cells, none="no such worker runs", more=advice)
-
-
 def show_worker(out: Console, shown: Mapping[str, Any]) -> None:
     """Prints all that is known of one user's worker."""
     rows: list[tuple[str, object]] = [
         ("user", shown["user_id"]),
-        ("state", _state(shown["state"] or "no worker yet")),
+        ("state", state_text(shown["state"] or "no worker yet")),
         ("live", "yes: its mark is there" if shown["live"] else "no mark"),
     ]
     if life := shown.get("lifecycle"):
@@ -120,24 +125,11 @@ def show_worker(out: Console, shown: Mapping[str, Any]) -> None:
             ("task", life["task_id"]),
             ("epoch", life["epoch"]),
             ("health", health if life["health"] else ""),
-            ("crashes", f"{life['crashes']} of late" if life["crashes"] else ""),
+            ("crashes", f"{life['crashes']} in the last minutes" if life["crashes"] else ""),
             ("last use", f"{clock(life['last_activity'])} UTC" if life["last_activity"] else ""),
             ("version", (shown.get("metadata") or {}).get("version")),
         ]
     out.print(_details(rows))
-
-
-def show_timeline(out: Console, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Prints one line a change of state."""
-    cells = (
-        (
-            *(row["id"], clock(row["at"]), row["before"], _state(row["after"])),
-            *(row["worker_id"] or "-", plain(row["epoch"]) or "-", row["reason"]),
-        )
-        for row in rows
-    )
-    columns = ("id", "at (UTC)", "before", "after", "worker", "epoch", "reason")
-    show_table(out, columns, cells, none="nothing has happened yet")
 
 
 def show_transition(out: Console, row: Mapping[str, Any]) -> None:
@@ -273,49 +265,46 @@ def job_overview(out: Console, shown: QueueOverview, *, workers: bool) -> Render
 
 
 def queue_table(out: Console, rows: Iterable[QueueSnapshot]) -> Table:
-    cells = (
-        (
-            *(one.queue, one.waiting, f"{one.weight:g}"),
-            Text("suspended", style="yellow") if one.suspended else "open",
-            "  ".join(f"{name} {count}" for name, count in one.types.items()),
-        )
-        for one in rows
+    return row_table(
+        out,
+        map(asdict, rows),
+        "queue, waiting, oldest, runners, weight, state, types",
+        oldest=lambda row: f"{row['waited']:.1f} s",
+        weight=lambda row: f"{row['weight']:g}",
+        state=lambda row: Text("suspended", style="yellow") if row["suspended"] else "open",
+        types=lambda row: "  ".join(f"{name} {count}" for name, count in row["types"].items()),
     )
-    return table(out, ("queue", "waiting", "weight", "state", "types"), cells)
 
 
 def runner_table(out: Console, rows: Iterable[RunnerSnapshot]) -> Table:
-    cells = (
-        (
-            *(one.runner, one.node, one.pid, one.queues),
-            Text(one.state + (", suspended" if one.suspended else ""), _JOB_STYLES.get(one.state, "")),
-            *(" ".join(one.jobs), _ago(one.born_at_ms), _ago(one.seen_at_ms)),
-        )
-        for one in rows
+    def state(row: Mapping[str, Any]) -> Text:
+        text = row["state"] + ", suspended" * (row["suspended"] and row["state"] != "suspended")
+        return Text(text, _JOB_STYLES.get(row["state"], ""))
+
+    return row_table(
+        out,
+        map(asdict, rows),
+        "runner, node, pid, queues, state, jobs, born, seen",
+        state=state,
+        jobs=lambda row: " ".join(row["jobs"]),
+        born=lambda row: _ago(row["born_at_ms"]),
+        seen=lambda row: _ago(row["seen_at_ms"]),
     )
-    return table(out, ("runner", "node", "pid", "queues", "state", "jobs", "born", "seen"), cells)
 
 
 def running_table(out: Console, rows: Iterable[JobSnapshot]) -> Table:
-    cells = (
-        (
-            *(one.job_id, one.name, one.queue, one.attempt),
-            *(one.runner, _ago(one.started_at_ms), one.progress),
-        )
-        for one in rows
-    )
-    return table(out, ("job", "type", "queue", "attempt", "runner", "for", "progress"), cells)
+    columns = "job: job_id, type: name, queue, attempt, runner, for: since, progress"
+    return row_table(out, map(asdict, rows), columns, since=lambda row: _ago(row["started_at_ms"]))
 
 
 def failed_table(out: Console, rows: Iterable[JobSnapshot]) -> Table:
-    cells = (
-        (
-            *(one.job_id, one.name, one.queue, one.attempt),
-            *(_clock_of_day(one.failed_at_ms), Text(plain(one.code), style="red"), one.detail),
-        )
-        for one in rows
+    return row_table(
+        out,
+        map(asdict, rows),
+        "job: job_id, type: name, queue, attempts: attempt, failed (UTC): failed, code, why: detail",
+        failed=lambda row: _clock_of_day(row["failed_at_ms"]),
+        code=lambda row: Text(plain(row["code"]), style="red"),
     )
-    return table(out, ("job", "type", "queue", "attempts", "failed (UTC)", "code", "why"), cells)
 
 
 def show_job(out: Console, one: JobSnapshot) -> None:

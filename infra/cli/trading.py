@@ -1,18 +1,34 @@
-"""`berth halt`, `reduce`, `open` and `switches`: who may trade. `berth orders …`: what needs a person."""
+"""`berth halt`, `reduce`, `open` and `switches`: who may trade. `berth orders …`: orders."""
 
 from __future__ import annotations
 
-import json
+import json as json_text
+import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import quote
 
+import msgspec
 import typer
+from rich.text import Text
 
-from infra.cli.options import CommandAnswer, api_command
+from infra.cli.options import (
+    AccountId,
+    CommandAnswer,
+    Json,
+    OfUser,
+    api_command,
+    api_path,
+    as_json,
+    command_group,
+    list_answer,
+)
+from infra.cli.tables import clock, console, person, plain, table
+from infra.client import models
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
+    from infra.client.models import OrderSnapshot
 
 
 User = Annotated[str | None, typer.Option("--user", metavar="USER", help="One user.")]
@@ -49,10 +65,14 @@ def switches(
     user: Annotated[
         str | None, typer.Option("--user", metavar="USER", help="Only what applies to this user.")
     ] = None,
+    prefix: Annotated[str | None, typer.Option(help="Only users whose ids begin with this.")] = None,
+    state: Annotated[str | None, typer.Option(help="Only halted, reducing or open ones.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most rows.")] = 100,
 ) -> CommandAnswer:
     """Show every switch, who set it and why; with --user, what applies to that user."""
-    found = api.get("/switches", user_id=user)
-    return CommandAnswer(found, lambda: _show_switches(found))
+    found = api.get("/switches", user_id=user, prefix=prefix, state=state, limit=limit)
+    more = "there are more: raise --limit" if found["next_cursor"] else ""
+    return CommandAnswer(found, lambda: _show_switches(found), more)
 
 
 def _check_target(reason: str, everybody: bool, user: str | None, account: str | None) -> None:
@@ -65,29 +85,21 @@ def _check_target(reason: str, everybody: bool, user: str | None, account: str |
 def _put_switch(
     api: OperatorApi, state: str, reason: str, user: str | None, account: str | None
 ) -> CommandAnswer:
-    from infra.cli.tables import plain
-
     scope = "all" if user is None else "account" if account else "user"
-    body = {"state": state, "reason": reason, "scope": scope}
-    if user is not None:
-        body["user_id"] = user
-    if account is not None:
-        body["account_id"] = account
+    body = {"state": state, "reason": reason, "scope": scope, "user_id": user, "account_id": account}
     reply = api.put("/switches", body)
     whom = "everybody" if user is None else f"{user} {account}" if account else user
+    also = reply.body.get("also")
+    text = f"the switch of {whom} is open, but {also}" if also and state == "open" else f"{whom} is {state}"
     warning = "" if reply.done else "Valkey did not answer: the workers learn of it when it does"
-    return CommandAnswer(reply.body, f"{plain(whom)} is {state}", warning)
+    return CommandAnswer(reply.body, plain(text), warning)
 
 
 def _show_switches(found: dict[str, Any]) -> None:
-    from rich.text import Text
-
-    from infra.cli.tables import clock, console, plain, table
-
     def cells(one: dict[str, Any]) -> tuple[object, ...]:
         whom = " ".join(plain(one[name]) for name in ("user_id", "account_id") if one[name]) or "everybody"
         state = Text(plain(one["state"]), style=colours.get(one["state"], ""))
-        holder = "the user" if one["held_by"] == "user" else one["actor"]
+        holder = "the user" if one["held_by"] == "user" else person(one["actor"])
         return whom, state, holder, clock(one["at"]), one["reason"]
 
     out = console()
@@ -98,9 +110,8 @@ def _show_switches(found: dict[str, Any]) -> None:
         out.print("in effect:", ", ".join(plain(f"{name} {state}") for name, state in states.items()))
 
 
-app = typer.Typer(
-    help="What needs a person, through the REST API. Exit codes: 0 done, 1 refused, 2 usage.",
-    no_args_is_help=True,
+app = command_group(
+    "Orders, and what needs a person, through the REST API. Exit codes: 0 done, 1 refused, 2 usage."
 )
 
 #: Most rows that one request may ask for.
@@ -116,22 +127,168 @@ class OrderEnd(StrEnum):
     EXPIRED = "expired"
 
 
+class OrderSide(StrEnum):
+    BUY = "buy"
+    SELL = "sell"
+
+
+Price = Annotated[str | None, typer.Option(help="Limit price.")]
+RequestId = Annotated[
+    str | None, typer.Option("--id", help="The same id again is the same request.", show_default="a new one")
+]
+
+
+@api_command(app)
+def place(
+    api: OperatorApi,
+    user: OfUser,
+    account: AccountId,
+    side: OrderSide,
+    quantity: Annotated[int, typer.Argument(min=1, metavar="LOTS")],
+    symbol: Annotated[str, typer.Argument(metavar="SYMBOL")],
+    price: Annotated[str | None, typer.Option(help="Limit price; else it is a market order.")] = None,
+    time_in_force: Annotated[str | None, typer.Option("--tif", help="ROD, IOC or FOK.")] = None,
+    lot: Annotated[
+        str, typer.Option(help="common, odd, intraday_odd or fixing; odd lots are shares.")
+    ] = "common",
+    condition: Annotated[str, typer.Option(help="cash, margin or short_selling.")] = "cash",
+    open_close: Annotated[str, typer.Option(help="Of futures: auto, new, cover or day_trade.")] = "auto",
+    range_market: Annotated[bool, typer.Option("--mkp", help="A range market order (TAIFEX).")] = False,
+    request_id: RequestId = None,
+) -> CommandAnswer:
+    """Place an order, with the key of the user or of an administrator; waits for the broker's answer."""
+    body: dict[str, Any] = {
+        **{"client_order_id": request_id, "account_id": account, "symbol": symbol},
+        **{"side": side.value, "quantity": quantity, "price": price},
+        **{"price_type": "MKP" if range_market else "MKT" if price is None else "LMT"},
+        **{"lot": lot, "condition": condition, "open_close": open_close},
+        "time_in_force": time_in_force or ("IOC" if price is None else "ROD"),
+    }
+    return _order_answer(api.client.place_order(user, _ticket("OrderTicket", **body)))
+
+
+@api_command(app, "list")
+def list_orders(
+    api: OperatorApi,
+    user: Annotated[str | None, typer.Argument(help="Id of the user; without: all users.")] = None,
+    state: Annotated[str | None, typer.Option(help="Only these: open, final, filled…")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 50,
+) -> CommandAnswer:
+    """List orders of a user or of all, the newest first."""
+    path = api_path("users", user, "orders") if user else "/orders"
+    rows, more = api.rows(path, "orders", limit=limit, page=_PAGE, state=state)
+    columns = "at (UTC): accepted_at, order: id, user: user_id, account: account_id, what, price, state"
+    columns += ", filled: filled_quantity, average: average_price, why: reason"
+    return list_answer(
+        rows, columns, none="no such order", more=more, what=_what, price=lambda row: row["price"] or "market"
+    )
+
+
+def _what(row: Mapping[str, Any]) -> str:
+    special = [row.get(name) for name in ("lot", "condition", "open_close")]
+    words = [word for word in special if word not in (None, "common", "cash", "auto")]
+    return " ".join([f"{row['side']} {row['quantity']} {row['symbol']}", *words])
+
+
+@api_command(app)
+def show(api: OperatorApi, order: OrderId) -> CommandAnswer:
+    """Show an order and the steps of its life."""
+    found = api.get(_order_path(order))
+
+    def draw() -> None:
+        out = console()
+        out.print(_sentence(found), highlight=False, markup=False)
+        steps = [
+            (step["step"], clock(step["at"]), step["elapsed_ms"], step["detail"])
+            for step in found["timeline"]
+        ]
+        out.print(table(out, ("step", "at (UTC)", "ms", "detail"), steps))
+
+    return CommandAnswer(found, draw)
+
+
+@api_command(app)
+def cancel(api: OperatorApi, order: OrderId, request_id: RequestId = None) -> CommandAnswer:
+    """Cancel an order; waits for the broker's answer."""
+    return _order_answer(api.client.cancel_order(order, _ticket("CancelTicket", request_id=request_id)))
+
+
+@api_command(app)
+def replace(
+    api: OperatorApi,
+    order: OrderId,
+    quantity: Annotated[int | None, typer.Option(min=1, help="New total in lots.")] = None,
+    price: Price = None,
+    request_id: RequestId = None,
+) -> CommandAnswer:
+    """Lower the quantity of a working order, change its price, or both."""
+    ticket = _ticket("ReplaceTicket", request_id=request_id, quantity=quantity, price=price)
+    return _order_answer(api.client.replace_order(order, ticket))
+
+
+def _ticket(kind: str, **given: Any) -> Any:
+    """A ticket of the client; without an id it makes one. Raises `typer.BadParameter`."""
+    try:
+        return msgspec.convert(
+            {name: value for name, value in given.items() if value is not None}, getattr(models, kind)
+        )
+    except msgspec.ValidationError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+@api_command(app)
+def watch(api: OperatorApi, user: OfUser, json: Json = False) -> None:
+    """Show a user's open orders, then every change of an order, until Ctrl-C."""
+    for event in api.client.follow_orders(user):
+        found = msgspec.to_builtins(event.data)
+        for order in found.get("orders", [found]):
+            if json:
+                as_json(order, line=True)
+            else:
+                typer.echo(_sentence(order))
+        sys.stdout.flush()
+
+
+def _order_answer(snapshot: OrderSnapshot) -> CommandAnswer:
+    order = msgspec.to_builtins(snapshot)
+    return CommandAnswer(order, _sentence(order))
+
+
+def _sentence(order: dict[str, Any]) -> str:
+    what = f"{_what(order)} is {order['state']}"
+    filled = (
+        f", {order['filled_quantity']} filled at {order['average_price']}" if order["filled_quantity"] else ""
+    )
+    return plain(f"order {order['id']}: {what}{filled}" + (f": {order['reason']}" if order["reason"] else ""))
+
+
 @api_command(app)
 def attention(
-    api: OperatorApi, limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100
+    api: OperatorApi,
+    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
+    unknown: Annotated[
+        bool, typer.Option("--unknown", help="Also those about which Berth still asks the broker.")
+    ] = False,
 ) -> CommandAnswer:
-    """Orders whose outcome only a person can find out, the longest waiting first."""
-    rows, more = api.rows("/attention", "orders", limit=limit, page=_PAGE)
-    return CommandAnswer(rows, lambda: _show_orders(rows, more=more))
+    """Orders whose outcome only a person can find out, the longest waiting first, and what comes next."""
+    rows, more = api.rows("/attention", "orders", limit=limit, page=_PAGE, unknown=unknown or None)
+    columns = "order: id, user: user_id, account: account_id, what, known: known_state"
+    return list_answer(
+        rows,
+        f"{columns}, since (UTC): attention_at, next: next_step, why",
+        none="no order waits for a person",
+        more=more,
+        what=lambda row: f"{_what(row)}, {row['filled_quantity']} filled",
+        why=lambda row: row["attention"] or row["reason"],
+    )
 
 
 @api_command(app)
 def recheck(api: OperatorApi, order: OrderId) -> CommandAnswer:
     """Check an order with the broker again, at once."""
-    reply = api.post(_order_path(order, "recheck"))
-    return CommandAnswer(
-        reply.body, f"order {order} is checked again; it stays on the list until it is settled"
-    )
+    reply = api.post(_order_path(order, "/recheck"))
+    waits = "; it stays on the list until it is settled" * bool(reply.body["attention"])
+    return CommandAnswer(reply.body, f"order {order} is checked again (`berth orders show` it){waits}")
 
 
 @api_command(app)
@@ -145,7 +302,7 @@ def resolve(
 ) -> CommandAnswer:
     """Record how an order ended, after a check with the broker. The order is final then."""
     end: dict[str, Any] = {"state": state.value, "filled_quantity": filled, "average_price": price}
-    reply = api.post(_order_path(order, "resolve"), reason=reason, **end)
+    reply = api.post(_order_path(order, "/resolve"), reason=reason, **end)
     return CommandAnswer(reply.body, f"order {order} is {state.value}")
 
 
@@ -161,7 +318,14 @@ def differences(
         found = api.get("/reconciliations", limit=wanted, after=rows[-1]["id"] if rows else 0)
         rows += found["reconciliations"]
         more = len(found["reconciliations"]) == wanted
-    return CommandAnswer(rows, lambda: _show_differences(rows, more=more))
+    return list_answer(
+        rows,
+        "number: id, user: user_id, account: account_id, since (UTC): at, blocks, what",
+        none="no difference waits for a person",
+        more=more,
+        blocks=lambda row: "yes" if row["blocks"] else "no",
+        what=lambda row: json_text.dumps(row["differences"], ensure_ascii=False),
+    )
 
 
 @api_command(app)
@@ -175,31 +339,5 @@ def close(
     return CommandAnswer(reply.body, f"difference {number} is closed")
 
 
-def _order_path(order: str, what: str) -> str:
-    return f"/orders/{quote(order, safe='')}/{what}"
-
-
-def _show_orders(rows: list[dict[str, Any]], *, more: bool) -> None:
-    from infra.cli.tables import clock, console, show_table
-
-    def cells(row: dict[str, Any]) -> tuple[object, ...]:
-        what = f"{row['side']} {row['quantity']} {row['symbol']}, {row['filled_quantity']} filled"
-        names = (row["id"], row["user_id"], row["account_id"])
-        return *names, what, row["known_state"], clock(row["attention_at"]), row["attention"]
-
-    columns = ("order", "user", "account", "what", "known", "since (UTC)", "why")
-    advice = "there are more: raise --limit" if more else ""
-    show_table(console(), columns, map(cells, rows), none="no order waits for a person", more=advice)
-
-
-def _show_differences(rows: list[dict[str, Any]], *, more: bool) -> None:
-    from infra.cli.tables import clock, console, show_table
-
-    def cells(row: dict[str, Any]) -> tuple[object, ...]:
-        what = json.dumps(row["differences"], ensure_ascii=False)
-        blocks = "yes" if row["blocks"] else "no"
-        return row["id"], row["user_id"], row["account_id"], clock(row["at"]), blocks, what
-
-    columns = ("number", "user", "account", "since (UTC)", "blocks", "what")
-    advice = "there may be more: raise --limit" if more else ""
-    show_table(console(), columns, map(cells, rows), none="no difference waits for a person", more=advice)
+def _order_path(order: str, what: str = "") -> str:
+    return api_path("orders", order) + what

@@ -8,14 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infra.cli.options import CommandAnswer, Json, Reason, api_command, as_json, user_path
+from infra.cli import tables
+from infra.cli.options import (
+    CommandAnswer,
+    Json,
+    Reason,
+    api_command,
+    as_json,
+    command_group,
+    list_answer,
+    user_path,
+)
+from infra.cli.tables import plain
 
 if TYPE_CHECKING:
-    from infra.cli.rest import ApiReply, OperatorApi
+    from infra.cli.rest import OperatorApi
+    from infra.client.calls import ApiReply
 
-app = typer.Typer(
-    help="Users' workers, through the REST API. Exit codes: 0 done, 1 refused or not done in time, 2 usage.",
-    no_args_is_help=True,
+app = command_group(
+    "Users' workers, through the REST API. Exit codes: 0 done, 1 refused or not done in time, 2 usage."
 )
 
 #: Most rows that one request may ask for.
@@ -32,17 +43,20 @@ def list_workers(
     limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
 ) -> CommandAnswer:
     """List users whose worker runs or waits to. The index is a moment behind."""
-    from infra.cli import tables
-
     rows, more = api.rows("/workers", "workers", limit=limit, page=_PAGE, state=state, user_id=user)
-    return CommandAnswer(rows, lambda: tables.show_workers(tables.console(), rows, more=more))
+    columns = "user: user_id, state, worker: worker_id, pool, started (UTC): started_at"
+    return list_answer(
+        rows,
+        columns,
+        none="no such worker runs",
+        more=more,
+        state=lambda row: tables.state_text(row["state"]),
+    )
 
 
 @api_command(app)
 def show(api: OperatorApi, user: User) -> CommandAnswer:
     """Show one user's worker: its own mark, and what its workflow says."""
-    from infra.cli import tables
-
     shown = api.get(user_path(user))
     return CommandAnswer(shown, lambda: tables.show_worker(tables.console(), shown))
 
@@ -91,8 +105,6 @@ def reload_credentials(
     reason: Reason = "requested",
 ) -> CommandAnswer:
     """Have the worker load the stored credentials; if the broker refuses them, it keeps its session."""
-    from infra.cli.tables import plain
-
     reply = api.post(user_path(user, "/reload-credentials"), reason=reason, wait=wait)
     done = f"{user}: {plain(reply.body.get('detail'))}"
     return _outcome(reply, done, f"the worker of {user} is asked to reload", wait=wait)
@@ -110,12 +122,12 @@ def timeline(
     json: Json = False,
 ) -> CommandAnswer | None:
     """Show the worker's changes of state: the last ones, or those after an id; oldest first."""
-    from infra.cli import tables
-
     past = api.get(user_path(user, "/timeline"), after=after, limit=limit)
     rows, out = past["transitions"], tables.console()
     if not follow:
-        return CommandAnswer(rows, lambda: tables.show_timeline(out, rows))
+        columns = "id, at (UTC): at, before, after, worker: worker_id, epoch, reason"
+        none = "nothing has happened yet"
+        return list_answer(rows, columns, none=none, after=lambda row: tables.state_text(row["after"]))
 
     def show_row(row: dict[str, Any]) -> None:
         if json:

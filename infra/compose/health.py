@@ -16,13 +16,16 @@ import socket
 import sys
 import time
 from http.client import HTTPConnection, HTTPException
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+from worker_runtime.protocol.errors import BerthError
+
+if TYPE_CHECKING:
+    from infra.settings import Settings
 
 #: Seconds for one check; the `timeout` in `compose.yaml` is longer.
 TIMEOUT = 4.0
-#: Seconds. The server keeps a poller in its list for minutes after its last poll; a long poll takes 60 s.
-POLLER_AGE = 90.0
 
 
 def http(url: str) -> bool:
@@ -48,38 +51,24 @@ def unix(path: str) -> bool:
         return True
 
 
-async def is_polling(address: str, namespace: str, queue: str, host: str) -> bool:
-    """Whether a worker of `host` has polled `queue` for workflow tasks recently."""
+async def is_polling(settings: Settings, queue: str, host: str) -> bool:
+    """Whether a worker of `host` has polled `queue` for workflow tasks recently. Raises `BerthError`."""
     from temporalio.api.enums.v1 import TaskQueueType
-    from temporalio.api.taskqueue.v1 import TaskQueue
-    from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
-    from temporalio.client import Client
 
-    client = await asyncio.wait_for(Client.connect(address, namespace=namespace), TIMEOUT)
-    answer = await asyncio.wait_for(
-        client.workflow_service.describe_task_queue(
-            DescribeTaskQueueRequest(
-                namespace=namespace,
-                task_queue=TaskQueue(name=queue),
-                task_queue_type=TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW,
-            )
-        ),
-        TIMEOUT,
-    )
-    since = time.time() - POLLER_AGE
-    return any(
-        poller.identity.endswith(f"@{host}") and poller.last_access_time.ToMicroseconds() / 1e6 > since
-        for poller in answer.pollers
-    )
+    from infra.temporal.client import POLLED_WITHIN, read_pollers
+    from infra.temporal.connection import open_client
+
+    client = await asyncio.wait_for(open_client(settings), TIMEOUT)
+    workflows = TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW
+    found = await asyncio.wait_for(read_pollers(client, queue, workflows), TIMEOUT)
+    since = time.time() - POLLED_WITHIN
+    return any(name.endswith(f"@{host}") and at > since for name, at in found.items())
 
 
 def poller(queue: str) -> bool:
     from infra.settings import Settings
 
-    settings = Settings()
-    return asyncio.run(
-        is_polling(settings.temporal_address, settings.temporal_namespace, queue, socket.gethostname())
-    )
+    return asyncio.run(is_polling(Settings(), queue, socket.gethostname()))
 
 
 def is_registered(url: str, name: str, host: str, within: float) -> bool:
@@ -91,17 +80,15 @@ def is_registered(url: str, name: str, host: str, within: float) -> bool:
 
     client: Any = Redis.from_url(url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT)
     try:
-        now = client.time()[0]
-        for one in client.hkeys(job_keys.beats(job_keys.FLEET_TAG)):
-            key = job_keys.runner(job_keys.FLEET_TAG, one.decode())
-            found, node, seen_at = client.hmget(key, ["name", "node", "seen_at"])
-            if (found, node) == (name.encode(), host.encode()) and now - int(seen_at) / 1000 < within:
-                return True
+        now, ids = client.time()[0], client.hkeys(job_keys.beats(job_keys.FLEET_TAG))
+        entries = [job_keys.runner(job_keys.FLEET_TAG, one.decode()) for one in ids]
+        found = [client.hmget(entry, ["name", "node", "seen_at"]) for entry in entries]
     except RedisError as error:
         raise RuntimeError(f"Valkey: {type(error).__name__}") from None
     finally:
         client.close()
-    return False
+    lately = [one[:2] for one in found if now - int(one[2] or 0) / 1000 < within]
+    return [name.encode(), host.encode()] in lately
 
 
 def runner(name: str) -> bool:
@@ -123,8 +110,7 @@ def main(arguments: list[str]) -> int:
     chosen = parser.parse_args(arguments)
     try:
         healthy = CHECKS[chosen.check](chosen.target)
-    except (OSError, HTTPException, RuntimeError, ValueError) as error:
-        # RuntimeError is what the Temporal client raises when the server cannot be reached or refuses.
+    except (OSError, HTTPException, RuntimeError, ValueError, BerthError) as error:
         sys.stderr.write(f"{chosen.check} {chosen.target}: {error}\n")
         return 1
     return 0 if healthy else 1

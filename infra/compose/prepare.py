@@ -1,37 +1,44 @@
 """Makes what the servers need before they start: `python -m infra.compose.prepare`.
 
-These are the key files, the key that signs webhooks, the tables of the database, and an administrator's API
-key beside the private keys. Safe to repeat: existing keys are kept, and a migrated database is left alone.
+These are the key files, the key that signs webhooks, the logins at Temporal, the tables of the database, and
+an administrator's API key beside the private keys. Safe to repeat: existing keys are kept, and a migrated
+database is left alone.
 """
 
-from __future__ import annotations
-
 import asyncio
-import secrets
 import sys
+from pathlib import Path
 
-from infra.database.migrate import migrate
-from infra.settings import Settings
-from infra.vault import key_file, keyring
+from infra.compose import temporal_tokens
+from infra.database.migrate import migrate_as_owner
+from infra.settings import Settings, read_settings
+from infra.vault import keyring
 from worker_runtime.protocol.errors import BerthError
 
-#: Random bytes.
-_WEBHOOK_KEY = 48
+#: The key set that Temporal's authorizer reads, and the login of the namespace's registration.
+TEMPORAL_KEYS = Path("/keys/temporal")
 
 
-def prepare(settings: Settings) -> None:
+def prepare(settings: Settings, temporal_keys: Path = TEMPORAL_KEYS) -> None:
     """Raises `BerthError` or OSError."""
     keyring.create_missing_keys(settings)
-    for path in settings.webhook_key_files[:1]:  # the current one; the operator keeps earlier ones
-        if not path.exists():
-            key_file.write_key_file(path, f"{secrets.token_urlsafe(_WEBHOOK_KEY)}\n".encode(), private=True)
-    asyncio.run(migrate(settings.database_url))
-    keyring.ensure_admin_key(settings.master_key_file.with_name("admin.key"), settings.database_url)
+    if settings.temporal_api_key_file:
+        temporal_tokens.ensure_tokens(
+            temporal_keys / "public" / "jwks.json",
+            {
+                Path(settings.temporal_api_key_file): temporal_tokens.worker_permissions(
+                    settings.temporal_namespace
+                ),
+                temporal_keys / "admin.jwt": temporal_tokens.SYSTEM_ADMIN,
+            },
+        )
+    asyncio.run(migrate_as_owner(settings))
+    keyring.ensure_admin_key(settings.master_key_file.with_name("admin.key"), settings)
 
 
 def main() -> int:
     try:
-        prepare(Settings())
+        prepare(read_settings(Settings))
     except (BerthError, OSError) as error:
         sys.stderr.write(f"prepare: {error}\n")
         return 1

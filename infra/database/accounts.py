@@ -1,15 +1,59 @@
-"""Broker accounts and their encrypted credentials."""
+"""Broker accounts, their encrypted credentials, and how their logins stand.
 
-from __future__ import annotations
+User and account id name an account; its broker, and whether it is a simulation, never change. Credentials
+that the broker has rejected are remembered by their version: nobody logs in with them again before there is
+another version, by new credentials or `retry_login`.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
+from enum import StrEnum
 
-from sqlalchemy import func, select
+from sqlalchemy import delete, func, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database.models import BrokerAccount, EncryptedCredentials, StoredCredentials, upsert
-from worker_runtime.protocol.errors import UnknownAccount
+from infra.database import audit
+from infra.database.models import (
+    BrokerAccount,
+    EncryptedCredentials,
+    Order,
+    StoredCredentials,
+    WorkerSession,
+    upsert,
+)
+from infra.database.orders.states import OPEN_STATES
+from infra.database.trading.models import AccountLimits, Webhook
+from worker_runtime.protocol.bounds import MAX_ACCOUNTS
+from worker_runtime.protocol.errors import BerthError, LoginRejected, UnknownAccount
+from worker_runtime.protocol.messages import AccountLogin
+
+#: Characters of a broker's own words that are kept.
+_WORDS = 1000
+
+
+class TooManyAccounts(BerthError, code="TOO_MANY_ACCOUNTS", status=409):
+    """The user has as many broker accounts as a user may have."""
+
+
+class AccountNotFound(UnknownAccount, code="ACCOUNT_NOT_FOUND", status=404):
+    """The user has no such broker account."""
+
+
+class StillInUse(BerthError, code="STILL_IN_USE", status=409):
+    """It cannot be removed yet: a worker runs, or an order is not final."""
+
+
+class AccountDiffers(BerthError, code="ACCOUNT_DIFFERS", status=409):
+    """An account stays the one that it is at its broker, live or in simulation, and is stored once."""
+
+
+class LoginState(StrEnum):
+    """How the login of an account stands."""
+
+    IDLE = "idle"  # no worker runs, or it has not reported this account yet
+    CONNECTED = "connected"
+    RETRYING = "retrying"  # the worker tries again by itself
+    REJECTED = "rejected"  # not tried again before new credentials or a retry
 
 
 async def put_account(
@@ -21,24 +65,167 @@ async def put_account(
     broker_type: str,
     simulation: bool,
     encrypted: EncryptedCredentials,
+    number: str | None = None,
 ) -> int:
-    """Stores an account with new credentials; returns their version, which grows by one each time."""
-    shown = {"broker": broker, "broker_type": broker_type, "simulation": simulation}
+    """Stores an account with new credentials; returns their version, which grows by one each time.
+
+    Raises `TooManyAccounts` for one more than `MAX_ACCOUNTS`: all are sealed and logged in with each claim;
+    `AccountDiffers` if it would turn into another account of a broker, or be the same one as another of the
+    user. `number`: the broker's own id of it; None: as it was, and at first the same as ours.
+    """
     key = {"user_id": user_id, "account_id": account_id}
-    await session.execute(upsert(BrokerAccount, key, shown))
+    # One after the other, so that two calls at once are counted, too.
+    turn = func.hashtextextended(literal(f"accounts {user_id}"), 0)
+    await session.execute(select(func.pg_advisory_xact_lock(turn)))
+    rows = await session.scalars(select(BrokerAccount).filter_by(user_id=user_id))
+    held = {one.account_id: (one.broker, one.simulation, one.number or one.account_id) for one in rows}
+    wanted = (broker, simulation, number or held.get(account_id, (broker, simulation, account_id))[2])
+    for name, at_broker in held.items():
+        if (name == account_id) != (at_broker == wanted):
+            kind = "simulation" if at_broker[1] else "live"
+            raise AccountDiffers(
+                f"account {name} is {at_broker[2]} at {at_broker[0]}, {kind}, and stays so: store another one"
+                " under another id, or remove that one first"
+            )
+    if len(held.keys() - {account_id}) >= MAX_ACCOUNTS:
+        raise TooManyAccounts(f"user {user_id} has {MAX_ACCOUNTS} accounts, which is the most")
+    shown = {"broker": broker, "broker_type": broker_type, "simulation": simulation, "number": wanted[2]}
+    await session.execute(upsert(BrokerAccount, key, shown, rejected_version=0, login_rejected=False))
     grown = {"version": StoredCredentials.version + 1, "updated_at": func.now()}
     stored = upsert(StoredCredentials, key, {"version": 1, **asdict(encrypted)}, **grown)
     version = await session.scalar(stored.returning(StoredCredentials.version))
     return int(version or 0)
 
 
-async def require_account(session: AsyncSession, user_id: str, account_id: str) -> None:
-    """Raises `UnknownAccount` if the user does not have this account, with or without credentials."""
-    if await session.get(BrokerAccount, (user_id, account_id)) is None:
-        raise UnknownAccount(f"user {user_id} has no account {account_id}")
+async def require_account(
+    session: AsyncSession, user_id: str, account_id: str, *, lock: bool = False
+) -> None:
+    """Raises `AccountNotFound` if the user does not have this account, with or without credentials.
+
+    `lock`: until the transaction ends, nobody else locks or changes its row; orders go on.
+    """
+    for_update = {"key_share": True} if lock else None
+    if await session.get(BrokerAccount, (user_id, account_id), with_for_update=for_update) is None:
+        raise AccountNotFound(f"user {user_id} has no account {account_id}")
+
+
+async def require_login(session: AsyncSession, user_id: str, account_id: str | None = None) -> None:
+    """Raises `LoginRejected` if the broker has rejected what is stored for the account, or, without one, for
+    each of the user's; `AccountNotFound`."""
+    one = {} if account_id is None else {"account_id": account_id}
+    held = (await session.scalars(select(BrokerAccount).filter_by(user_id=user_id, **one))).all()
+    if not held and account_id is not None:
+        raise AccountNotFound(f"user {user_id} has no account {account_id}")
+    if held and all(account.login_rejected for account in held):
+        raise rejection_of(held[0])
+
+
+def rejection_of(account: BrokerAccount) -> LoginRejected:
+    why = account.login_detail or LoginRejected.title()
+    return LoginRejected(f"{account.account_id}: {why}; new credentials or a retry make another try")
+
+
+async def record_logins(
+    session: AsyncSession, user_id: str, epoch: int, at_ms: int, logins: Collection[AccountLogin]
+) -> None:
+    """Writes how the logins stand by the worker of `epoch` at `at_ms` (Unix ms); an earlier report that comes
+    late changes nothing, nor does the rejection of credentials that were replaced since."""
+    rows = select(BrokerAccount).filter_by(user_id=user_id).order_by(BrokerAccount.account_id)
+    if logins:  # so that a version is the newest until the commit
+        await session.execute(rows.with_for_update(key_share=True).execution_options(populate_existing=True))
+    stored = {one.account_id: one for one in await accounts_of_user(session, user_id)} if logins else {}
+    for login in logins:
+        found = stored.get(login.account_id)
+        if found is None or (found.account.login_epoch, found.account.login_ms) > (epoch, at_ms):
+            continue
+        account = found.account
+        account.login_epoch, account.login_ms = epoch, at_ms
+        account.login_code, account.login_detail = login.code, login.detail[:_WORDS]
+        if login.rejected == found.version:
+            account.rejected_version = login.rejected
+        is_out = account.rejected_version == found.version and login.code == LoginRejected.code
+        account.login_rejected = is_out
+
+
+async def split_rejected(
+    session: AsyncSession, stored: Sequence[StoredCredentials], *, starts: bool
+) -> tuple[list[StoredCredentials], LoginRejected | None]:
+    """The accounts that may log in, and why the others may not. `starts`: a session that has none yet starts
+    without those, so their orders are refused from now on."""
+    out = [one for one in stored if one.account.rejected_version == one.version]
+    if out and starts:
+        rows = update(BrokerAccount).filter_by(user_id=out[0].user_id, login_rejected=False)
+        await session.execute(rows.where(BrokerAccount.rejected_version > 0).values(login_rejected=True))
+    return [one for one in stored if one not in out], rejection_of(out[0].account) if out else None
+
+
+async def retry_login(
+    session: AsyncSession, user_id: str, account_id: str, *, actor: str
+) -> StoredCredentials:
+    """Lets credentials that the broker has rejected be tried again, as a version of their own.
+
+    Raises `AccountNotFound`. An account that was not rejected stays as it is.
+    """
+    await require_account(session, user_id, account_id, lock=True)
+    found = await session.get_one(StoredCredentials, (user_id, account_id))
+    if found.account.rejected_version == found.version:
+        found.version += 1
+    found.account.rejected_version, found.account.login_rejected = 0, False
+    subject = f"account:{user_id}/{account_id}"
+    audit.append_entry(session, actor, "account.login_retried", subject, version=found.version)
+    return found
+
+
+async def serving_epoch(session: AsyncSession, user_id: str) -> int:
+    """The epoch of the user's worker, or 0 if none runs."""
+    serving = select(func.max(WorkerSession.epoch)).filter_by(user_id=user_id, ended_at=None)
+    return int(await session.scalar(serving) or 0)
+
+
+def login_of(stored: StoredCredentials, epoch: int) -> dict[str, str]:
+    """How an account's login stands, and what is wrong. `epoch`: of the user's worker, or 0."""
+    account, state, code = stored.account, LoginState.IDLE, ""
+    rejected = account.rejected_version == stored.version
+    reported = account.login_epoch == epoch > 0
+    if reported:
+        code = account.login_code
+        state = LoginState.RETRYING if code else LoginState.CONNECTED
+    if rejected:
+        code = LoginRejected.code
+        state = state if state is LoginState.CONNECTED else LoginState.REJECTED
+    return {"login": state, "login_code": code, "login_detail": account.login_detail if code else ""}
 
 
 async def accounts_of_user(session: AsyncSession, user_id: str) -> Sequence[StoredCredentials]:
     """Returns the credentials of all accounts of a user, by account id."""
     stored = select(StoredCredentials).where(StoredCredentials.user_id == user_id)
     return (await session.scalars(stored.order_by(StoredCredentials.account_id))).all()
+
+
+async def remove_account(
+    session: AsyncSession, user_id: str, account_id: str, *, actor: str, reason: str
+) -> None:
+    """Removes an account for good, with its credentials, limits and webhooks; its orders are kept.
+
+    Raises `AccountNotFound`, `StillInUse`.
+    """
+    await require_account(session, user_id, account_id, lock=True)
+    await delete_accounts(session, user_id, account_id)
+    subject = f"account:{user_id}/{account_id}"
+    audit.append_entry(session, actor, "account.removed", subject, reason=reason)
+
+
+async def delete_accounts(session: AsyncSession, user_id: str, account_id: str | None = None) -> None:
+    """Deletes one account of a user, or all, and what belongs to them. Raises `StillInUse`."""
+    serving = select(WorkerSession).where(WorkerSession.user_id == user_id, WorkerSession.ended_at.is_(None))
+    if one := await session.scalar(serving.limit(1)):
+        who = f"worker {one.worker_id}" if one.worker_id else "a worker being claimed"
+        raise StillInUse(f"{who} of user {user_id} runs: stop it first")
+    unsettled = select(Order.id).where(Order.user_id == user_id, Order.state.in_(OPEN_STATES))
+    if account_id is not None:
+        unsettled = unsettled.where(Order.account_id == account_id)
+    if order_id := await session.scalar(unsettled.limit(1)):
+        raise StillInUse(f"order {order_id} is not final: cancel or settle it first")
+    for table in (Webhook, AccountLimits, StoredCredentials, BrokerAccount):
+        rows = delete(table).where(table.user_id == user_id)
+        await session.execute(rows if account_id is None else rows.where(table.account_id == account_id))

@@ -1,21 +1,21 @@
 """The connections to PostgreSQL: two bounded pools, the time spent waiting for them, and outages."""
 
-from __future__ import annotations
-
+import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import asyncpg
-from sqlalchemy import ClauseElement, event, make_url
+from sqlalchemy import URL, ClauseElement, event, make_url
 from sqlalchemy.dialects.postgresql.asyncpg import dialect as asyncpg_dialect
 from sqlalchemy.exc import DBAPIError, DisconnectionError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.sql.compiler import SQLCompiler
 
+from infra.process_metrics import DATABASE_WAIT
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds that a transaction may wait for its own process, so that a process that is stopped or cut off loses
@@ -24,7 +24,6 @@ IDLE_IN_TRANSACTION = 20
 #: How asyncpg connects. Seconds.
 _CONNECT: dict[str, Any] = {
     "timeout": 5.0,  # a connect takes about 10 ms, but a busy host can stand still for 2 to 3 s
-    "command_timeout": 10.0,
     "server_settings": {
         "application_name": "berth",
         "jit": "off",
@@ -35,49 +34,73 @@ _CONNECT: dict[str, Any] = {
 #: minutes: planning an acceptance takes 2 ms.
 _CONNECT_SINGLE = {
     **_CONNECT,
+    "command_timeout": 10.0,
     "max_cached_statement_lifetime": 0,
     "server_settings": {**_CONNECT["server_settings"], "plan_cache_mode": "force_generic_plan"},
 }
 
 
-class DatabaseUnavailable(BerthError):
+class DatabaseUnavailable(BerthError, code="DATABASE_UNAVAILABLE", retryable=True):
     """PostgreSQL does not answer."""
 
-    code = "DATABASE_UNAVAILABLE"
-    retryable = True
+
+class DatabaseUrlRefused(BerthError, code="DATABASE_URL_REFUSED"):
+    """The address of PostgreSQL asks for a kind of TLS that we do not have."""
 
 
-@dataclass(slots=True)
-class PoolWait:
-    """Time spent waiting for connections, in seconds. Under load it should stay below 0.5 s."""
+def parse_url(database_url: str) -> tuple[URL, dict[str, Any]]:
+    """The URL without libpq's `sslmode` and `sslrootcert`, and asyncpg's argument `ssl` in their place.
 
-    count: int = 0
-    total: float = 0.0
-    worst: float = 0.0
+    With `sslrootcert`, a file or `system`, the server has to prove the host's name to these authorities.
+    Raises `DatabaseUrlRefused`.
+    """
+    url = make_url(database_url)
+    mode, authorities = (str(url.query.get(name, "")) for name in ("sslmode", "sslrootcert"))
+    url = url.difference_update_query(["sslmode", "sslrootcert"])
+    if not authorities:
+        return url, {"ssl": mode} if mode else {}
+    if mode not in ("", "verify-full"):
+        raise DatabaseUrlRefused(f"sslrootcert goes with sslmode=verify-full, not with {mode}")
+    try:
+        return url, {
+            "ssl": ssl.create_default_context(cafile=None if authorities == "system" else authorities)
+        }
+    except OSError as error:
+        raise DatabaseUrlRefused(f"sslrootcert {authorities}: {type(error).__name__}") from None
 
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        self.total += seconds
-        self.worst = max(self.worst, seconds)
 
-
-def create_engine(url: str, *, pool_size: int = 8, pool_wait: float = 2.0) -> AsyncEngine:
+def create_engine(
+    url: str, *, pool_size: int = 8, pool_wait: float = 2.0, command_timeout: float | None = 10.0
+) -> AsyncEngine:
     """Creates an engine with at most `pool_size` connections; a caller waits `pool_wait` seconds for one.
+
+    `command_timeout`: seconds that a statement may take; None: for ever.
 
     There is no ping before use, which would cost each order a round trip. A connection known to be closed is
     replaced; one that turns out to be broken is dropped, and the caller gets the error.
     """
+    place, tls = parse_url(url)
     engine = create_async_engine(
-        url,
+        place,
         pool_size=pool_size,
         max_overflow=0,
         pool_timeout=pool_wait,
         pool_pre_ping=False,
         pool_use_lifo=True,
-        connect_args=_CONNECT,
+        connect_args={**_CONNECT, "command_timeout": command_timeout, **tls},
     )
     event.listen(engine.sync_engine, "checkout", _replace_closed)
     return engine
+
+
+@asynccontextmanager
+async def open_engine(url: str, **options: Any) -> AsyncIterator[AsyncEngine]:
+    """`create_engine`; its connections are closed behind the block."""
+    engine = create_engine(url, **options)
+    try:
+        yield engine
+    finally:
+        await engine.dispose()
 
 
 def _replace_closed(connection: Any, _record: Any, _proxy: Any) -> None:
@@ -104,7 +127,7 @@ def is_outage(error: BaseException | None) -> bool:
     asyncpg's own error for a connection that ended.
     """
     if isinstance(error, asyncpg.InterfaceError):
-        return True
+        return not isinstance(error, ValueError)  # asyncpg's error for a value that it cannot send
     state = str(getattr(error, "sqlstate", "") or "")
     return state[:2] in {"08", "53"} or state[:3] == "57P"
 
@@ -125,6 +148,16 @@ async def _keep_settings(_: asyncpg.Connection) -> None:
     """Replaces asyncpg's reset: single statements leave nothing behind on a connection."""
 
 
+class SingleRow(asyncpg.Record):
+    """A row of a single statement; its columns are attributes, too.
+
+    An ORM object of the 29 columns of an order took 0.1 ms of an order's 2.8 ms, before it could be queued.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
 class SingleStatement:
     """One statement compiled for asyncpg, for `Database.row`."""
 
@@ -138,12 +171,38 @@ class SingleStatement:
         return [values[name] for name in self._names]
 
 
+class Turns:
+    """Lets callers at a pool's connections in the order in which they came.
+
+    Both pools give a free connection to a newcomer before those who wait. With 64 callers at once p99 of the
+    waits was 0.9 s, and some waited for more than 2 s; in turn it is 0.5 s, and nobody waits for longer.
+    """
+
+    def __init__(self, connections: int, patience: float) -> None:
+        self._free = asyncio.Semaphore(connections)
+        self._patience = patience
+
+    async def __aenter__(self) -> None:
+        """Raises `TimeoutError` after `patience` seconds."""
+        if not self._free.locked():
+            await self._free.acquire()
+            return
+        try:
+            async with asyncio.timeout(self._patience):
+                await self._free.acquire()
+        except TimeoutError:
+            DATABASE_WAIT.observe(self._patience)
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._free.release()
+
+
 class Database:
     """PostgreSQL for repositories: sessions of one transaction each, and single statements."""
 
     def __init__(self, url: str, *, pool_size: int = 8, pool_wait: float = 2.0) -> None:
         self.engine = create_engine(url, pool_size=pool_size, pool_wait=pool_wait)
-        self.pool_wait = PoolWait()
         self._sessions = async_sessionmaker(self.engine, expire_on_commit=False)
         # Same pool, other isolation level.
         single = self.engine.execution_options(isolation_level="AUTOCOMMIT")
@@ -151,6 +210,7 @@ class Database:
         self._url = url
         self._size = pool_size
         self._pool_wait_limit = pool_wait
+        self._turns, self._single_turns = Turns(pool_size, pool_wait), Turns(pool_size, pool_wait)
         self._single_pool: asyncpg.Pool | None = None
 
     @asynccontextmanager
@@ -162,13 +222,13 @@ class Database:
         """
         with outages_named():
             sessions = self._singles if autocommit else self._sessions
-            async with sessions() as session, session.begin():
-                started = time.perf_counter()
+            started = time.perf_counter()
+            async with self._turns, sessions() as session, session.begin():
                 await session.connection()
-                self.pool_wait.add(time.perf_counter() - started)
+                DATABASE_WAIT.observe(time.perf_counter() - started)
                 yield session
 
-    async def row(self, single: SingleStatement, values: Mapping[str, Any]) -> asyncpg.Record | None:
+    async def row(self, single: SingleStatement, values: Mapping[str, Any]) -> SingleRow | None:
         """Runs one statement as a transaction of its own and returns its first row.
 
         It uses asyncpg's pool: SQLAlchemy's took 0.5 ms of the 1.3 ms of an order's acceptance. Raises
@@ -177,13 +237,14 @@ class Database:
         with outages_named():
             pool = self._single_pool or await self._open_single_pool()
             started = time.perf_counter()
-            async with pool.acquire(timeout=self._pool_wait_limit) as connection:
-                self.pool_wait.add(time.perf_counter() - started)
-                return await connection.fetchrow(single.text, *single.arguments(values))
+            async with self._single_turns, pool.acquire(timeout=self._pool_wait_limit) as connection:
+                DATABASE_WAIT.observe(time.perf_counter() - started)
+                arguments = single.arguments(values)
+                return await connection.fetchrow(single.text, *arguments, record_class=SingleRow)
 
     async def _open_single_pool(self) -> asyncpg.Pool:
         """Opens the pool at the first statement; it never waits, since `min_size=0` opens no connection."""
-        url = make_url(self._url)
+        url, tls = parse_url(self._url)
         query: dict[str, Any] = dict(url.query)
         # SQLAlchemy's name of the setting; 0 behind a pooler that changes servers.
         cache_size = int(query.pop("prepared_statement_cache_size", 100))
@@ -195,10 +256,16 @@ class Database:
             reset=_keep_settings,
             dsn=url.set(drivername="postgresql", query={}).render_as_string(hide_password=False),
             statement_cache_size=cache_size,
-            **{**query, **_CONNECT_SINGLE},
+            **{**query, **tls, **_CONNECT_SINGLE},
         )
         await self._single_pool
         return self._single_pool
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *failure: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         if self._single_pool is not None:

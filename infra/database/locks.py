@@ -1,18 +1,17 @@
-"""What one process among several gets at a time: a turn, the leadership of a loop, a lease of due rows."""
-
-from __future__ import annotations
+"""What one process among several gets at a time: a turn, a number, the leadership of a loop, a lease
+of due rows."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import structlog
-from sqlalchemy import Update, bindparam, func, inspect, select, text, update
+from sqlalchemy import TextClause, Update, bindparam, func, inspect, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
 from infra import tasks
-from infra.database.engine import DatabaseUnavailable, create_engine, outages_named
+from infra.database.engine import DatabaseUnavailable, open_engine, outages_named
 
 #: Seconds between two attempts of a process on standby to take the lock.
 STANDBY = 2.0
@@ -23,6 +22,13 @@ SILENCE = 30
 _TRY = text("select pg_try_advisory_lock(:lock)")
 
 log = structlog.get_logger()
+
+
+def next_number(sequence: str) -> TextClause:
+    """Draws the next number, which is never below the present Unix milliseconds: so it grows also after an
+    earlier state of the database was restored."""
+    now = "cast(extract(epoch from clock_timestamp()) * 1000 as bigint)"
+    return text(f"setval('{sequence}', greatest(nextval('{sequence}'), {now}))")
 
 
 async def take_turn(session: AsyncSession, name: str) -> bool:
@@ -69,32 +75,34 @@ async def _do_nothing(_: AsyncConnection) -> None:
 
 
 async def lead(
-    url: str, lock: int, work: ConnectionWork, *, on_standby: ConnectionWork = _do_nothing
+    url: str,
+    lock: int,
+    work: ConnectionWork,
+    *,
+    on_standby: ConnectionWork = _do_nothing,
+    standby: float = STANDBY,
 ) -> None:
     """Waits until this process holds the advisory lock `lock`, then runs `work` as long as it holds it.
 
-    `on_standby` runs before each new attempt. Both get the connection that holds the lock, in autocommit; it
-    must be direct, or of a pooler in session mode. When it breaks, `work` is cancelled and
-    `DatabaseUnavailable` is raised, as it is when no connection can be opened: call it again.
+    `on_standby` runs before each new attempt, every `standby` seconds. Both get the connection that holds the
+    lock, in autocommit; it must be direct, or of a pooler in session mode. When it breaks, `work` is
+    cancelled and `DatabaseUnavailable` is raised, as it is when no connection can be opened: call it
+    again.
     """
-    engine = create_engine(url, pool_size=1)
-    try:
-        with outages_named():
-            async with engine.connect() as plain:
-                connection = await plain.execution_options(isolation_level="AUTOCOMMIT")
-                lost = asyncio.Event()
-                raw: Any = (await connection.get_raw_connection()).driver_connection
-                raw.add_termination_listener(lambda _: lost.set())
-                await connection.execute(text(f"set idle_session_timeout = '{SILENCE}s'"))
-                # A process stopped between the messages of a statement is not idle to PostgreSQL.
-                await connection.execute(text(f"set transaction_timeout = '{SILENCE}s'"))
-                while not await connection.scalar(_TRY, {"lock": lock}):
-                    await on_standby(connection)
-                    await asyncio.sleep(STANDBY)
-                log.info("leads", lock=f"{lock:x}")
-                await _work_until_lost(lost, work(connection))
-    finally:
-        await engine.dispose()
+    with outages_named():
+        async with open_engine(url, pool_size=1) as engine, engine.connect() as plain:
+            connection = await plain.execution_options(isolation_level="AUTOCOMMIT")
+            lost = asyncio.Event()
+            raw: Any = (await connection.get_raw_connection()).driver_connection
+            raw.add_termination_listener(lambda _: lost.set())
+            await connection.execute(text(f"set idle_session_timeout = '{SILENCE}s'"))
+            # A process stopped between the messages of a statement is not idle to PostgreSQL.
+            await connection.execute(text(f"set transaction_timeout = '{SILENCE}s'"))
+            while not await connection.scalar(_TRY, {"lock": lock}):
+                await on_standby(connection)
+                await asyncio.sleep(standby)
+            log.info("leads", lock=f"{lock:x}")
+            await _work_until_lost(lost, work(connection))
 
 
 async def _work_until_lost(lost: asyncio.Event, work: Awaitable[None]) -> None:

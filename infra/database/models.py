@@ -1,7 +1,5 @@
 """The tables of users, accounts, orders and workers. Times are UTC; secrets are stored as ciphertext only."""
 
-from __future__ import annotations
-
 import uuid
 from dataclasses import dataclass
 from datetime import date, datetime
@@ -57,9 +55,11 @@ class User(Base):
     __tablename__ = "users"
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    #: The last epoch assigned to a worker of this user; it only grows.
+    #: The last epoch assigned to a worker of this user; it only grows, so a removed user's row stays.
     epoch: Mapped[int] = mapped_column(BigInteger, server_default="0")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    disabled_at: Mapped[datetime | None]
+    removed_at: Mapped[datetime | None]
 
 
 class ApiKey(Base):
@@ -72,8 +72,25 @@ class ApiKey(Base):
     prefix: Mapped[str] = mapped_column(String(16))
     role: Mapped[str] = mapped_column(String(16))
     user_id: Mapped[str | None] = mapped_column(ForeignKey("users.id"))
+    #: What it is for, in the words of whoever made it.
+    label: Mapped[str] = mapped_column(String(128), server_default="")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    last_used_at: Mapped[datetime | None]
+    expires_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
+    #: The key with which somebody logged in to the fleet page: this one is that session's, and ends with it.
+    session_of: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("api_keys.id"))
+
+
+class AllowedImage(Base):
+    """An image that workers may be launched from (`images.py`)."""
+
+    __tablename__ = "allowed_images"
+
+    image: Mapped[str] = mapped_column(String(512), primary_key=True)
+    actor: Mapped[str] = mapped_column(String(128))
+    reason: Mapped[str]
+    added_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
 class StatementAddress(Base):
@@ -95,7 +112,23 @@ class BrokerAccount(Base):
     broker: Mapped[str] = mapped_column(String(32))
     broker_type: Mapped[str] = mapped_column(String(32))
     simulation: Mapped[bool]
+    #: The broker's own id of the account; '': the same as ours.
+    number: Mapped[str] = mapped_column(String(64), server_default="")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    #: Of the newest report by a worker's session: an earlier one that comes again changes nothing.
+    reported_epoch: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    #: Unix milliseconds, by the clock of that worker's host.
+    reported_ms: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    #: How the login stands by the newest report: the code of what is wrong ('': there is a session), in
+    #: words, and the worker's epoch and Unix milliseconds. It says nothing once that worker has ended.
+    login_code: Mapped[str] = mapped_column(String(64), server_default="")
+    login_detail: Mapped[str] = mapped_column(server_default="")
+    login_epoch: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    login_ms: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    #: The newest version of the credentials that the broker has rejected; `login_detail` says why.
+    rejected_version: Mapped[int] = mapped_column(server_default="0")
+    #: That is the version stored, and no session with an older one is up: orders are refused.
+    login_rejected: Mapped[bool] = mapped_column(server_default=text("false"))
 
 
 @dataclass(frozen=True)
@@ -128,7 +161,6 @@ class StoredCredentials(Base):
 class Order(Base):
     __tablename__ = "orders"
     __table_args__ = (
-        of_account(),
         UniqueConstraint("user_id", "client_order_id", name="orders_client_order_id"),
         UniqueConstraint("user_id", "account_id", "trading_day", "tag", name="orders_tag"),
         CheckConstraint("quantity > 0", name="orders_quantity"),
@@ -157,8 +189,11 @@ class Order(Base):
     price_type: Mapped[str] = mapped_column(String(8))
     price: Mapped[Decimal | None]
     time_in_force: Mapped[str] = mapped_column(String(8))
-    #: The only id of ours that the broker keeps: two characters for the day, four for the order's number on
-    #: that day (`orders/acceptance.py`).
+    #: Of an odd lot, quantities are shares.
+    lot: Mapped[str] = mapped_column(String(16), server_default="common")
+    condition: Mapped[str] = mapped_column(String(16), server_default="cash")
+    open_close: Mapped[str] = mapped_column(String(16), server_default="auto")
+    #: The only id of ours that the broker keeps; `orders/acceptance.py` makes it.
     tag: Mapped[str] = mapped_column(String(6))
     trading_day: Mapped[date] = mapped_column(Date)
     state: Mapped[str] = mapped_column(String(16))
@@ -169,6 +204,8 @@ class Order(Base):
     average_price: Mapped[Decimal | None]
     #: Valkey's generation when the order was accepted.
     generation: Mapped[str] = mapped_column(String(64))
+    #: Of the first worker that can have got it: no former one answers for it.
+    first_epoch: Mapped[int] = mapped_column(BigInteger, server_default="0")
     deadline_at: Mapped[datetime]
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     updated_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
@@ -198,6 +235,8 @@ class OrderTag(Base):
     account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     trading_day: Mapped[date] = mapped_column(Date, primary_key=True)
     last: Mapped[int] = mapped_column(BigInteger)
+    #: How many were used: at least as many as there are orders. 0.1.0 does not count here.
+    used: Mapped[int] = mapped_column(BigInteger, server_default=text("0"))
 
 
 class OrderEventRow(Base):
@@ -219,7 +258,8 @@ class WorkerSession(Base):
     __tablename__ = "worker_sessions"
     __table_args__ = (
         UniqueConstraint("user_id", "epoch", name="worker_sessions_epoch"),
-        Index("worker_sessions_by_worker", "worker_id"),
+        # A worker has one assignment, ever: what it learnt of one user never reaches another.
+        UniqueConstraint("worker_id", name="worker_sessions_by_worker"),
         # The crashes of one user, for a claim.
         Index("worker_sessions_crashed", "user_id", "ended_at", postgresql_where=text("crashed")),
         # All workers in service, for the watcher: a small part of a table that only grows.
@@ -244,10 +284,28 @@ class WorkerSession(Base):
     assigned_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     claimed_at: Mapped[datetime | None]
     connected_at: Mapped[datetime | None]
+    #: Its epoch was taken from it, because nobody could confirm its end.
+    fenced_at: Mapped[datetime | None]
     ended_at: Mapped[datetime | None]
     end_reason: Mapped[str | None]
     #: The worker died in service or could not reconnect its broker, at `ended_at`.
     crashed: Mapped[bool] = mapped_column(server_default=text("false"))
+
+
+class WorkerLaunch(Base):
+    """A worker that the orchestrator launched, written before its launcher is asked.
+
+    A claim takes only workers with such a row, and believes it and not what their entries say.
+    """
+
+    __tablename__ = "worker_launches"
+
+    worker_id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    pool: Mapped[str] = mapped_column(String(64))
+    version: Mapped[str] = mapped_column(String(128))
+    #: Null until the launcher has answered.
+    task_id: Mapped[str | None] = mapped_column(String(256))
+    launched_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
 class WorkerTransition(Base):
@@ -313,6 +371,16 @@ class MaintenancePass(Base):
         if self.finished_at is None:
             return None
         return (self.finished_at - self.began_at).total_seconds() + self.scan_seconds
+
+
+class WorkerScript(Base):
+    """A Lua script that workers run, of this release or another one."""
+
+    __tablename__ = "worker_scripts"
+
+    sha: Mapped[str] = mapped_column(String(40), primary_key=True)
+    source: Mapped[str]
+    seen_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
 class AuditEntry(Base):

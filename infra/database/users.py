@@ -1,91 +1,99 @@
-"""Users, their API keys and the addresses of their daily statements."""
+"""Users, who may be disabled and removed, and the addresses of their daily statements."""
 
-from __future__ import annotations
-
-import secrets
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from hashlib import sha256
-from typing import Literal
+from datetime import UTC, datetime
 
-from sqlalchemy import ColumnElement, false, func, or_, select, update
+from sqlalchemy import ColumnElement, delete, false, func, or_, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database import audit
-from infra.database.models import ApiKey, StatementAddress, User, upsert
+from infra.database import accounts, api_keys, audit
+from infra.database.accounts import StillInUse
+from infra.database.models import StatementAddress, User, upsert
 from worker_runtime.protocol.errors import BerthError
 
 
-class UserExists(BerthError):
+class UserExists(BerthError, code="USER_EXISTS", status=409):
     """A user with this id exists already."""
 
-    code = "USER_EXISTS"
 
-
-class UserNotFound(BerthError):
+class UserNotFound(BerthError, code="USER_NOT_FOUND", status=404):
     """There is no such user."""
 
-    code = "USER_NOT_FOUND"
+
+class UserDisabled(BerthError, code="USER_DISABLED", status=403):
+    """The user is disabled: its API keys, alerts and new orders are refused."""
 
 
 async def create_user(session: AsyncSession, user_id: str) -> User:
-    """Raises `UserExists`."""
+    """Raises `UserExists`, also for a user that was removed: its orders are kept under this id."""
     made: User | None = await session.scalar(
-        insert(User).values(id=user_id).on_conflict_do_nothing().returning(User)
+        insert(User)
+        .values(id=user_id, epoch=text("(select last_value from epoch_floor)"))  # of `berth restore`
+        .on_conflict_do_nothing()
+        .returning(User)
     )
     if made is None:
-        raise UserExists(f"user {user_id} exists already")
+        raise UserExists(f"user {user_id} exists already, or was removed")
     return made
 
 
-async def get_user(session: AsyncSession, user_id: str) -> User:
-    """Raises `UserNotFound`."""
-    user = await session.scalar(select(User).where(User.id == user_id))
+async def get_user(session: AsyncSession, user_id: str, *, lock: bool = False) -> User:
+    """`lock`: until the transaction ends, nobody else changes it; rows that refer to it may be written, or
+    the recorder, which holds an account's, would wait for its user. Raises `UserNotFound`."""
+    wanted = select(User).where(User.id == user_id, User.removed_at.is_(None))
+    user = await session.scalar(wanted.with_for_update(key_share=True) if lock else wanted)
     if user is None:
         raise UserNotFound(f"there is no user {user_id}")
     return user
 
 
-Role = Literal["user", "operator", "admin"]
+async def is_disabled(session: AsyncSession, user_id: str | None) -> bool:
+    disabled = select(User.id).where(User.id == user_id, User.disabled_at.is_not(None))
+    return user_id is not None and await session.scalar(disabled) is not None
 
 
-@dataclass(frozen=True)
-class NewApiKey:
-    id: uuid.UUID
-    #: The key in clear. It is shown once; only its hash is stored.
-    token: str
-
-    def __repr__(self) -> str:
-        return f"NewApiKey(id={self.id})"
-
-
-def hash_token(token: str) -> str:
-    return sha256(token.encode()).hexdigest()
-
-
-async def create_api_key(session: AsyncSession, role: Role, user_id: str | None = None) -> NewApiKey:
-    """Creates a key; the role `user` needs a `user_id`."""
-    new = NewApiKey(uuid.uuid4(), f"berth_{secrets.token_urlsafe(32)}")
-    session.add(
-        ApiKey(id=new.id, key_hash=hash_token(new.token), prefix=new.token[:12], role=role, user_id=user_id)
-    )
-    await session.flush()
-    return new
+async def list_users(
+    session: AsyncSession, *, prefix: str | None, disabled: bool | None, after: str | None, limit: int
+) -> Sequence[User]:
+    """The next `limit` users behind the id `after`, by id; `disabled`: only those, or only the others."""
+    wanted = select(User).where(User.removed_at.is_(None)).order_by(User.id).limit(limit)
+    if prefix is not None:
+        wanted = wanted.where(User.id.startswith(prefix, autoescape=True))
+    if disabled is not None:
+        wanted = wanted.where(User.disabled_at.is_not(None) if disabled else User.disabled_at.is_(None))
+    if after is not None:
+        wanted = wanted.where(User.id > after)
+    return (await session.scalars(wanted)).all()
 
 
-async def find_api_key(session: AsyncSession, token: str) -> ApiKey | None:
-    """Returns the key of this token, unless it is unknown or revoked."""
-    return await session.scalar(
-        select(ApiKey).where(ApiKey.key_hash == hash_token(token), ApiKey.revoked_at.is_(None))
-    )
+async def put_disabled(
+    session: AsyncSession, user_id: str, disabled: bool, *, actor: str, reason: str
+) -> User:
+    """Disables or enables a user, for all API processes; a repeat keeps the time. Raises `UserNotFound`."""
+    user = await get_user(session, user_id, lock=True)
+    user.disabled_at = (user.disabled_at or datetime.now(UTC)) if disabled else None
+    action = "user.disabled" if disabled else "user.enabled"
+    audit.append_entry(session, actor, action, f"user:{user_id}", reason=reason)
+    await api_keys.forget_keys(session, user_id)
+    return user
 
 
-async def revoke_api_key(session: AsyncSession, key_id: uuid.UUID) -> None:
-    await session.execute(
-        update(ApiKey).where(ApiKey.id == key_id, ApiKey.revoked_at.is_(None)).values(revoked_at=func.now())
-    )
+async def remove_user(session: AsyncSession, user_id: str, *, actor: str, reason: str) -> None:
+    """Removes a user for good, with accounts, credentials and webhooks; keys are revoked, orders are kept.
+
+    Raises `UserNotFound`, and `StillInUse` for one that is not disabled, since orders could come meanwhile.
+    """
+    user = await get_user(session, user_id, lock=True)
+    if user.disabled_at is None:
+        raise StillInUse(f"user {user_id} is not disabled: disable it first")
+    await accounts.delete_accounts(session, user_id)
+    await session.execute(delete(StatementAddress).where(StatementAddress.user_id == user_id))
+    for kept in ("kept_jobs", "job_settings"):
+        await session.execute(text(f"delete from {kept} where user_id = :id"), {"id": user_id})  # noqa: S608
+    await api_keys.forget_keys(session, user_id, revoke=True)
+    user.removed_at = datetime.now(UTC)
+    audit.append_entry(session, actor, "user.removed", f"user:{user_id}", reason=reason)
 
 
 async def get_addresses(session: AsyncSession, user_id: str) -> StatementAddress:
@@ -100,7 +108,7 @@ async def put_addresses(
     values = {"email": addresses.email, "webhook_url": addresses.webhook_url}
     row = upsert(StatementAddress, {"user_id": user_id}, values, updated_at=func.clock_timestamp())
     await session.execute(row)
-    audit.append_entry(session, actor=actor, action="statements.set", subject=f"user:{user_id}", **values)
+    audit.append_entry(session, actor, "statements.set", f"user:{user_id}", **values)
 
 
 def _has_address(*, email: bool, webhook: bool) -> ColumnElement[bool]:

@@ -1,12 +1,15 @@
 """The exchange as a process: sessions on one port, admin calls on another, one event loop for both.
 
-`python -m infra.exchange --port P --admin-port Q --ledger FILE`.
+`python -m infra.exchange --port P --admin-port Q --ledger FILE`. With `account add NAME` it opens an account
+at an exchange that runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import secrets
 import signal
 import socket
 import sys
@@ -28,7 +31,7 @@ from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.limits import ExchangeLimits
 from infra.exchange.market import PriceWalk
 from infra.log import configure_log
-from infra.settings import Settings
+from infra.settings import Settings, read_settings
 from worker_runtime.protocol.errors import BerthError
 
 _log = structlog.get_logger()
@@ -41,6 +44,7 @@ class ExchangeOptions:
     host: str
     port: int
     admin_port: int
+    admin_host: str
     ledger: Path
     seed: int = 1
     limits: ExchangeLimits = field(default_factory=ExchangeLimits)
@@ -62,7 +66,7 @@ async def serve_exchange(options: ExchangeOptions) -> None:
     ledger = ExchangeLedger(options.ledger)
     try:
         # Bound here, because uvicorn ends the process if it cannot bind.
-        with socket.create_server((options.host, options.admin_port), backlog=128) as admin_socket:
+        with socket.create_server((options.admin_host, options.admin_port), backlog=128) as admin_socket:
             await _serve_bound(options, ledger, admin_socket)
     finally:
         ledger.close()
@@ -106,6 +110,40 @@ async def _serve_bound(options: ExchangeOptions, ledger: ExchangeLedger, admin_s
         _log.info("exchange.stopped")
 
 
+def add_account(words: list[str]) -> int:
+    """`account add NAME`: registers an account, and prints its credentials as the API takes them."""
+    from infra.exchange.client import ExchangeAdmin, ExchangeUnreachable  # not for the exchange itself
+    from infra.local.stack import known_settings
+
+    url = known_settings("exchange_admin_url").exchange_admin_url
+    parser = argparse.ArgumentParser(
+        prog="berth exchange account add",
+        description="Opens an account at a running paper exchange, or gives it new keys. Prints its"
+        " credentials as JSON, which PUT /v1/users/USER/accounts/NAME/credentials takes.",
+    )
+    parser.add_argument("name", help="id of the account")
+    parser.add_argument(
+        "--person", default="", help="whose it is: connections and orders count by person; default: its own"
+    )
+    parser.add_argument("--admin-url", default=url, help=f"the exchange's admin API; default: {url}")
+    given = parser.parse_args(words)
+    keys = {"api_key": secrets.token_urlsafe(16), "secret_key": secrets.token_urlsafe(32)}
+
+    async def register() -> None:
+        async with ExchangeAdmin(given.admin_url) as exchange:
+            await exchange.register(given.name, person_id=given.person, **keys)
+
+    try:
+        asyncio.run(register())
+    except (BerthError, ValueError) as error:
+        nobody = isinstance(error, ExchangeUnreachable)
+        why = f"no paper exchange answers at {given.admin_url}; is `berth up` running?" if nobody else error
+        print(f"error: {why}", file=sys.stderr)  # noqa: T201 - a command's output
+        return 1
+    print(json.dumps({"broker": "paper", **keys, "person_id": given.person}))  # noqa: T201
+    return 0
+
+
 def _options(settings: Settings) -> ExchangeOptions:
     address = urlsplit(f"//{settings.exchange_address}")
     admin = urlsplit(settings.exchange_admin_url)
@@ -115,6 +153,9 @@ def _options(settings: Settings) -> ExchangeOptions:
     )
     parser.add_argument("--port", type=int, default=address.port or 7500, help="port of the broker sessions")
     parser.add_argument("--admin-port", type=int, default=admin.port or 7501, help="port of the admin API")
+    parser.add_argument(
+        "--admin-host", default=admin.hostname or "127.0.0.1", help="private address of the admin API"
+    )
     parser.add_argument("--ledger", type=Path, default=settings.data_dir / "exchange" / "ledger.db")
     parser.add_argument(
         "--seed", type=int, default=1, help="seed of first prices, of their walk and of random rejects"
@@ -159,6 +200,7 @@ def _options(settings: Settings) -> ExchangeOptions:
         host=given.host,
         port=given.port,
         admin_port=given.admin_port,
+        admin_host=given.admin_host,
         ledger=given.ledger,
         seed=given.seed,
         limits=limits,
@@ -169,7 +211,9 @@ def _options(settings: Settings) -> ExchangeOptions:
 
 
 def main() -> int:
-    settings = Settings()
+    if sys.argv[1:3] == ["account", "add"]:
+        return add_account(sys.argv[3:])
+    settings = read_settings(Settings)
     options = _options(settings)
     configure_log(settings.log_level)
     log = structlog.get_logger()

@@ -101,6 +101,13 @@ class Behaviour(BaseModel):
     lists_own_session_only: bool = False
     #: A list of orders does not say how complete it is.
     listing_untold: bool = False
+    #: Lots of one symbol that may be bought on margin, and sold short; None: any number.
+    margin_quota: int | None = Field(default=None, ge=0)
+    short_quota: int | None = Field(default=None, ge=0)
+    #: Whether cash sales of more than is held are refused, as they are without an agreement on day trading.
+    sells_held_only: bool = False
+    #: Whether orders are refused outside of the hours of their market and lot.
+    keeps_hours: bool = False
     #: Life of new sessions; None: as the exchange's limits say.
     session_life_ms: int | None = Field(default=None, ge=1)
     #: How many more times each fault hits; -1: until it is removed.

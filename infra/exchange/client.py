@@ -41,11 +41,8 @@ def _certificate_authorities() -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
-class ExchangeUnreachable(BerthError):
+class ExchangeUnreachable(BerthError, code="EXCHANGE_UNREACHABLE", retryable=True):
     """The paper exchange's admin API does not answer."""
-
-    code = "EXCHANGE_UNREACHABLE"
-    retryable = True
 
 
 class ExchangeAdmin:

@@ -170,6 +170,11 @@ class ExchangeConnection(asyncio.Protocol):
     def _log_in(self, request: Login) -> None:
         if self._session is not None:
             raise MalformedMessage("this connection is logged in already")
+        if request.check_only:
+            self._exchange.sessions.maintenance.check()
+            self._exchange.accounts.check_login(request)
+            self._answer(ExchangeReply(id=request.id))
+            return
         if self._exchange.accounts.fault_hits(request.account, FaultPoint.LOST_LOGIN):
             return
         self._after(

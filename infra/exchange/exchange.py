@@ -6,7 +6,7 @@ Every change is in the ledger before a client sees it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import time
+from datetime import UTC, datetime, time
 from decimal import Decimal
 from itertools import count
 from time import time_ns
@@ -31,6 +31,7 @@ from infra.exchange.records import (
     order_as_of,
 )
 from infra.exchange.sessions import ExchangeSessions, OrderEventFeed
+from infra.market.calendar import load_calendar
 from worker_runtime.protocol.errors import OrderRejected
 from worker_runtime.protocol.exchange import (
     Balance,
@@ -42,6 +43,7 @@ from worker_runtime.protocol.exchange import (
     Replace,
 )
 from worker_runtime.protocol.messages import OrderState
+from worker_runtime.protocol.order_terms import OrderLot
 
 _log = structlog.get_logger()
 #: In these modes orders are filled by a timer.
@@ -93,6 +95,7 @@ class PaperExchange:
         self._now = now
         self._day_begins = day_begins
         self._seed = seed
+        self._days = load_calendar()
         #: Orders per account so far, for random rejections.
         self._order_counts: dict[str, int] = {}
         #: The valid timer of each resting order.
@@ -131,7 +134,7 @@ class PaperExchange:
             raise OrderRejected(f"{order.remaining} lots of {broker_order_id} are open")
         done = quantity == order.remaining
         found = MatchResult(state=OrderState.FILLED if done else OrderState.PART_FILLED, quantity=quantity)
-        return self._apply(order, found, price or self.market.price(order.symbol))
+        return self._apply(order, found, price or self.market.price(order.symbol, order.lot))
 
     def cancel(self, broker_order_id: str, reason: str, account: str | None = None) -> LedgerOrder:
         """Cancels a resting order; raises `OrderRejected` if it is final, unknown or someone else's."""
@@ -151,6 +154,8 @@ class PaperExchange:
         quantity = order.quantity if request.quantity is None else request.quantity
         if not max(order.filled, 1) <= quantity <= order.quantity:
             raise OrderRejected(f"the quantity can only fall, from {order.quantity} to {order.filled} lots")
+        if request.price is not None and order.lot is not OrderLot.COMMON:
+            raise OrderRejected("of odd lots and at the closing price only the quantity changes")
         if request.price is not None and (order.price is None or not matching.is_price(request.price)):
             raise OrderRejected("only a limit order has a price, above zero")
         price = order.price if request.price is None else request.price
@@ -178,11 +183,14 @@ class PaperExchange:
             price_type=request.price_type,
             price=request.price,
             time_in_force=request.time_in_force,
+            lot=request.lot,
+            condition=request.condition,
+            open_close=request.open_close,
             tag=request.tag,
         )
-        if refused := matching.refusal(terms):
-            raise OrderRejected(refused)
         behaviour = self.accounts.behaviour(session.account)
+        if refused := matching.refusal(terms) or self._refusal(session.account, terms, behaviour):
+            raise OrderRejected(refused)
         found = self._first_match(session.account, terms, behaviour)
         now = self._now()
         order = LedgerOrder(
@@ -198,11 +206,14 @@ class PaperExchange:
             price_type=request.price_type,
             price=request.price,
             time_in_force=request.time_in_force,
+            lot=request.lot,
+            condition=request.condition,
+            open_close=request.open_close,
             state=found.state,
             reason=found.reason,
             received_ms=now,
             updated_ms=now,
-            fills=self._fills(found.quantity, self.market.price(request.symbol), now),
+            fills=self._fills(found.quantity, self.market.price(request.symbol, request.lot), now),
         )
         with self.ledger.transaction():
             self.ledger.insert_order(order)
@@ -246,6 +257,13 @@ class PaperExchange:
 
     # --- inside ---------------------------------------------------------------------------------------
 
+    def _refusal(self, account: str, terms: OrderTerms, behaviour: Behaviour) -> str | None:
+        """Why this account's order is refused now, or None."""
+        at = datetime.fromtimestamp(self._now() / 1000, UTC)
+        if behaviour.keeps_hours and not self._days.is_open(terms.market, at, terms.lot):
+            return f"the {terms.market.value} market takes no orders with lot {terms.lot.value} now"
+        return matching.refusal_of_holdings(terms, lambda: self.ledger.orders(account), behaviour)
+
     def _today_ms(self) -> int:
         return day_begins_ms(self._now(), self._day_begins)
 
@@ -257,7 +275,9 @@ class PaperExchange:
             return MatchResult(state=OrderState.REJECTED, reason=behaviour.reject_reason)
         match behaviour.fill:
             case FillMode.IMMEDIATE:
-                return matching.match_order(terms, 0, self.market.price(terms.symbol), behaviour.liquidity)
+                return matching.match_order(
+                    terms, 0, self.market.price(terms.symbol, terms.lot), behaviour.liquidity
+                )
             case FillMode.NEVER:
                 return matching.match_order(terms, 0, None, None)
             case FillMode.DELAYED | FillMode.GRADUAL | FillMode.MANUAL:
@@ -320,8 +340,9 @@ class PaperExchange:
             price_type=order.price_type,
             price=order.price,
             time_in_force=order.time_in_force,
+            lot=order.lot,
         )
-        market = self.market.price(order.symbol)
+        market = self.market.price(order.symbol, order.lot)
         found = matching.match_order(terms, order.filled, market, behaviour.liquidity)
         if behaviour.fill is FillMode.GRADUAL and found.quantity > behaviour.lots_per_fill:
             found = MatchResult(state=OrderState.PART_FILLED, quantity=behaviour.lots_per_fill)

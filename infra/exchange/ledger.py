@@ -42,7 +42,9 @@ CREATE TABLE IF NOT EXISTS orders (
     session_id TEXT NOT NULL, client TEXT NOT NULL, tag TEXT NOT NULL, client_note TEXT NOT NULL,
     symbol TEXT NOT NULL, side TEXT NOT NULL, quantity INTEGER NOT NULL, price_type TEXT NOT NULL,
     price TEXT, time_in_force TEXT NOT NULL, state TEXT NOT NULL, reason TEXT,
-    received_ms INTEGER NOT NULL, updated_ms INTEGER NOT NULL
+    received_ms INTEGER NOT NULL, updated_ms INTEGER NOT NULL,
+    lot TEXT NOT NULL DEFAULT 'common', condition TEXT NOT NULL DEFAULT 'cash',
+    open_close TEXT NOT NULL DEFAULT 'auto'
 ) STRICT;
 CREATE INDEX IF NOT EXISTS orders_account ON orders (account, number);
 CREATE TABLE IF NOT EXISTS fills (
@@ -65,23 +67,21 @@ _SESSION_COLUMNS = "session_id, account, person_id, client, opened_ms, closed_ms
 _INCIDENT_COLUMNS = "at_ms, kind, owner_kind, owner, account, cause, detail, until_ms"
 _ORDER_COLUMNS = (
     "broker_order_id, account, session_id, client, tag, client_note, symbol, side, quantity, price_type,"
-    " price, time_in_force, state, reason, received_ms, updated_ms"
+    " price, time_in_force, state, reason, received_ms, updated_ms, lot, condition, open_close"
 )
+#: Columns that ledgers of release 0.1.0 lack, with the terms that all orders had.
+_ADDED_COLUMNS = {"lot": "common", "condition": "cash", "open_close": "auto"}
 _INSERT_ORDER = (
-    f"INSERT INTO orders ({_ORDER_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
+    f"INSERT INTO orders ({_ORDER_COLUMNS}) VALUES ({', '.join('?' * len(_ORDER_COLUMNS.split(',')))})"  # noqa: S608
 )
 
 
-class LedgerInUse(BerthError):
+class LedgerInUse(BerthError, code="LEDGER_IN_USE"):
     """Another running exchange uses the ledger file."""
 
-    code = "LEDGER_IN_USE"
 
-
-class LedgerDamaged(BerthError):
+class LedgerDamaged(BerthError, code="LEDGER_DAMAGED"):
     """The ledger file cannot be read."""
-
-    code = "LEDGER_DAMAGED"
 
 
 class _LedgerTransaction:
@@ -109,6 +109,10 @@ class ExchangeLedger:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(_SCHEMA)
+            there = {row[1] for row in self._db.execute("PRAGMA table_info(orders)")}
+            for name, value in _ADDED_COLUMNS.items():
+                if name not in there:
+                    self._db.execute(f"ALTER TABLE orders ADD COLUMN {name} TEXT NOT NULL DEFAULT '{value}'")
         except sqlite3.OperationalError as error:
             self._db.close()
             if "locked" in str(error):
@@ -263,6 +267,7 @@ class ExchangeLedger:
                 None if order.price is None else str(order.price),
                 *(order.time_in_force.value, order.state.value, order.reason),
                 *(order.received_ms, order.updated_ms),
+                *(order.lot.value, order.condition.value, order.open_close.value),
             ),
         )
         self.insert_fills(order.broker_order_id, order.fills)

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from infra.exchange import matching
 from infra.exchange.behaviour import seeded_draw
 from infra.exchange.ledger import ExchangeLedger
+from worker_runtime.protocol.order_terms import OrderLot
 
 _WALK_SETTING = "walk"
 _TICK = 0.01
@@ -55,17 +56,22 @@ class ExchangeMarket:
         self._round = 0
         self._schedule_step()
 
-    def price(self, symbol: str) -> Decimal:
+    def price(self, symbol: str, lot: OrderLot = OrderLot.COMMON) -> Decimal:
+        """The price of a symbol, or of its odd lots where they have one of their own."""
+        book = matching.book_of(symbol, lot)
+        if book in self._prices:
+            return self._prices[book]
         if symbol not in self._prices:
             self._prices[symbol] = matching.first_price(symbol, self._seed)
         return self._prices[symbol]
 
     def set_price(self, symbol: str, price: Decimal) -> None:
-        """Sets a price; a walk continues from there."""
+        """Sets a price; a walk continues from there. Odd lots trade apart: their symbol is that of
+        `matching.book_of`, such as `2330.odd`, and without a price of their own they follow the lots."""
         self._anchors.pop(symbol, None)
         self._ledger.save_prices({symbol: price})
         self._prices[symbol] = price
-        self._moved(symbol)
+        self._moved(matching.symbol_of(symbol))
 
     def set_walk(self, walk: PriceWalk) -> None:
         """Begins a walk at the present prices; the same seed and prices give the same moves."""
@@ -101,4 +107,4 @@ class ExchangeMarket:
         self._ledger.save_prices(moved)
         self._prices.update(moved)
         for symbol in moved:
-            self._moved(symbol)
+            self._moved(matching.symbol_of(symbol))

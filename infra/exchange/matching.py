@@ -7,14 +7,17 @@ trading, where the resting side sets the price.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 from zlib import crc32
 
 import msgspec
 
-from infra.exchange.records import LedgerOrder
+from infra.exchange.behaviour import Behaviour
+from infra.exchange.records import LedgerOrder, net_positions
+from infra.market.calendar import Market
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
+from worker_runtime.protocol.order_terms import ODD_LOTS, SHARES_PER_LOT, OpenClose, OrderCondition, OrderLot
 
 #: Lots; a larger order is refused as a typing error.
 MAX_QUANTITY = 1_000_000
@@ -24,6 +27,9 @@ MAX_SYMBOL = 16
 #: TAIFEX: a product of three characters and the month (TXFA6, MXFR1), or strike and month (TXO18000L4).
 _TAIFEX = re.compile(r"[A-Z]{2}[A-Z0-9]([A-L]\d|R[12]|\d{4,5}[A-X]\d)")
 _MAX_PRICE = Decimal(10_000_000)
+#: Shares of an odd lot (TWSE Regulations Governing Odd-lot Trading, article 2), and lots at the closing price
+#: (Regulations Governing After-Hours Fixed-Price Trading, article 4).
+_MAX_APART = {OrderLot.ODD: 999, OrderLot.INTRADAY_ODD: 999, OrderLot.FIXING: 499}
 
 
 class OrderTerms(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +41,14 @@ class OrderTerms(msgspec.Struct, frozen=True, kw_only=True):
     price_type: PriceType
     price: Decimal | None
     time_in_force: TimeInForce
+    lot: OrderLot = OrderLot.COMMON
+    condition: OrderCondition = OrderCondition.CASH
+    open_close: OpenClose = OpenClose.AUTO
     tag: str = ""
+
+    @property
+    def market(self) -> Market:
+        return Market.FUTURES if _TAIFEX.fullmatch(self.symbol) else Market.STOCK
 
 
 class MatchResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,22 +65,85 @@ def first_price(symbol: str, seed: int) -> Decimal:
 
 
 def refusal(terms: OrderTerms) -> str | None:
-    """Returns why the terms are invalid, or None."""
+    """Returns why the terms are invalid, or None.
+
+    TAIFEX takes market orders (its code 9938) and those with protection (its notice of 2014 on them) as IOC
+    or FOK. For odd lots and the closing price see `_refusal_apart`.
+    """
     if not 1 <= len(terms.symbol) <= MAX_SYMBOL or not terms.symbol.isascii():
         return "unknown symbol"
     if not 1 <= terms.quantity <= MAX_QUANTITY:
         return f"quantity must be 1 to {MAX_QUANTITY} lots"
     if len(terms.tag) > MAX_TAG:
         return f"the tag has more than {MAX_TAG} characters"
-    if (
-        terms.price_type is PriceType.MARKET
-        and terms.time_in_force is TimeInForce.ROD
-        and _TAIFEX.fullmatch(terms.symbol)
-    ):
-        return "9938: TAIFEX takes no market order that is good for the day"
+    if terms.market is Market.FUTURES:
+        if terms.price_type is not PriceType.LIMIT and terms.time_in_force is TimeInForce.ROD:
+            return "9938: TAIFEX takes no market order that is good for the day"
+        if (terms.lot, terms.condition) != (OrderLot.COMMON, OrderCondition.CASH):
+            return "a contract has no lot and no condition"
+    elif terms.price_type is PriceType.RANGE_MARKET:
+        return "only TAIFEX has range market orders"
+    elif terms.open_close is not OpenClose.AUTO:
+        return "only a contract is opened and closed"
+    elif terms.lot is not OrderLot.COMMON and (refused := _refusal_apart(terms)):
+        return refused
     if terms.price_type is PriceType.LIMIT and not is_price(terms.price):
         return "a limit order needs a price above zero"
     return None
+
+
+def _refusal_apart(terms: OrderTerms) -> str | None:
+    """TWSE and TPEx: odd lots are limit orders of the day (Regulations Governing Odd-lot Trading, article 3)
+    and are neither bought on margin nor sold short (Operating Rules for Securities Firms Handling Margin
+    Purchases and Short Sales of Securities, article 4)."""
+    if terms.price_type is not PriceType.LIMIT or terms.time_in_force is not TimeInForce.ROD:
+        return f"{terms.lot.value} takes limit orders of the day"
+    if terms.lot in ODD_LOTS and terms.condition is not OrderCondition.CASH:
+        return "odd lots are neither bought on margin nor sold short"
+    most = _MAX_APART[terms.lot]
+    return f"{terms.lot.value} takes at most {most}" if terms.quantity > most else None
+
+
+def refusal_of_holdings(
+    terms: OrderTerms, orders: Callable[[], Iterable[LedgerOrder]], behaviour: Behaviour
+) -> str | None:
+    """Returns why an account with these orders (asked for only when they matter) may not place one
+    with these terms, or None.
+
+    What was bought on margin is sold on margin, and what was sold short is bought back so; new ones take of
+    the quota that the broker has been allotted (Operation Directions for the Allocation of Limits for Margin
+    Purchases and Short Sales, point 3). A contract is covered as far as it is held. Resting orders count as
+    filled. Not kept, since no public text fixes them for one broker: prices of short sales below the last
+    close, margin ratios, and that positions of day trading orders are closed before the day ends.
+    """
+    condition, sells = terms.condition, terms.side is Side.SELL
+    covers = terms.open_close is OpenClose.COVER
+    cash_sale = behaviour.sells_held_only and sells and terms.market is Market.STOCK
+    if condition is OrderCondition.CASH and not covers and not cash_sale:
+        return None
+    counted = [one for one in orders() if (one.symbol, one.condition) == (terms.symbol, condition)]
+    held = sum(one.shares for one in net_positions(counted))
+    unit = 1 if terms.lot in ODD_LOTS else SHARES_PER_LOT
+    wanted = terms.quantity * unit
+    resting = sum(one.remaining * one.unit for one in counted if not one.final and one.side is terms.side)
+    opens_with = Side.SELL if condition is OrderCondition.SHORT_SELLING else Side.BUY
+    if covers or terms.side is not opens_with:
+        left = (held if sells else -held) - resting
+        return f"{max(0, left) // unit} are held to be closed" if wanted > left else None
+    quota = behaviour.short_quota if sells else behaviour.margin_quota
+    left = (quota or 0) * SHARES_PER_LOT - abs(held) - resting
+    return None if quota is None or wanted <= left else f"{max(0, left) // unit} lots are left of the quota"
+
+
+def book_of(symbol: str, lot: OrderLot) -> str:
+    """The book in which an order trades: odd lots have their own, by day and after the close."""
+    return f"{symbol}.{lot.value}" if lot in ODD_LOTS else symbol
+
+
+def symbol_of(book: str) -> str:
+    """The symbol of a book."""
+    symbol, _, lot = book.rpartition(".")
+    return symbol if lot in ODD_LOTS else book
 
 
 def is_price(price: Decimal | None) -> bool:
@@ -78,7 +154,7 @@ def is_price(price: Decimal | None) -> bool:
 
 def crosses(terms: OrderTerms, market: Decimal) -> bool:
     """Whether the order can trade at the market's price."""
-    if terms.price_type is PriceType.MARKET or terms.price is None:
+    if terms.price_type is not PriceType.LIMIT or terms.price is None or terms.lot is OrderLot.FIXING:
         return True
     return terms.price >= market if terms.side is Side.BUY else terms.price <= market
 
@@ -97,7 +173,7 @@ def match_order(terms: OrderTerms, filled: int, market: Decimal | None, liquidit
         return MatchResult(state=OrderState.CANCELLED, reason="fill or kill: not all could be filled at once")
     if available == rest:
         return MatchResult(state=OrderState.FILLED, quantity=rest)
-    if terms.time_in_force is TimeInForce.IOC or terms.price_type is PriceType.MARKET:
+    if terms.time_in_force is TimeInForce.IOC or terms.price_type is not PriceType.LIMIT:
         return MatchResult(
             state=OrderState.CANCELLED, quantity=available, reason="the rest found no other side"
         )

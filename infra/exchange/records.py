@@ -1,6 +1,6 @@
 """The ledger's records as the admin API shows them, and what is computed from them: positions and balance.
 
-Times are Unix milliseconds, quantities are lots.
+Times are Unix milliseconds, quantities are lots (of odd-lot orders: shares).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from worker_runtime.protocol.messages import (
     Side,
     TimeInForce,
 )
+from worker_runtime.protocol.order_terms import ODD_LOTS, SHARES_PER_LOT, OpenClose, OrderCondition, OrderLot
 
 
 class LedgerRecord(BaseModel):
@@ -68,6 +69,9 @@ class LedgerOrder(LedgerRecord):
     reason: str | None
     received_ms: int
     updated_ms: int
+    lot: OrderLot = OrderLot.COMMON
+    condition: OrderCondition = OrderCondition.CASH
+    open_close: OpenClose = OpenClose.AUTO
     fills: tuple[LedgerFill, ...] = ()
 
     @property
@@ -77,6 +81,11 @@ class LedgerOrder(LedgerRecord):
     @property
     def remaining(self) -> int:
         return self.quantity - self.filled
+
+    @property
+    def unit(self) -> int:
+        """Shares that one of its quantity stands for; a contract counts as a lot of shares."""
+        return 1 if self.lot in ODD_LOTS else SHARES_PER_LOT
 
     @property
     def final(self) -> bool:
@@ -90,7 +99,8 @@ class LedgerOrder(LedgerRecord):
             symbol=self.symbol,
             side=self.side,
             quantity=self.quantity,
-            price_type=self.price_type,
+            # As Shioaji's lists have it: neither has a price of its own.
+            price_type=PriceType.LIMIT if self.price_type is PriceType.LIMIT else PriceType.MARKET,
             price=self.price,
             time_in_force=self.time_in_force,
             state=self.state,
@@ -171,34 +181,40 @@ INITIAL_CASH = Decimal(100_000_000)
 
 
 def net_positions(orders: Iterable[LedgerOrder]) -> list[Position]:
-    """Returns the open positions of the orders' fills, by symbol, without flat ones.
+    """Returns the open positions of the orders' fills, by symbol and condition, without flat ones.
 
-    The average price is that of the fills which opened or enlarged the position; reducing keeps it.
+    What opens and closes is netted, whatever a futures order says of it. The average price is that of the
+    fills which opened or enlarged the position; reducing keeps it.
     """
-    held: dict[str, tuple[int, Decimal]] = {}
+    held: dict[tuple[str, OrderCondition], tuple[int, Decimal]] = {}
     fills = [(fill, order) for order in orders for fill in order.fills]
     for fill, order in sorted(fills, key=lambda pair: (pair[0].at_ms, pair[0].fill_id)):
-        quantity, average = held.get(order.symbol, (0, Decimal(0)))
-        change = fill.quantity if order.side is Side.BUY else -fill.quantity
+        key = order.symbol, order.condition
+        quantity, average = held.get(key, (0, Decimal(0)))
+        change = fill.quantity * order.unit * (1 if order.side is Side.BUY else -1)
         after = quantity + change
         if quantity * change >= 0:  # opens or enlarges
             average = (average * abs(quantity) + fill.price * abs(change)) / abs(after)
         elif quantity * after < 0:  # turned: this fill opened the rest
             average = fill.price
-        held[order.symbol] = (after, average)
+        held[key] = (after, average)
     return [
-        Position(symbol=symbol, quantity=quantity, average_price=average.quantize(_CENT))
-        for symbol, (quantity, average) in sorted(held.items())
-        if quantity
+        Position.of_shares(symbol, shares, average.quantize(_CENT), condition)
+        for (symbol, condition), (shares, average) in sorted(held.items())
+        if shares
     ]
 
 
 def account_balance(orders: Iterable[LedgerOrder]) -> Balance:
-    """Returns the balance after the orders' fills. A lot is worth its price: there are no contract sizes."""
+    """Returns the balance after the orders' fills. A lot is worth its price: there are no contract sizes.
+
+    Margin purchases and short sales cost what others do: no interest, no fees, no collateral.
+    """
     cash, bound = INITIAL_CASH, Decimal(0)
     for order in orders:
         sign = -1 if order.side is Side.BUY else 1
-        cash += sum((sign * fill.quantity * fill.price for fill in order.fills), Decimal(0))
+        size = Decimal(order.unit) / SHARES_PER_LOT
+        cash += sum((sign * fill.quantity * size * fill.price for fill in order.fills), Decimal(0))
         if order.side is Side.BUY and not order.final and order.price is not None:
-            bound += order.remaining * order.price
+            bound += order.remaining * size * order.price
     return Balance(currency="TWD", cash=cash, available=cash - bound)

@@ -8,8 +8,6 @@ empty cluster, for which ECS takes 0 of 0 tasks as 100 %. Termination protection
 https://docs.aws.amazon.com/AmazonECS/latest/developerguide/cluster-auto-scaling.html
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -5,8 +5,6 @@ for the operating system and for workers above their reservation. A cold host ne
 worker is ready, so some spare hosts are kept warm.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,11 +120,8 @@ def plan_hosts(kind: HostKind, workers: int, hosts: Sequence[Host] = (), *, warm
     )
 
 
-class HostsUnreachable(BerthError):
+class HostsUnreachable(BerthError, code="HOSTS_UNREACHABLE", retryable=True):
     """The platform cannot list its hosts or set their number."""
-
-    code = "HOSTS_UNREACHABLE"
-    retryable = True
 
 
 class HostScaler(Protocol):
@@ -134,13 +129,11 @@ class HostScaler(Protocol):
 
     async def hosts(self) -> list[Host]:
         """Returns all hosts, starting and draining ones too. Raises `HostsUnreachable`."""
-        ...
 
     async def scale(self, plan: HostPlan) -> bool:
         """Sets the number of hosts; safe to repeat. Returns whether anything changed.
 
         Ends no host that has workers. Raises `HostsUnreachable`.
         """
-        ...
 
     async def close(self) -> None: ...

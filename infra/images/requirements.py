@@ -1,22 +1,34 @@
-"""Prints what an image installs: the core dependencies of pyproject.toml and those of the named extras.
+"""Prints what an image installs, with versions and hashes: what its extras need, as the lock pins it.
 
-`python requirements.py server shioaji`. The images use it so that the dependency layer can be built before
-the source is copied. Standard library only.
+`python requirements.py server shioaji setuptools`, for `pip install --require-hashes`. A name that is no
+extra is a package. The images use it so that the dependency layer can be built before the source is copied;
+the SBOM of an image is made of it, too. Standard library only.
 """
 
-from __future__ import annotations
-
+import re
 import sys
 import tomllib
 from pathlib import Path
 
 
 def wanted(pyproject: Path, extras: list[str]) -> list[str]:
-    """Requirement lines. Raises KeyError for an extra that does not exist."""
+    """Requirement lines of the core and of these extras; a name that is no extra stands for itself."""
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     optional = project["optional-dependencies"]
-    return [*project["dependencies"], *(line for extra in extras for line in optional[extra])]
+    return [*project["dependencies"], *(line for extra in extras for line in optional.get(extra, [extra]))]
+
+
+def pinned(lock: str, lines: list[str]) -> str:
+    """The part of the lock that these requirements need, in turn. Raises KeyError for what is not in it."""
+    entries = {entry.partition("==")[0]: entry for entry in re.split(r"\n(?=[a-z])", lock)[1:]}
+    # Below each package the lock says which others need it.
+    users = {name: set(re.findall(r"^    #(?: via)? +(\S+)", entries[name], re.M)) for name in entries}
+    chosen = {re.split(r"[^a-z0-9-]", line.lower())[0] for line in lines}
+    while more := {name for name in entries.keys() - chosen if users[name] & chosen}:
+        chosen |= more
+    return "\n".join(entries[name].rstrip() for name in sorted(chosen)) + "\n"
 
 
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(wanted(Path("pyproject.toml"), sys.argv[1:])) + "\n")
+    locked = Path("requirements.lock").read_text(encoding="utf-8")
+    sys.stdout.write(pinned(locked, wanted(Path("pyproject.toml"), sys.argv[1:])))

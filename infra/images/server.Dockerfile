@@ -1,18 +1,21 @@
-# syntax=docker/dockerfile:1
-# One image for the API, the orchestrator, the node, job runners and the paper exchange; the command says which.
-#   docker build -f infra/images/server.Dockerfile -t berth-server .
+# One image for the API, the orchestrator, the launcher, job runners and the paper exchange; the command says
+# which. A node hosts workers itself, so its image has the brokers' SDKs too (EXTRAS).
+#   docker build -f infra/images/server.Dockerfile -t berth-server:0.1.0 .
 ARG BASE_IMAGE=python:3.11-slim
 
 FROM ${BASE_IMAGE} AS build
+# Extras of pyproject.toml beside `server`: `shioaji` for a node.
+ARG EXTRAS=
+# For a build without a network: --no-index --find-links=/src, with wheels in infra/images/wheels.
+ARG PIP_OPTIONS=
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
-RUN python -m venv /opt/berth
+RUN python3 -m venv /opt/berth
 WORKDIR /src
-# Dependencies first: this layer stays as long as the lock does. The lock is a constraint, not a list: only
-# what the `server` and `shioaji` extras ask for is installed. (A node hosts workers, so it needs the SDK.)
-COPY pyproject.toml requirements.lock ./
-COPY infra/images/requirements.py ./
-RUN python requirements.py server shioaji > wanted.txt \
-    && /opt/berth/bin/pip install -c requirements.lock -r wanted.txt "setuptools>=80"
+# Dependencies first: this layer stays as long as the lock does. Of the lock only what the extras need, each by
+# its hash. The wheels need not be there: a pattern that finds nothing is no error beside files that exist.
+COPY pyproject.toml requirements.lock infra/images/requirements.py infra/images/wheel[s] ./
+RUN /opt/berth/bin/python requirements.py server ${EXTRAS} setuptools > wanted.txt \
+    && /opt/berth/bin/pip install ${PIP_OPTIONS} --require-hashes -r wanted.txt
 COPY README.md LICENSE ./
 COPY worker_runtime worker_runtime
 COPY workflows workflows
@@ -20,22 +23,26 @@ COPY activities activities
 COPY api api
 COPY infra infra
 RUN /opt/berth/bin/pip install --no-deps --no-build-isolation . \
+    && /opt/berth/bin/pip uninstall --quiet --yes pip setuptools \
+    # Of AWS's services only those that we call or log in with: 27 of the 31 MB are the others' descriptions.
+    && cd /opt/berth/lib/python3*/site-packages/botocore/data \
+    && find . -mindepth 1 -maxdepth 1 -type d | grep -vxE "\./(autoscaling|cloudwatch|ecs|kms|secretsmanager|sqs|sso|sso-oidc|sts)" \
+       | xargs rm -r \
+    # Temporal's Rust sources: 12 MB.
+    && rm -r ../../temporalio/bridge/sdk-core \
     && /opt/berth/bin/python -m compileall -q /opt/berth
 
 FROM ${BASE_IMAGE}
-RUN apt-get update \
-    && apt-get install --yes --no-install-recommends tini \
-    && rm -rf /var/lib/apt/lists/* \
-    && groupadd --gid 10001 berth \
+RUN groupadd --gid 10001 berth \
     && useradd --uid 10001 --gid berth --no-create-home --home-dir /data --shell /usr/sbin/nologin berth \
     # A new named volume takes over the owner and the mode of the folder it is mounted on.
     && install --directory --owner=berth --group=berth --mode=0700 \
-       /data /keys/private /keys/public /keys/jobs /run/berth
+       /data /keys/private /keys/public /keys/messages /keys/api /keys/codec /keys/temporal /keys/jobs /run/berth
 COPY --from=build /opt/berth /opt/berth
 ENV PATH=/opt/berth/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     BERTH_DATA_DIR=/data BERTH_NODE_SOCKET=/run/berth/node.sock
 WORKDIR /data
 USER 10001:10001
 STOPSIGNAL SIGTERM
-ENTRYPOINT ["/usr/bin/tini", "--"]
+# No init process in the image: compose asks Docker for one (`init: true`, which is tini), and ECS has its own.
 CMD ["berth", "--help"]

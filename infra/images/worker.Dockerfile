@@ -19,10 +19,11 @@ WORKDIR /src
 # The wheels need not be there: a pattern that finds nothing is no error beside files that exist.
 COPY pyproject.toml requirements.lock infra/images/requirements.py infra/images/wheel[s] ./
 RUN /opt/berth/bin/python requirements.py ${EXTRAS} > wanted.txt \
-    && /opt/berth/bin/pip install ${PIP_OPTIONS} -c requirements.lock -r wanted.txt \
+    && /opt/berth/bin/pip install ${PIP_OPTIONS} --require-hashes -r wanted.txt \
     && /opt/berth/bin/pip uninstall --yes pip setuptools
 COPY worker_runtime /opt/berth/room/worker_runtime
-RUN /opt/berth/bin/python -m compileall -q /opt/berth
+# The modes are those of the clone, which a umask of 077 made unreadable for others.
+RUN /opt/berth/bin/python -m compileall -q /opt/berth && chmod -R a+rX /opt/berth
 
 FROM ${BASE_IMAGE}
 RUN groupadd --gid 10002 worker \

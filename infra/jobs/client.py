@@ -1,7 +1,5 @@
 """The job queue's client for API and orchestrator: enqueues, reads, waits for and cancels jobs."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket
@@ -11,30 +9,39 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
+import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from infra.process_metrics import REFUSED
 from infra.valkey import client as valkey
+from infra.vault.message_secret import MessageSecrets
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.jobs.protocol.calls import reply_text
-from worker_runtime.jobs.protocol.messages import RESULT_TTL, Job, JobResult, JobStatus, read_result
+from worker_runtime.jobs.protocol.calls import reply_number, reply_progress, reply_text
+from worker_runtime.jobs.protocol.messages import (
+    RESULT_TTL,
+    Job,
+    JobOutcomeUnknown,
+    JobResult,
+    JobStatus,
+    read_signed_result,
+)
 from worker_runtime.jobs.protocol.telemetry import JobEvent, JobEventFormatter
-from worker_runtime.protocol.errors import BerthError, MalformedMessage
+from worker_runtime.protocol.authentication import RefusalCounter
+from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.messages import Failure
 
-#: Seconds that an id chosen by the caller stands for one request; longer while the job exists.
-REQUEST_TTL = 86_400
+log = structlog.get_logger()
+
 #: Calls of one process that may wait at a time: each holds a connection.
 MAX_WAITERS = 32
 #: States of a job that has not ended.
 OPEN_STATES = frozenset({"waiting", "delayed", "grouped", "running"})
 
 
-class JobIdReused(BerthError):
+class JobIdReused(BerthError, code="JOB_ID_REUSED", status=409):
     """Another job was asked for under this id."""
-
-    code = "JOB_ID_REUSED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +76,25 @@ def write_to_stderr(line: bytes) -> None:
         os.write(2, line)
 
 
+Writer = Callable[[bytes], None]
+
+
 class JobClient:
     """All calls may be repeated, and raise `RedisError` when Valkey is down."""
 
-    def __init__(self, client: Redis, write_line: Callable[[bytes], None] = write_to_stderr) -> None:
+    def __init__(self, client: Redis, secrets: MessageSecrets, write_line: Writer = write_to_stderr) -> None:
         """`write_line` gets a line in the Elastic Common Schema for each job that was queued."""
         self._client = client
+        self.secrets = secrets
+        self._refused = RefusalCounter(REFUSED.labels("job result").inc)
         self._write_line = write_line
         self._formatter = JobEventFormatter("berth-jobs", socket.gethostname())
         self._waiters = asyncio.Semaphore(MAX_WAITERS)
 
-    async def enqueue(self, job: Job, *, tag: str = job_keys.FLEET_TAG, digest: str = "") -> bool:
-        """Puts a job on its queue; false if it is there already, or has ended.
-
-        `digest` stands for the request if the caller chose the id: raises `JobIdReused` if the id was used
-        for another request. Also raises `MalformedMessage`.
-        """
-        call = job_calls.enqueue(job, tag, digest)
-        key = job_keys.request_digest(tag, job.job_id)
-        if digest:
-            before = await self._client.set(key, digest, nx=True, get=True, ex=REQUEST_TTL)
-            if isinstance(before, bytes | str) and reply_text(before) != digest:
-                raise JobIdReused(f"another job was asked for as {job.job_id}")
+    async def enqueue(self, job: Job, *, tag: str = job_keys.FLEET_TAG) -> bool:
+        """Puts a job that is kept (`kept.py`) on its queue; false if known. Raises `MalformedMessage`."""
+        call = job_calls.enqueue(job, self.secrets.job_keys(tag), tag)
         reply = await valkey.run_script(self._client, *call)
-        if reply_text(reply[0]) == "seen" and digest and (known := reply_text(reply[2])) not in ("", digest):
-            # A failed or delayed job outlives its request key: corrects what was just written there.
-            await self._client.set(key, known, ex=REQUEST_TTL)
-            raise JobIdReused(f"another job was asked for as {job.job_id}")
         if reply_text(reply[0]) != "queued":
             return False
         labels = {"job_id": job.job_id, "job": job.name, "queue": job.queue, "priority": job.priority}
@@ -107,7 +106,8 @@ class JobClient:
         state = await self.get(job_id, tag=tag)
         if state is None or state.ended:
             return False
-        reply = await valkey.run_script(self._client, *job_calls.cancel(job_id, tag))
+        call = job_calls.cancel(job_id, self.secrets.job_keys(tag), tag)
+        reply = await valkey.run_script(self._client, *call)
         return reply_text(reply) in ("cancelled", "asked")
 
     async def count_waiting(self, names: list[tuple[str, str]], *, tag: str) -> int:
@@ -131,7 +131,23 @@ class JobClient:
         pipeline.hgetall(job_keys.job(tag, job_id))
         pipeline.get(job_keys.result(tag, job_id))
         fields, stored = await pipeline.execute()
-        return _state(job_id, {reply_text(name): value for name, value in fields.items()}, stored)
+        told = {reply_text(name): value for name, value in fields.items()}
+        kept = told.get("failure") if stored is None else stored
+        result = None if kept is None else self._result(kept, job_id, tag)
+        if stored is not None and result is not None:
+            told["state"] = result.status.encode()
+        return _state(job_id, told, result)
+
+    def _result(self, kept: bytes, job_id: str, tag: str) -> JobResult:
+        """How the job ended, as far as its runner or a service says so."""
+        try:
+            return read_signed_result(kept, job_id, self.secrets.job_keys(tag))
+        except BerthError as error:
+            # A script writes it without a MAC when a runner has died, as anybody might.
+            if not kept.startswith(b"{") and self._refused.add(job_id):
+                log.error("job_result_not_authentic", job_id=job_id, tag=tag, code=error.code)
+            failure = Failure.of(JobOutcomeUnknown("its runner died while it ran, or did not write its end"))
+            return JobResult(job_id=job_id, status=JobStatus.FAILED, failure=failure)
 
     async def wait(self, job_id: str, seconds: float, *, tag: str = job_keys.FLEET_TAG) -> JobState | None:
         """As `get`, once the job has ended or `seconds` have passed; at once if too many calls wait."""
@@ -155,19 +171,12 @@ class JobClient:
                     await pubsub.aclose()  # type: ignore[no-untyped-call]
 
 
-def _state(job_id: str, fields: dict[str, bytes], stored: bytes | None) -> JobState | None:
-    kept = stored if stored is not None else fields.get("failure")
-    result = None
-    if kept is not None:
-        try:
-            result = read_result(kept)
-        except MalformedMessage:
-            result = JobResult(job_id=job_id, status=JobStatus.FAILED)
-    state = result.status.value if stored is not None and result else reply_text(fields.get("state", b""))
+def _state(job_id: str, fields: dict[str, bytes], result: JobResult | None) -> JobState | None:
+    state = reply_text(fields.get("state", b""))
     if not state:
         return None
     names = ("priority", "attempt", "queued_at", "due", "started_at")
-    number = {name: int(float(fields[name])) for name in names if name in fields}
+    number = {name: reply_number(fields[name]) for name in names if name in fields}
     return JobState(
         job_id=job_id,
         state=state,
@@ -179,6 +188,6 @@ def _state(job_id: str, fields: dict[str, bytes], stored: bytes | None) -> JobSt
         queued_at_ms=number.get("queued_at"),
         due_at_ms=number.get("due") if state == "delayed" else None,
         started_at_ms=number.get("started_at", result.started_at_ms if result else None),
-        progress=msgspec.json.decode(fields["progress"]) if "progress" in fields else None,
+        progress=reply_progress(fields.get("progress")),
         result=result,
     )

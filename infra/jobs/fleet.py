@@ -1,43 +1,55 @@
-"""Starts a runner of the fleet from the settings: `python -m infra.jobs.fleet`.
+"""Starts a fleet of runners from the settings: `python -m infra.jobs.fleet`.
 
-The runner gets its configuration on standard input, because others can read arguments and environment. It
-replaces this process, so nothing of the servers stays in its memory.
+A runner gets its configuration on standard input, because others can read arguments and environment. A fleet
+of one replaces this process, so nothing of the servers stays in its memory.
 """
 
-from __future__ import annotations
-
-import json
+import asyncio
 import os
 import socket
 import sys
-from base64 import b64encode
 from pathlib import Path
 from typing import Any, NoReturn
 
-from infra.settings import Settings
+import msgspec
+
+from infra.log import configure_log
+from infra.processes import forbid_core_files
+from infra.settings import Settings, read_settings
 from infra.vault import key_file
+from infra.vault.message_secret import MessageSecretFile
+from infra.vault.secret_versions import load_versions
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.protocol.errors import BerthError
 
 #: Bytes that fit into a pipe without a reader; a configuration has about 1,000.
 _PIPE = 64 * 1024
 
 
+class ProviderKeyUnreadable(BerthError, code="PROVIDER_KEY_UNREADABLE"):
+    """This file is no key of a service account: a JSON object with project_id, client_email, private_key…"""
+
+
 def runner_config(settings: Settings) -> bytes:
-    """The configuration of a runner of the fleet. Raises `KeyFileMissing`, `KeyFileExposed`."""
+    """The configuration of a runner. Raises `KeyFileMissing`, `KeyFileExposed`, `ProviderKeyUnreadable`."""
     config: dict[str, Any] = {
         "name": settings.jobs_runner,
         "node": socket.gethostname(),
         "valkey_url": settings.valkey_url,
+        "message_keys": MessageSecretFile(settings.message_key_file).job_keys(job_keys.FLEET_TAG),
         "queues": settings.jobs_queues,
         "slots": settings.jobs_slots,
         "recycle": settings.jobs_recycle,
         "lease": settings.jobs_lease,
+        "failed_ttl": settings.dead_letter_days * 86_400,
         "events_to": settings.jobs_events_to,
+        "report_errors": settings.sends_alerts,
         "version": settings.worker_version,
         "log_level": settings.log_level,
     }
-    if settings.webhook_key_files:
+    if settings.webhook_key_file:
         config["webhook"] = {
-            "keys": [b64encode(_secret(path)).decode() for path in settings.webhook_key_files],
+            "keys": [one.secret for one in load_versions(Path(settings.webhook_key_file))],
             "allow_private": settings.webhook_allow_private,
         }
     if settings.mail_host:
@@ -47,9 +59,20 @@ def runner_config(settings: Settings) -> bytes:
             "security": settings.mail_security,
             "sender": settings.mail_sender,
             "username": settings.mail_username,
-            "password": _secret(Path(settings.mail_password_file)).decode() if settings.mail_username else "",
+            "password": _secret(settings.mail_password_file).decode() if settings.mail_username else "",
         }
-    return json.dumps(config).encode()
+    if settings.messaging_account:
+        config["messaging"] = {
+            "url": settings.messaging_url,
+            "account": settings.messaging_account,
+            "token": _secret(settings.messaging_token_file).decode(),
+            "sms_sender": settings.messaging_sms_sender,
+            "whatsapp_sender": settings.messaging_whatsapp_sender,
+            "allow_private": True,
+        }
+    if settings.push_key_file:
+        config["push"] = {**_service_account(settings), "url": settings.push_url, "allow_private": True}
+    return msgspec.json.encode(config)
 
 
 def exec_runner(config: bytes) -> NoReturn:
@@ -65,9 +88,30 @@ def exec_runner(config: bytes) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-P", "-m", "worker_runtime.jobs"])  # noqa: S606
 
 
-def _secret(path: Path) -> bytes:
-    return key_file.read_key_file(path, private=True).strip()
+def _secret(path: str) -> bytes:
+    return key_file.read_key_file(Path(path), private=True).strip()
+
+
+def _service_account(settings: Settings) -> dict[str, Any]:
+    """The key of a service account, as Google's console gives it. Raises `ProviderKeyUnreadable`."""
+    try:
+        found = msgspec.json.decode(_secret(settings.push_key_file), type=dict[str, Any])
+        return {name: found[name] for name in ("project_id", "client_email", "private_key", "token_uri")}
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
+        raise ProviderKeyUnreadable(settings.push_key_file) from None
 
 
 if __name__ == "__main__":
-    exec_runner(runner_config(Settings()))
+    forbid_core_files()
+    settings = read_settings(Settings)
+    configure_log(settings.log_level)
+    if settings.mail_host or settings.sends_alerts:
+        from infra.doctor.checks import DELIVERY
+        from infra.doctor.servers import log_problems
+
+        asyncio.run(log_problems(settings, DELIVERY))
+    if settings.runner_bounds != (1, 1):
+        from infra.jobs.scaling import ScaledFleet
+
+        sys.exit(ScaledFleet(settings, runner_config(settings)).run())
+    exec_runner(runner_config(settings))

@@ -1,12 +1,12 @@
 """Limits of job types: how many run at once, and how often for each rate key."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from redis.asyncio import Redis
 
+from infra.database.engine import Database
+from infra.jobs.kept import keep_settings
 from infra.valkey import client as valkey
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -39,8 +39,8 @@ async def count_running(client: Redis, name: str) -> int:
     return sum(map(int, await client.hvals(job_keys.running(job_keys.FLEET_TAG, name))))
 
 
-async def put_limits(client: Redis, name: str, limits: JobLimits) -> bool:
-    """Sets all limits of a type, from the next claim on; False if nothing changed. Raises `RedisError`."""
+async def put_limits(database: Database, client: Redis, name: str, limits: JobLimits) -> None:
+    """Sets all limits of a type, from the next claim on. Raises `RedisError`, `DatabaseUnavailable`."""
     rate = None if limits.per_second is None else repr(1000.0 / limits.per_second)
     fields = {
         job_calls.limit_field(name): _text(limits.running),
@@ -48,7 +48,9 @@ async def put_limits(client: Redis, name: str, limits: JobLimits) -> bool:
         job_calls.rate_field(name): rate,
         job_calls.rate_burst_field(name): _text(limits.burst),
     }
-    return bool(await valkey.run_script(client, *job_calls.configure(fields)))
+    async with database.session() as session:
+        await keep_settings(session, "", fields)
+    await valkey.run_script(client, *job_calls.configure(fields))
 
 
 def _limits(name: str, fields: Mapping[str, str]) -> JobLimits:

@@ -1,14 +1,15 @@
 """Metrics of jobs: those that wait for the fleet now, and what the runners have counted."""
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
 
 from infra.metrics import MetricsPage
 from infra.valkey import client as valkey
+from infra.valkey.client import replies_of
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.jobs.protocol.calls import reply_text
@@ -16,6 +17,11 @@ from worker_runtime.jobs.protocol.telemetry import CounterKind
 
 #: Jobs of a subqueue whose priority and age are read: 1,000 take Valkey a few ms.
 SCANNED_JOBS = 1000
+#: What a user's worker may have counted in a minute, and how many series there are of all users together.
+_FIELD, _NUMBER = re.compile(rb"[a-z]+(\|[\w.-]{0,64}){0,3}"), re.compile(rb"[0-9]{1,12}")
+FIELDS, SERIES = 200, 2000
+#: Users whose counts are collected in one round trip.
+_CHUNK = 500
 
 
 async def write_job_metrics(page: MetricsPage, client: Redis) -> None:
@@ -24,56 +30,59 @@ async def write_job_metrics(page: MetricsPage, client: Redis) -> None:
         client, job_scripts.SCAN, [job_keys.meta(job_keys.FLEET_TAG)], [SCANNED_JOBS]
     )
     _write_waiting(page, scan)
-    for prefix, whose, key in (
-        ("berth_jobs", "", job_keys.totals(job_keys.FLEET_TAG)),
-        ("berth_user_jobs", "Users' own jobs: ", job_keys.user_totals()),
+    for prefix, key in (
+        ("berth_jobs", job_keys.totals(job_keys.FLEET_TAG)),
+        ("berth_user_jobs", job_keys.user_totals()),
     ):
-        totals = await client.hgetall(key)
-        counted = {reply_text(name): int(value) for name, value in totals.items()}
-        _write_counted(page, prefix, whose, counted)
+        totals = await valkey.reply_of(client.hgetall(key))
+        _write_counted(page, prefix, {reply_text(name): int(n) for name, n in totals.items()})
+
+
+async def collect_user_counts(client: Redis, users: Sequence[str]) -> None:
+    """Moves what the runners of these users have counted to the totals of all users, without what cannot be
+    a count: a user's worker may write anything there. Raises `RedisError`; then some counts may be lost."""
+    found: Counter[str] = Counter()
+    for start in range(0, len(users), _CHUNK):
+        async with client.pipeline(transaction=True) as pipe:
+            for user in users[start : start + _CHUNK]:
+                key = job_keys.totals(job_keys.user_tag(user))
+                pipe.hrandfield(key, FIELDS, withvalues=True)
+                pipe.delete(key)
+            replies = await replies_of(pipe)
+        for name, number in (pair for pairs in replies[::2] for pair in pairs or ()):
+            if _FIELD.fullmatch(name) and _NUMBER.fullmatch(number):
+                found[name.decode()] += int(number)
+    known = {reply_text(name) for name in await client.hkeys(job_keys.user_totals())} if found else set()
+    async with client.pipeline(transaction=False) as pipe:
+        for field, count in found.items():
+            if field in known or len(known) < SERIES:
+                known.add(field)
+                pipe.hincrby(job_keys.user_totals(), field, count)
+        await pipe.execute()
 
 
 def _write_waiting(page: MetricsPage, scan: list[Any]) -> None:
     delayed, failed, runners, *entries = scan
-    queues = [(reply_text(queue), reply_text(priority), jobs, ms) for queue, priority, jobs, ms in entries]
-    page.family("berth_jobs_waiting", "gauge", "Jobs that could run now; without a priority: only counted.")
-    for queue, priority, jobs, _ in queues:
-        page.sample("berth_jobs_waiting", (("queue", queue), ("priority", priority)), jobs)
-    page.family("berth_jobs_oldest_seconds", "gauge", "How long the oldest of them has waited.")
-    for queue, priority, _, ms in queues:
+    for raw_queue, raw_priority, jobs, ms in entries:
+        queue, priority = reply_text(raw_queue), reply_text(raw_priority)
+        page.add("berth_jobs_waiting", jobs, queue, priority)
         if priority:
-            labels = (("queue", queue), ("priority", priority))
-            page.sample("berth_jobs_oldest_seconds", labels, max(0, ms) / 1000)
-    for name, value, about in (
-        ("berth_jobs_delayed", delayed, "Jobs that wait for their time, retries with them."),
-        ("berth_jobs_failed", failed, "Failed jobs that are kept."),
-        ("berth_jobs_runners", runners, "Registered runners."),
-    ):
-        page.family(name, "gauge", about)
-        page.sample(name, (), value)
+            page.add("berth_jobs_oldest_seconds", max(0, ms) / 1000, queue, priority)
+    page.add("berth_jobs_delayed", delayed)
+    page.add("berth_jobs_failed", failed)
+    page.add("berth_jobs_runners", runners)
 
 
-def _write_counted(page: MetricsPage, prefix: str, whose: str, totals: Mapping[str, int]) -> None:
-    """`whose` begins each description; empty for the fleet's."""
-    name = f"{prefix}_wait_seconds"
-    page.family(name, "histogram", f"{whose}From when a job could run to its start.")
-    for (queue, priority), numbers in _grouped(CounterKind.WAIT, 2, totals):
-        page.histogram(name, (("queue", queue), ("priority", priority)), numbers)
-    name = f"{prefix}_run_seconds"
-    page.family(name, "histogram", f"{whose}From a job's start to its end.")
-    for (job,), numbers in _grouped(CounterKind.RUN, 1, totals):
-        page.histogram(name, (("job", job),), numbers)
-    name = f"{prefix}_runs_total"
-    page.family(name, "counter", f"{whose}Runs by how they ended: done, failed, retry or cancelled.")
-    for (queue, job, outcome), numbers in _grouped(CounterKind.ENDED, 3, totals):
-        page.sample(name, (("queue", queue), ("job", job), ("outcome", outcome)), numbers[""])
-    name = f"{prefix}_reaped_total"
-    page.family(name, "counter", f"{whose}Jobs of dead runners, by what became of them.")
-    for (outcome,), numbers in _grouped(CounterKind.REAPED, 1, totals):
-        page.sample(name, (("outcome", outcome),), numbers[""])
-    name = f"{prefix}_late_renewals_total"
-    page.family(name, "counter", f"{whose}Leases renewed more than a third of a lease after their time.")
-    page.sample(name, (), totals.get(CounterKind.LATE.value, 0))
+def _write_counted(page: MetricsPage, prefix: str, totals: Mapping[str, int]) -> None:
+    for labels, numbers in _grouped(CounterKind.WAIT, 2, totals):
+        page.add_histogram(f"{prefix}_wait_seconds", numbers, *labels)
+    for labels, numbers in _grouped(CounterKind.RUN, 1, totals):
+        page.add_histogram(f"{prefix}_run_seconds", numbers, *labels)
+    for labels, numbers in _grouped(CounterKind.ENDED, 3, totals):
+        page.add(f"{prefix}_runs_total", numbers.get("", 0), *labels)
+    for labels, numbers in _grouped(CounterKind.REAPED, 1, totals):
+        page.add(f"{prefix}_reaped_total", numbers.get("", 0), *labels)
+    page.add(f"{prefix}_late_renewals_total", totals.get(CounterKind.LATE.value, 0))
 
 
 def _grouped(

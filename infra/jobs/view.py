@@ -3,14 +3,11 @@
 It is read in several steps, so a job that moves meanwhile may be in none of the lists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
-import msgspec
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError
@@ -18,7 +15,8 @@ from redis.retry import Retry
 
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.jobs.protocol.calls import reply_text
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.jobs.protocol.calls import reply_number, reply_progress, reply_text
 from worker_runtime.jobs.protocol.messages import JobResult, JobStatus, read_result
 from worker_runtime.protocol.errors import MalformedMessage
 
@@ -32,6 +30,10 @@ class QueueSnapshot:
 
     queue: str
     waiting: int
+    #: Seconds that its oldest job has waited.
+    waited: float
+    #: Runners that serve it.
+    runners: int
     weight: float
     suspended: bool
     types: dict[str, int]
@@ -94,7 +96,7 @@ class JobInspector:
         )
         self.tag = tag
 
-    def __enter__(self) -> JobInspector:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -115,10 +117,21 @@ class JobInspector:
             suspended="halt" in settings,
             delayed=int(self._client.zcard(job_keys.delayed(self.tag))),
             failed=int(self._client.zcard(job_keys.failed(self.tag))),
-            queues=self._queues(settings),
+            queues=self._queues(settings, runners),
             running=self._running(runners),
             runners=runners,
         )
+
+    def waits(self, most: int = 100) -> dict[str, float]:
+        """Seconds that the oldest of the first `most` jobs has waited, by queue; without suspended queues."""
+        settings = _decoded(self._client.hgetall(job_keys.meta(self.tag)))
+        scan = job_calls.QueueCall(job_scripts.SCAN, [job_keys.meta(self.tag)], [most])
+        waits: dict[str, float] = {}
+        for raw, _, _, ms in self.run(scan)[3:]:
+            queue = reply_text(raw)
+            if not {"halt", f"halt_queue:{queue}"} & settings.keys():
+                waits[queue] = max(waits.get(queue, 0.0), ms / 1000)
+        return waits
 
     def failed(self) -> Iterator[JobSnapshot]:
         """Failed jobs, the newest first."""
@@ -139,7 +152,7 @@ class JobInspector:
         if not fields and stored is None:
             return None
         failed_at = self._client.zscore(job_keys.failed(self.tag), job_id)
-        return _snapshot(job_id, fields, stored, int(failed_at or 0))
+        return _snapshot(job_id, fields, stored, reply_number(failed_at))
 
     def requeue(self, job_ids: Iterable[str]) -> list[str]:
         """Puts failed jobs back, page by page; returns the ids that went back."""
@@ -148,7 +161,8 @@ class JobInspector:
             back += [reply_text(job_id) for job_id in self.run(job_calls.requeue(some, self.tag))]
         return back
 
-    def _queues(self, settings: dict[str, str]) -> list[QueueSnapshot]:
+    def _queues(self, settings: dict[str, str], runners: list[RunnerSnapshot]) -> list[QueueSnapshot]:
+        waits = self.waits()
         names = {reply_text(queue) for queue in self._client.zrange(job_keys.ready(self.tag), 0, -1)}
         halted = {name.partition(":")[2] for name in settings if name.startswith("halt_queue:")}
         found = []
@@ -162,6 +176,8 @@ class JobInspector:
                 QueueSnapshot(
                     queue=queue,
                     waiting=sum(types.values()),
+                    waited=waits.get(queue, 0.0),
+                    runners=sum(bool({"*", queue} & set(one.queues.split(","))) for one in runners),
                     weight=float(settings.get(job_calls.weight_field(queue), 1)),
                     suspended=queue in halted,
                     types=types,
@@ -184,10 +200,10 @@ class JobInspector:
                     jobs=sorted(
                         reply_text(job) for job in self._client.smembers(job_keys.held(self.tag, runner))
                     ),
-                    pid=int(entry.get("pid", 0)),
+                    pid=reply_number(entry.get("pid")),
                     version=entry.get("version", ""),
-                    born_at_ms=int(entry.get("born_at", 0)),
-                    seen_at_ms=int(entry.get("seen_at", 0)),
+                    born_at_ms=reply_number(entry.get("born_at")),
+                    seen_at_ms=reply_number(entry.get("seen_at")),
                     suspended=f"halt_runner:{name}" in settings,
                 )
             )
@@ -228,12 +244,12 @@ def _snapshot(
         job_id=job_id,
         name=fields.get("name", ""),
         queue=fields.get("queue", ""),
-        attempt=int(fields.get("attempt", 0)),
+        attempt=reply_number(fields.get("attempt")),
         state=fields.get("state", ""),
         runner=fields.get("runner", "") if fields.get("state") == "running" else "",
-        started_at_ms=int(float(fields.get("started_at", 0))),
+        started_at_ms=reply_number(fields.get("started_at")),
         failed_at_ms=failed_at_ms,
-        progress=msgspec.json.decode(fields["progress"]) if "progress" in fields else None,
+        progress=reply_progress(fields.get("progress")),
         code="" if failure is None else failure.code,
         detail="" if failure is None else failure.detail,
         traceback="" if result is None else result.traceback,

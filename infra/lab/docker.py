@@ -1,10 +1,12 @@
 """A Docker daemon of our own, with all it keeps in one folder: for tests and benchmarks with real containers.
 
 Its containers use the machine's network (no bridge, no firewall rules: the machine's own stay as they are).
+A `BridgedDockerDaemon` has bridges and rules in a network namespace of its own, which ends with it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import os
 import shutil
@@ -16,6 +18,8 @@ from typing import Any
 
 from infra.local.process import Server
 
+#: From <sched.h>.
+_CLONE_NEWNET = 0x4000_0000
 _DOCKER_PROGRAMS = ("dockerd", "containerd", "runc", "docker")
 
 
@@ -56,6 +60,7 @@ class DockerDaemon(Server):
     """Its containers end with it. Keep its folder's path short: sockets lie in it, which take 107 bytes."""
 
     name = "docker"
+    network: tuple[str, ...] = ("--bridge=none", "--iptables=false", "--ip6tables=false")
 
     @property
     def socket(self) -> Path:
@@ -80,7 +85,7 @@ class DockerDaemon(Server):
             *("--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")),
             *("--pidfile", str(folder / "docker.pid"), "--config-file", str(folder / "daemon.json")),
             *("--host", self.host, "--log-level", "warn"),
-            *("--bridge=none", "--iptables=false", "--ip6tables=false"),
+            *self.network,
         ]
 
     def answers(self) -> bool:
@@ -93,3 +98,28 @@ class DockerDaemon(Server):
         mounts = [line.split(" ")[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
         for path in sorted((path for path in mounts if path.startswith(below)), reverse=True):
             subprocess.run([shutil.which("umount") or "umount", "--lazy", path], check=False)
+
+
+class BridgedDockerDaemon(DockerDaemon):
+    """With networks as compose makes them. What it publishes is reached by threads that `enter_network`."""
+
+    network = ()
+
+    def command(self) -> Sequence[str]:
+        return [
+            "unshare",
+            "--net",
+            "--",
+            "sh",
+            "-c",
+            'ip link set lo up && exec "$@"',
+            "sh",
+            *super().command(),
+        ]
+
+    def enter_network(self) -> None:
+        """The calling thread's new connections go out where the daemon is. Raises OSError."""
+        library = ctypes.CDLL(None, use_errno=True)
+        with Path(f"/proc/{self.pid}/ns/net").open() as namespace:
+            if library.setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")

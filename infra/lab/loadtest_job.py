@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import time
+from base64 import b64encode
 from typing import NoReturn
 
 import msgspec
@@ -27,6 +28,7 @@ from worker_runtime.jobs.types.job_registry import JobRegistry
 from worker_runtime.jobs.types.job_type import JobContext, JobType
 from worker_runtime.process import kernel
 from worker_runtime.process.log import Log
+from worker_runtime.protocol.authentication import KEY_SIZE, MessageKey
 
 #: Bytes of one hash; hashlib releases the GIL for more than 2,047 of them.
 _CHUNK = 1 << 20
@@ -99,6 +101,10 @@ def _spin(until: float, threads: int) -> None:
         if threads:
             time.sleep(0.05)
 
+
+#: Under which jobs of the lab are signed.
+KEYS = (MessageKey(1, bytes(KEY_SIZE)),)
+KEYS_IN_JSON = [[1, b64encode(bytes(KEY_SIZE)).decode()]]
 
 LOADTEST = JobType(name="loadtest", arguments=LoadtestArguments, run=run_loadtest)
 #: The same under another name, for jobs that are mostly short, so that they are prefetched.

@@ -18,10 +18,8 @@ from worker_runtime.protocol.errors import BerthError
 _CHUNK = 65536
 
 
-class RequestFailed(BerthError):
+class RequestFailed(BerthError, code="REQUEST_FAILED"):
     """A benchmark's request was not answered with success."""
-
-    code = "REQUEST_FAILED"
 
 
 class _ResponseReader:

@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from temporalio.client import Client
 
 from infra.exchange.client import ExchangeAdmin
 from infra.lab.rest import RestConnection
 from infra.local.process import ServerFailed
 from infra.local.stack import LocalStack
+from infra.temporal.connection import open_client
 from infra.worker_task import Task
 
 #: Connections that register users at the same time.
 _MAKERS = 8
+#: Api key and secret key of each account.
+BENCH_KEYS = ("key", "secret")
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Target:
         async def register_accounts() -> None:
             async with ExchangeAdmin(self.settings.exchange_admin_url) as exchange:
                 for user in users:
-                    await exchange.register(user.account_id, "key", "secret", person_id=user.user_id)
+                    await exchange.register(user.account_id, *BENCH_KEYS, user.user_id)
 
         if at_exchange:
             asyncio.run(register_accounts())
@@ -91,7 +93,7 @@ class Target:
         """Sends an update (`pause`, `resume`, `set_target`) to the pool's workflow."""
 
         async def send() -> None:
-            client = await Client.connect(self.settings.temporal_address)
+            client = await open_client(self.settings)
             handle = client.get_workflow_handle(f"worker-pool-{self.settings.pool}")
             await handle.execute_update(name, args=list(args))
             await asyncio.sleep(0.1)  # the client's threads end before the loop does (sdk-python#300)
@@ -145,7 +147,8 @@ def running(
 ) -> Iterator[Target]:
     """A fresh local stack with a filled pool; stopped and removed at the end.
 
-    `stack` makes it; `overrides` are settings.
+    `stack` makes it; `overrides` are settings. Keys and users have no limit of requests.
     """
-    with own_folder() as folder, stack(folder, pool_target=pool_target, **overrides) as started:
+    unlimited = {"limit_key": 0.0, "limit_user": 0.0}
+    with own_folder() as folder, stack(folder, pool_target=pool_target, **unlimited, **overrides) as started:
         yield Target(started)

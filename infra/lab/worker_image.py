@@ -43,16 +43,12 @@ KEPT = 3
 _BUILD_PROGRAMS = ("docker", "debootstrap", "apt-get")
 
 
-class ImageNotBuilt(BerthError):
+class ImageNotBuilt(BerthError, code="IMAGE_NOT_BUILT"):
     """The worker's image could not be built here."""
 
-    code = "IMAGE_NOT_BUILT"
 
-
-class PackagesAbsent(ImageNotBuilt):
+class PackagesAbsent(ImageNotBuilt, code="PACKAGES_ABSENT"):
     """This machine cannot get the packages that the image is made of."""
-
-    code = "PACKAGES_ABSENT"
 
 
 def why_not_buildable() -> str:
@@ -100,7 +96,7 @@ class ImageBuilder:
 
     def build(self, tag: str, extras: Sequence[str] = ("shioaji",)) -> None:
         """Builds the worker's image. Raises `ImageNotBuilt`."""
-        base = self._base()
+        base = self.base()
         with tempfile.TemporaryDirectory(prefix="berth-image-") as folder:
             context = Path(folder)
             for name in ("pyproject.toml", "requirements.lock"):
@@ -111,7 +107,7 @@ class ImageBuilder:
                 shutil.copy(ROOT / "infra" / "images" / name, images)
             ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
             shutil.copytree(_RUNTIME, context / "worker_runtime", ignore=ignored)
-            shutil.copytree(self._wheels(extras), images / "wheels")
+            shutil.copytree(self.wheels(extras), images / "wheels")
             arguments = {
                 "BASE_IMAGE": base,
                 "EXTRAS": " ".join(extras),
@@ -130,7 +126,7 @@ class ImageBuilder:
                 self._bootstrap(suite, mirror, archive)
         return archive
 
-    def _base(self) -> str:
+    def base(self) -> str:
         """The name of the base image, imported into the daemon if it was not there."""
         archive = self.archive()
         tag = f"berth-base:{archive.stem.removeprefix('base-')}"
@@ -164,7 +160,8 @@ class ImageBuilder:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _wheels(self, extras: Sequence[str]) -> Path:
+    def wheels(self, extras: Sequence[str]) -> Path:
+        """A folder with what these extras of `pyproject.toml` need; a name that is no extra is a package."""
         lines = wanted(ROOT / "pyproject.toml", list(extras))
         lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
         folder = self._cache / f"wheels-{_digest(lock, *lines)}"
@@ -182,7 +179,7 @@ class ImageBuilder:
         """Version of the base's Python, such as 3.11."""
         script = "import sys; print('%d.%d' % sys.version_info[:2])"
         return self._output(
-            "docker", "run", "--rm", "--network=none", self._base(), "python3", "-c", script
+            "docker", "run", "--rm", "--network=none", self.base(), "python3", "-c", script
         ).strip()
 
     def _run(self, *words: str) -> None:

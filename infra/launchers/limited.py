@@ -8,8 +8,6 @@ When the rate is used up, the pools take turns. A user who waits for a worker ta
 the pool.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque
@@ -21,10 +19,12 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from infra import tasks
-from infra.launchers.port import Launcher, LaunchSpec
+from infra.launchers.port import Launcher
+from infra.process_metrics import LAUNCH_SECONDS
 from infra.valkey import client as valkey
-from infra.worker_task import LaunchFailed, Task, TaskExit
+from infra.worker_task import LaunchFailed, LaunchSpec, Task, TaskExit
 from worker_runtime.protocol import keys, scripts
+from worker_runtime.protocol.errors import BerthError
 
 #: Launches. A token that lacks less than this, through rounding, counts as whole.
 ROUNDING = 1e-9
@@ -35,7 +35,6 @@ log = structlog.get_logger()
 class LaunchRate(Protocol):
     async def take(self) -> float:
         """Counts a launch and returns 0.0, or returns the seconds after which to ask again. Never raises."""
-        ...
 
 
 class OwnRate:
@@ -89,10 +88,8 @@ class SharedRate:
 LAUNCH_PATIENCE = 25.0
 
 
-class LaunchLimited(LaunchFailed):
+class LaunchLimited(LaunchFailed, code="LAUNCH_LIMITED"):
     """Too many workers are launched at once; this one was not, and may be tried again."""
-
-    code = "LAUNCH_LIMITED"
 
 
 class LaunchTurns:
@@ -149,19 +146,30 @@ class LimitedLauncher:
         self._launcher = launcher
         self._turns = turns
         self._patience = patience
-        self.list_lag = launcher.list_lag
 
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
         """Raises `LaunchLimited` too, when this call launched nothing."""
         group = f"{'user' if spec.config.reserved_claim else 'pool'}:{spec.config.pool}"
+        began, outcome = time.monotonic(), BerthError.code
         try:
             await asyncio.wait_for(self._turns.wait_turn(group), self._patience)
+            task = await self._launcher.launch(spec, token)
+            outcome = "launched"
+            return task
+        except BerthError as error:
+            outcome = error.code
+            raise
         except TimeoutError:
+            outcome = LaunchLimited.code
             raise LaunchLimited from None
-        return await self._launcher.launch(spec, token)
+        finally:
+            LAUNCH_SECONDS.labels(outcome).observe(time.monotonic() - began)
 
-    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> None:
-        await self._launcher.stop(task_id, reason, grace=grace)
+    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
+        return await self._launcher.stop(task_id, reason, grace=grace)
+
+    async def is_running(self, task_id: str) -> bool | None:
+        return await self._launcher.is_running(task_id)
 
     async def list(self) -> list[Task]:
         return await self._launcher.list()

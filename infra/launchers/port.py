@@ -4,51 +4,34 @@ Adapters: the local process launcher (through `berth node`), Docker, ECS. One te
 of them (`tests/contract/launchers`).
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Protocol
 
-from infra.worker_task import CPU_UNITS, MEMORY_HARD, MEMORY_SOFT, Task, TaskExit
-from worker_runtime.protocol.launch import WorkerConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchSpec:
-    """A worker to launch. The launcher fills in `config.task_id`."""
-
-    config: WorkerConfig
-    #: What to run, in the platform's terms (a container image, a task definition); empty: what the launcher
-    #: was configured with. The process launcher has only one.
-    image: str = ""
-    memory_soft: int = MEMORY_SOFT
-    memory_hard: int = MEMORY_HARD
-    cpu_units: int = CPU_UNITS
+from infra.worker_task import LaunchSpec, Task, TaskExit
 
 
 class Launcher(Protocol):
     """A call whose answer is lost raises `LauncherUnreachable`, and may have worked: call it again."""
-
-    #: Seconds by which `list` may be behind what was launched or stopped; 0.0: it never is.
-    list_lag: float
 
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
         """Starts one worker. The same `token` always gives the same task, even after a restart.
 
         Raises `LaunchFailed` or `LauncherUnreachable`.
         """
-        ...
 
-    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> None:
+    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
         """Asks the worker to end, and kills it after `grace` seconds (None: the time its config gives it).
 
-        Returns when the task is confirmed to have stopped; an unknown task is no error. Raises `StopFailed`
-        when it still runs after the kill, `LauncherUnreachable` when nobody knows. Both may be retried.
+        Returns True when the task is confirmed to have stopped, False when the platform does not know it,
+        which proves nothing. Raises `StopFailed` when it still runs after the kill, `LauncherUnreachable`
+        when nobody knows. Both may be retried.
         """
-        ...
 
-    async def list(self) -> list[Task]: ...
+    async def is_running(self, task_id: str) -> bool | None:
+        """Whether it runs, whatever `list` shows; None: the platform does not know it, or not yet."""
+
+    async def list(self) -> list[Task]:
+        """What runs, as far as it is known: another process's launches and stops may come minutes late."""
 
     def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
         """Exits of workers as they happen, at least once each; first those that nobody listened for.
@@ -58,6 +41,5 @@ class Launcher(Protocol):
         last one handled by this object. A position that the launcher does not know is ignored. Raises
         `LauncherUnreachable` when the stream breaks: call it again.
         """
-        ...
 
     async def close(self) -> None: ...

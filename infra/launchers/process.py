@@ -1,6 +1,5 @@
-"""Workers as processes of this host, through the node that keeps them (`python -m infra.node`)."""
-
-from __future__ import annotations
+"""Workers of this host, through what serves the node's socket: the node (`python -m infra.node`), which keeps
+them as processes, or the container launcher (`python -m infra.launchers.served`)."""
 
 import asyncio
 import contextlib
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import structlog
 
-from infra.launchers.port import LaunchSpec
 from infra.node import protocol
 from infra.node.address import reachable
-from infra.worker_task import GRACE_MAX, LauncherUnreachable, Task, TaskExit
+from infra.worker_task import GRACE_MAX, LauncherUnreachable, LaunchSpec, Task, TaskExit
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, from_code
 from worker_runtime.protocol.messages import decode, encode
 
@@ -24,14 +23,13 @@ ANSWER_TIMEOUT = 10.0
 #: Seconds of silence after which a subscribed node counts as lost: three beats.
 SILENCE = 3 * protocol.BEAT_PERIOD
 
+_log = structlog.get_logger()
+
 R = TypeVar("R", bound=msgspec.Struct)
 
 
 class ProcessLauncher:
     """Implements `Launcher`. Each call opens its own connection, so none can be stale."""
-
-    #: The node knows its workers.
-    list_lag = 0.0
 
     def __init__(
         self,
@@ -49,15 +47,17 @@ class ProcessLauncher:
         self._position = ""
 
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
-        request = protocol.LaunchTask(
-            token=token, config=spec.config, memory_soft=spec.memory_soft, memory_hard=spec.memory_hard
-        )
+        request = protocol.LaunchTask(token=token, **msgspec.structs.asdict(spec))
         return (await self._ask(request, protocol.TaskLaunched)).task
 
-    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> None:
+    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
         grace = self._grace if grace is None else grace
         request = protocol.StopTask(task_id=task_id, reason=reason, grace=grace)
         await self._ask(request, protocol.TasksStopped, extra=_longest_stop(grace))
+        return True  # the node knows every task of its host
+
+    async def is_running(self, task_id: str) -> bool | None:
+        return any(one.task_id == task_id for one in await self.list())
 
     async def stop_all(self, reason: str) -> int:
         """Ends all workers of the host, for `berth up`; returns how many there were."""
@@ -82,7 +82,10 @@ class ProcessLauncher:
                     position = f"{reply.log}:{reply.number}"
                     yield replace(reply.exit, detail={**reply.exit.detail, "position": position})
                     self._position = position
-                elif not isinstance(reply, protocol.Beat):
+                elif isinstance(reply, protocol.Beat):
+                    for kind, detail, count in reply.errors:
+                        _log.error("node_error", kind=kind, detail=detail, count=count)
+                else:
                     raise self._unexpected(reply)
 
     async def close(self) -> None:

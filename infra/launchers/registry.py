@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from infra.hosts.scaling import HostScaler
 from infra.launchers.port import Launcher
-from infra.settings import EcsSettings, Settings
+from infra.settings import EcsSettings, Settings, read_settings
 from worker_runtime.protocol.errors import BerthError
 
 if TYPE_CHECKING:
     from infra.launchers.docker.launcher import DockerLauncher
 
 
-class UnknownLauncher(BerthError):
+class UnknownLauncher(BerthError, code="UNKNOWN_LAUNCHER"):
     """The settings name a launcher that this release does not have."""
-
-    code = "UNKNOWN_LAUNCHER"
-
-
-def _create_process_launcher(settings: Settings) -> Launcher:
-    from infra.launchers.process import ProcessLauncher
-
-    return ProcessLauncher(settings.node_socket)
-
-
-def _create_ecs_launcher(_: Settings) -> Launcher:
-    from infra.launchers.ecs.launcher import create_ecs_launcher
-
-    return create_ecs_launcher(EcsSettings())
 
 
 def create_docker_launcher(settings: Settings) -> DockerLauncher:
@@ -43,22 +28,23 @@ def create_docker_launcher(settings: Settings) -> DockerLauncher:
     )
 
 
-#: Each maker imports its launcher itself, so the libraries of the others are not loaded.
-_MAKERS: dict[str, Callable[[Settings], Launcher]] = {
-    "docker": create_docker_launcher,
-    "ecs": _create_ecs_launcher,
-    "process": _create_process_launcher,
-}
-
-
 def create_launcher(settings: Settings) -> Launcher:
-    """The launcher named by `BERTH_LAUNCHER`; the caller closes it. Raises `UnknownLauncher`."""
-    maker = _MAKERS.get(settings.launcher)
-    if maker is None:
-        raise UnknownLauncher(
-            f"BERTH_LAUNCHER is {settings.launcher!r}; available: {', '.join(sorted(_MAKERS))}"
-        )
-    return maker(settings)
+    """The launcher named by `BERTH_LAUNCHER`; the caller closes it. Raises `UnknownLauncher`.
+
+    Only its own library is loaded.
+    """
+    match settings.launcher:
+        case "docker":
+            return create_docker_launcher(settings)
+        case "ecs":
+            from infra.launchers.ecs.launcher import create_ecs_launcher
+
+            return create_ecs_launcher(read_settings(EcsSettings))
+        case "process":
+            from infra.launchers.process import ProcessLauncher
+
+            return ProcessLauncher(settings.node_socket)
+    raise UnknownLauncher(f"BERTH_LAUNCHER is {settings.launcher!r}; available: docker, ecs, process")
 
 
 def create_host_scaler(settings: Settings, ecs: EcsSettings) -> HostScaler | None:

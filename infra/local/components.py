@@ -21,10 +21,13 @@ from redis.exceptions import RedisError
 
 from infra.launchers.process import ProcessLauncher
 from infra.launchers.registry import create_docker_launcher
+from infra.local.folder import make_private
 from infra.local.process import HOST, Server, accepts
 from infra.settings import Settings
+from infra.vault import key_file
 from infra.worker_task import Task
 from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.catalog import JOB_KINDS
 from worker_runtime.protocol.errors import BerthError
 
 if TYPE_CHECKING:
@@ -44,13 +47,19 @@ def http_ok(url: str, timeout: float = 2.0) -> bool:
         return False
 
 
+#: Settings whose URLs hold a password, or may.
+_SECRET = {"valkey_url", "worker_valkey_url", "database_url", "database_owner_url", "alert_webhooks"}
+
+
 def environment(settings: Settings) -> dict[str, str]:
     """Our environment, with these settings as its only `BERTH_` variables. It holds no secret."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
-    return own | {f"BERTH_{name.upper()}": _text(value) for name, value in settings}
+    return own | {f"BERTH_{name.upper()}": _text(value) for name, value in settings if name not in _SECRET}
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
     if isinstance(value, tuple | list):
         return json.dumps([str(one.absolute()) if isinstance(one, Path) else one for one in value])
     if isinstance(value, Path):
@@ -59,7 +68,7 @@ def _text(value: Any) -> str:
 
 
 class ChildComponent(Server):
-    """A child that runs `python -m <module>` with all its settings in the environment."""
+    """A child that runs `python -m <module>`. Settings go by environment, passwords by files."""
 
     module = ""
     #: Whether it listens on a TCP port.
@@ -76,8 +85,22 @@ class ChildComponent(Server):
         # -P: a stray `api.py` in the current folder is not imported.
         return [sys.executable, "-P", "-m", self.module]
 
+    @property
+    def _secrets(self) -> Path:
+        return self.settings.data_dir / "run" / f"{self.name}.secrets"
+
+    def prepare(self) -> None:
+        super().prepare()
+        make_private(self._secrets)
+        for name in _SECRET:
+            url = _text(getattr(self.settings, name)).encode()
+            key_file.write_key_file(self._secrets / f"berth_{name}", url, private=True)
+
     def environment(self) -> Mapping[str, str]:
-        return environment(self.settings)
+        own = {"BERTH_SECRETS_DIR": str(self._secrets.absolute())}
+        if self.name != OrchestratorComponent.name:  # the port of metrics is for one process
+            own["BERTH_METRICS_ADDRESS"] = ""
+        return environment(self.settings) | own
 
 
 class ExchangeComponent(ChildComponent):
@@ -161,14 +184,19 @@ class OrchestratorComponent(ChildComponent):
 
 
 class JobFleetComponent(ChildComponent):
-    """One runner of the fleet's jobs."""
+    """One fleet of the jobs' runners."""
 
     name = "jobs"
     module = "infra.jobs.fleet"
     has_port = False
 
+    def __init__(self, directory: Path, settings: Settings) -> None:
+        if settings.jobs_runner in settings.jobs_tiers:
+            self.name = f"jobs-{settings.jobs_runner}"
+        super().__init__(directory, settings)
+
     def answers(self) -> bool:
-        """Whether a runner is registered that was not there before the start."""
+        """Whether a runner of its name is registered that was not there before the start."""
         return bool(self._registered() - self._before)
 
     def prepare(self) -> None:
@@ -176,11 +204,29 @@ class JobFleetComponent(ChildComponent):
         self._before = self._registered()
 
     def _registered(self) -> set[bytes]:
+        tag, name = job_keys.FLEET_TAG, self.settings.jobs_runner.encode()
         try:
             with Redis.from_url(self.settings.valkey_url, socket_timeout=5.0) as client:
-                return set(client.hkeys(job_keys.beats(job_keys.FLEET_TAG)))
+                known: set[bytes] = set(client.hkeys(job_keys.beats(tag)))
+                return {
+                    one for one in known if client.hget(job_keys.runner(tag, one.decode()), "name") == name
+                }
         except RedisError:
             return set()
+
+
+def job_fleets(directory: Path, settings: Settings) -> list[JobFleetComponent]:
+    """One for each tier, and one for what else there is; none if the settings name no runner."""
+    tiers = settings.jobs_tiers
+    fleets = [
+        {"jobs_runner": queue, "jobs_queues": (queue,), "jobs_runners": runners}
+        for queue, runners in tiers.items()
+    ]
+    if settings.jobs_runner:
+        others = {kind.queue for kind in JOB_KINDS.values()} - set(tiers)
+        narrowed = tiers and settings.jobs_queues == ("*",)
+        fleets.append({"jobs_queues": tuple(sorted(others)) if narrowed else settings.jobs_queues})
+    return [JobFleetComponent(directory, settings.model_copy(update=fleet)) for fleet in fleets]
 
 
 class ApiComponent(ChildComponent):

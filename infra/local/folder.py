@@ -1,40 +1,60 @@
 """The data folder of the local system: its lock, keys, data, logs and process records."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import signal
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Self
 
 from infra.local import record
+from infra.vault import key_file
 from worker_runtime.protocol.errors import BerthError
 
 #: Grows when a release can no longer read an earlier release's folder.
-LAYOUT = 1
+LAYOUT = 2
 #: Bytes. With less, PostgreSQL and Temporal soon fail with unclear messages.
 MIN_FREE = 500 * 1024 * 1024
 #: Files that a folder of ours may hold before its version file is written.
 _EARLY = {"lock", "version", "version.new"}
 
 
-class FolderUnusable(BerthError):
+class FolderUnusable(BerthError, code="FOLDER_UNUSABLE"):
     """The data folder cannot be used."""
 
-    code = "FOLDER_UNUSABLE"
 
-
-class FolderBusy(FolderUnusable):
+class FolderBusy(FolderUnusable, code="FOLDER_BUSY"):
     """Another `berth up` uses this data folder."""
 
-    code = "FOLDER_BUSY"
+
+@dataclass(frozen=True)
+class Passwords:
+    """Of the servers of one data folder."""
+
+    postgres: str
+    valkey: str
+
+
+def make_private(path: Path, *, passable: bool = False) -> None:
+    """Makes a folder that only this user enters. `passable`: others may reach what is theirs inside."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.chmod(0o711 if passable else 0o700)
+
+
+def _private(path: str, flags: int) -> int:
+    """Opens a file that only this user reads, whatever the umask is."""
+    return os.open(path, flags, 0o600)
 
 
 class DataFolder:
-    """One process at a time opens it: the kernel drops the lock with its holder."""
+    """One process at a time opens it: the kernel drops the lock with its holder.
+
+    No other account reads anything in it. Under root others may pass through it: PostgreSQL and the workers
+    run as users of their own.
+    """
 
     def __init__(self, path: Path, *, min_free: int = MIN_FREE) -> None:
         self.path = path.absolute()
@@ -42,6 +62,9 @@ class DataFolder:
         self.records = self.path / "run"
         self.logs = self.path / "logs"
         self.keys = self.path / "keys"
+        self._password_file = self.keys / "servers.json"
+        #: New ones for a new folder; `open` stores them.
+        self.passwords = self._stored_passwords() or Passwords(secrets.token_hex(24), secrets.token_hex(24))
         self._lock: IO[str] | None = None
 
     def open(self) -> Self:
@@ -52,9 +75,10 @@ class DataFolder:
             self._take_lock()
             self._check_space()
             self._mark()
-            for folder in (self.records, self.logs):
-                folder.mkdir(exist_ok=True)
-            self.keys.mkdir(mode=0o700, exist_ok=True)
+            make_private(self.path, passable=os.geteuid() == 0)
+            for folder in (self.records, self.logs, self.keys):
+                make_private(folder)
+            self._store_passwords()
             self._api_note.unlink(missing_ok=True)  # an earlier run may have had another port
         except FolderUnusable:
             self.close()
@@ -73,7 +97,7 @@ class DataFolder:
         return self
 
     def _take_lock(self) -> None:
-        lock = (self.path / "lock").open("a+", encoding="ascii")
+        lock = open(self.path / "lock", "a+", encoding="ascii", opener=_private)  # noqa: SIM115 - kept open
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -107,16 +131,25 @@ class DataFolder:
     def _api_note(self) -> Path:
         return self.records / "api.url"
 
-    def record_api_url(self, url: str) -> None:
-        """Notes where the API listens, for the commands that talk to it."""
-        self._api_note.write_text(url, encoding="utf-8")
+    def record_api_url(self, url: str, ports: str = "") -> None:
+        """Notes where the API listens, and the other ports as JSON, for the commands that talk to them."""
+        key_file.write_key_file(self._api_note, f"{url}\n{ports}".encode(), private=True)
 
     def api_url(self) -> str | None:
         """Where the API of this folder's `berth up` listens; None while none is ready."""
+        return self._noted()[0] or None
+
+    def ports(self) -> str:
+        """The other ports of this folder's `berth up`, as JSON; '' while none is ready."""
+        return self._noted()[1]
+
+    def _noted(self) -> tuple[str, str]:
         try:
-            return self._api_note.read_text(encoding="utf-8") if self.holder() else None
+            text = self._api_note.read_text(encoding="utf-8") if self.holder() else ""
         except OSError:
-            return None
+            text = ""
+        url, _, ports = text.partition("\n")
+        return url, ports
 
     def _check_space(self) -> None:
         free = shutil.disk_usage(self.path).free
@@ -152,8 +185,28 @@ class DataFolder:
         marker = self.path / "version"
         if not marker.exists():
             new = self.path / "version.new"
-            new.write_text(json.dumps({"layout": LAYOUT}), encoding="utf-8")
+            with open(new, "w", encoding="utf-8", opener=_private) as file:
+                json.dump({"layout": LAYOUT}, file)
             new.replace(marker)  # never half written, even when killed here
+
+    def _stored_passwords(self) -> Passwords | None:
+        """None if there are none, or the file cannot be read."""
+        try:
+            return Passwords(**json.loads(key_file.read_key_file(self._password_file, private=True)))
+        except (BerthError, OSError, ValueError, TypeError):
+            return None
+
+    def _store_passwords(self) -> None:
+        """Stores those of a new folder. Raises `FolderUnusable` if the file is damaged."""
+        if not self._password_file.exists():
+            key_file.write_key_file(
+                self._password_file, json.dumps(asdict(self.passwords)).encode(), private=True
+            )
+        elif self._stored_passwords() != self.passwords:
+            raise FolderUnusable(
+                f"{self._password_file} cannot be read, must have mode 0600, or was made a moment ago by "
+                "another `berth up`: try again; if it is damaged, remove the folder with `make clean`"
+            )
 
     def end_leftovers(self) -> list[str]:
         """Ends what a killed `berth up` left running, except workers; returns the names."""

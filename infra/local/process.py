@@ -4,8 +4,6 @@ The kernel ends it with the process that started it (PDEATHSIG). It leads its ow
 terminal reaches only us, and we stop everything in order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -30,6 +28,8 @@ HOST = "127.0.0.1"
 #: Seconds; PostgreSQL's first start (initdb) takes about 3 s, the others under 2 s on 2 idle cores.
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 15.0
+#: Bytes of a log that a start goes on with.
+MOST_LOG = 64 << 20
 
 #: Below the ports that Linux assigns itself (from 32768), because ours are bound seconds after they are
 #: chosen. Each process takes ports from a part of its own, so that two processes do not choose the same.
@@ -42,22 +42,16 @@ _turns = itertools.count()
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="berth-spawner")
 
 
-class ServerFailed(BerthError):
+class ServerFailed(BerthError, code="SERVER_FAILED"):
     """A local server did not start."""
 
-    code = "SERVER_FAILED"
 
-
-class PortInUse(ServerFailed):
+class PortInUse(ServerFailed, code="PORT_IN_USE"):
     """A needed port belongs to another process."""
 
-    code = "PORT_IN_USE"
 
-
-class StartAborted(ServerFailed):
+class StartAborted(ServerFailed, code="START_ABORTED"):
     """The start was given up because something else failed."""
-
-    code = "START_ABORTED"
 
 
 def free_ports(count: int) -> list[int]:
@@ -135,7 +129,7 @@ class Server:
         return [(self.port, self.port_setting)]
 
     def prepare(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     @property
     def pid(self) -> int:
@@ -167,8 +161,10 @@ class Server:
     def launch(self) -> None:
         self.check_ports()
         self.prepare()
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
+        self.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.log_path.exists() and self.log_path.stat().st_size > MOST_LOG:
+            self.log_path.replace(self.log_path.with_suffix(".log.1"))
+        with open(self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
             self._process = _spawner.submit(self._spawn, log).result()
         if self.records is not None:
             entry = ProcessRecord.of(self.name, self.pid, keeps_children=self.keeps_children)
@@ -187,6 +183,7 @@ class Server:
             stderr=log,
             env=self.environment(),
             start_new_session=True,
+            umask=0o077,
             preexec_fn=end_with_parent(os.getpid()),
             **self._identity(),
         )

@@ -4,8 +4,6 @@ A process is recognised by its pid and the moment it started (clock ticks since 
 because pids are used again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -14,9 +12,11 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 from infra import processes
 from infra.processes import boot_id
+from infra.vault import key_file
 
 #: Seconds that a leftover process gets before SIGKILL. PostgreSQL writes a checkpoint in that time.
 GRACE = 10.0
@@ -66,16 +66,14 @@ class ProcessRecord:
     keeps_children: bool = False
 
     @classmethod
-    def of(cls, name: str, pid: int, *, keeps_children: bool = False) -> ProcessRecord | None:
+    def of(cls, name: str, pid: int, *, keeps_children: bool = False) -> Self | None:
         """None if the process has ended already."""
         started = start_ticks(pid)
         return None if started is None else cls(name, pid, started, boot_id(), keeps_children)
 
     def write(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        new = folder / f"{self.name}.json.new"
-        new.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        new.replace(folder / f"{self.name}.json")
+        data = json.dumps(asdict(self)).encode()
+        key_file.write_key_file(folder / f"{self.name}.json", data, private=True)
 
     def alive(self) -> bool:
         return self.boot == boot_id() and start_ticks(self.pid) == self.started

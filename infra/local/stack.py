@@ -1,7 +1,5 @@
 """`LocalStack`: the whole system as child processes on 127.0.0.1, for `berth up`, tests and benchmarks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -19,17 +17,17 @@ from infra.local import steps
 from infra.local.components import (
     ApiComponent,
     ExchangeComponent,
-    JobFleetComponent,
     NodeComponent,
     OrchestratorComponent,
     WorkerContainers,
     fleet_of,
+    job_fleets,
 )
 from infra.local.folder import DataFolder
 from infra.local.process import HOST, Server, ServerFailed, StartAborted, free_ports
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.local.steps import OnProgress, StartStep, StepProgress, StepStatus
-from infra.settings import LocalSettings, Settings
+from infra.settings import LocalSettings, Settings, read_settings
 from infra.vault import keyring
 from infra.vault.rotation import kept_files
 from infra.worker_task import LauncherUnreachable, Task
@@ -71,9 +69,14 @@ class LocalStack:
             api_port, *others = free_ports(7)
             ports = LocalSettings(**dict(zip(LocalSettings.model_fields, others, strict=True)))
             overrides.setdefault("api_port", api_port)
+        self._ports = ports
         self.settings = _settings(self.folder, ports, overrides)
-        self.valkey = ValkeyServer(path / "valkey", ports.valkey_port, durable=durable)
-        self.postgres = PostgresServer(path / "postgres", ports.postgres_port, durable=durable)
+        self.valkey = ValkeyServer(
+            path / "valkey", ports.valkey_port, durable=durable, password=self.folder.passwords.valkey
+        )
+        self.postgres = PostgresServer(
+            path / "postgres", ports.postgres_port, durable=durable, password=self.folder.passwords.postgres
+        )
         self.temporal = TemporalServer(
             path / "temporal",
             ports.temporal_port,
@@ -92,8 +95,7 @@ class LocalStack:
             for number in range(1, orchestrators + 1)
         ]
         self.api = ApiComponent(path, self.settings, self.settings.api_port)
-        #: One runner of the fleet's jobs, unless the settings want none.
-        self.jobs = [JobFleetComponent(path, self.settings)] if self.settings.jobs_runner else []
+        self.jobs = job_fleets(path, self.settings)
         #: In the order in which they start.
         self.servers: tuple[Server, ...] = (
             *(self.valkey, self.postgres, self.temporal, self.exchange),
@@ -155,7 +157,7 @@ class LocalStack:
             for server in self.servers:  # before anything is started or written
                 server.check_ports()
             steps.run_steps(self._steps(), self._progress, self._give_up)
-            self.folder.record_api_url(self.api_url)
+            self.folder.record_api_url(self.api_url, self._ports.model_dump_json())
         except BaseException:
             self.stop()
             raise
@@ -196,7 +198,7 @@ class LocalStack:
         self.postgres.create_database(DATABASE)
         asyncio.run(migrate(self.settings.database_url))
         path = self.folder.keys / "admin.key"
-        self.admin_key = keyring.ensure_admin_key(path, self.settings.database_url)
+        self.admin_key = keyring.ensure_admin_key(path, self.settings)
         return DATABASE
 
     def _start_node(self) -> str:
@@ -301,13 +303,18 @@ def _together(*actions: Callable[[], None]) -> None:
 
 
 def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any]) -> Settings:
-    """The environment's settings, with all addresses and files of this stack."""
+    """The environment's settings, with all addresses and files of this stack.
+
+    URLs of `overrides` need no password; this adds it.
+    """
     fixed: dict[str, Any] = {
         "data_dir": folder.path,
         "valkey_url": f"redis://{HOST}:{ports.valkey_port}/0",
         "database_url": f"postgresql+asyncpg://{PostgresServer.user}@{HOST}:{ports.postgres_port}/{DATABASE}",
         "temporal_address": f"{HOST}:{ports.temporal_port}",
+        "temporal_ui_url": f"http://{HOST}:{ports.ui_port}",
         "node_socket": folder.path / "node.sock",
+        "valkey_users": True,
         # All our servers listen on 127.0.0.1 only.
         "docker_network": "host",
         "docker_fleet": fleet_of(folder.path),
@@ -316,15 +323,36 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
         "master_key_file": folder.keys / "master.key",
         "master_public_file": folder.keys / "master.pub",
         "master_key_retired": kept_files(folder.keys / "master.key"),
-        "orchestrator_key_file": folder.keys / "orchestrator.key",
+        "orchestrator_key_dir": folder.keys,
+        "message_key_file": folder.keys / "message.key",
+        "api_secret_file": folder.keys / "api.key",
+        "temporal_codec_key_file": str(folder.keys / "temporal.key"),
         "api_host": HOST,
     }
-    return Settings(**{**fixed, **overrides})
+    settings = read_settings(Settings, **{**fixed, **overrides})
+    valkey = ("redis://", f"redis://:{folder.passwords.valkey}@")
+    database = (f"//{PostgresServer.user}@", f"//{PostgresServer.user}:{folder.passwords.postgres}@")
+    return settings.model_copy(
+        update={
+            "valkey_url": settings.valkey_url.replace(*valkey),
+            "worker_valkey_url": settings.worker_valkey_url.replace(*valkey),
+            "database_url": settings.database_url.replace(*database),
+        }
+    )
 
 
 def local_settings(directory: Path) -> Settings:
-    """The settings of the `berth up` of this folder, with the ports of the environment."""
-    return _settings(DataFolder(directory), LocalSettings(), {})
+    """The settings of the `berth up` of this folder: with its ports if it runs, else the environment's."""
+    folder = DataFolder(directory)
+    ports = folder.ports()
+    found = LocalSettings.model_validate_json(ports) if ports else read_settings(LocalSettings)
+    return _settings(folder, found, {})
+
+
+def known_settings(name: str) -> Settings:
+    """The settings of the environment and secret files if they set `name`, else those of `berth up`."""
+    settings = read_settings(Settings)
+    return settings if name in settings.model_fields_set else local_settings(settings.data_dir)
 
 
 def end_leftovers(directory: Path) -> list[str]:

@@ -1,7 +1,5 @@
 """The steps of a start: each begins when the steps it needs are done; independent ones run in parallel."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait

@@ -5,8 +5,6 @@ importing it would cost each process pandas, 60 MB and a second. An operator's f
 typhoon can close the exchange on an hour's notice.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.order_terms import OrderLot
 
 #: Taiwan has had no daylight saving time since 1979.
 TAIPEI = timezone(timedelta(hours=8))
+#: Most days to search back for a trading day: the longest holidays of Taiwan are below two weeks.
+LOOK_BACK = 60
 
 
 class Market(StrEnum):
@@ -43,12 +44,17 @@ class Hours:
 #: evening from 15:00 to 05:00; it takes orders 15 and 10 minutes earlier (the exchanges' trading hours).
 DAY = {Market.STOCK: Hours(time(8, 30), time(13, 30)), Market.FUTURES: Hours(time(8, 30), time(13, 45))}
 EVENING = {Market.FUTURES: Hours(time(14, 50), time(5, 0))}
+#: The bells: when each market begins to match orders.
+_DAY_BELLS = {Market.STOCK: time(9), Market.FUTURES: time(8, 45)}
+_EVENING_BELLS = {Market.FUTURES: time(15)}
+#: Lots that trade apart after TWSE's close: from this long after it until an hour after it (article 3 of the
+#: Regulations Governing Odd-lot Trading, article 3 of those Governing After-Hours Fixed-Price Trading). Odd
+#: lots during the day are taken from the bell.
+_AFTER_CLOSE = {OrderLot.ODD: timedelta(minutes=10), OrderLot.FIXING: timedelta(minutes=30)}
 
 
-class CalendarUnreadable(BerthError):
+class CalendarUnreadable(BerthError, code="CALENDAR_UNREADABLE"):
     """The file of exchange days cannot be read."""
-
-    code = "CALENDAR_UNREADABLE"
 
 
 @dataclass(frozen=True)
@@ -68,13 +74,23 @@ class Calendar:
             return self.changed[day] is not None
         return self._in_table(day)
 
-    def is_open(self, market: Market, at: datetime) -> bool:
-        """Whether the market takes orders at this time, which needs a time zone."""
+    def trading_day_before(self, day: date) -> date:
+        """The last trading day before this day."""
+        for back in range(1, LOOK_BACK):
+            if self.trades_on(before := day - timedelta(days=back)):
+                return before
+        return day - timedelta(days=1)  # an operator closed them all
+
+    def is_open(self, market: Market, at: datetime, lot: OrderLot = OrderLot.COMMON) -> bool:
+        """Whether the market takes orders of this lot at this time, which needs a time zone."""
         local = at.astimezone(TAIPEI)
         day, now = local.date(), local.time()
         if self.trades_on(day):
             hours = self.changed.get(day) or DAY[market]
-            if hours.opens <= now <= hours.closes:
+            if (after := _AFTER_CLOSE.get(lot)) is not None:
+                return after <= local - datetime.combine(day, hours.closes, TAIPEI) <= timedelta(hours=1)
+            opens = max(hours.opens, _DAY_BELLS[market]) if lot is OrderLot.INTRADAY_ODD else hours.opens
+            if opens <= now <= hours.closes:
                 return True
         evening = EVENING.get(market)
         if evening is None:
@@ -82,6 +98,20 @@ class Calendar:
         if now >= evening.opens:
             return self._has_evening(day)
         return now <= evening.closes and self._has_evening(day - timedelta(days=1))
+
+    def bells(self, day: date, *, evening: bool = False) -> dict[Market, datetime]:
+        """When the markets begin to match on this day, or in its evening; empty if they do not.
+
+        A day with other hours has its bells no earlier than it takes orders.
+        """
+        if not (self._has_evening(day) if evening else self.trades_on(day)):
+            return {}
+        hours = None if evening else self.changed.get(day)
+        bells = _EVENING_BELLS if evening else _DAY_BELLS
+        return {
+            market: datetime.combine(day, max(bell, hours.opens) if hours else bell, TAIPEI)
+            for market, bell in bells.items()
+        }
 
     def _in_table(self, day: date) -> bool:
         return day.weekday() < 5 and day not in self.holidays

@@ -1,7 +1,5 @@
 """The symbols that exist, and the size of one lot of each."""
 
-from __future__ import annotations
-
 import csv
 import re
 from collections.abc import Mapping
@@ -27,10 +25,8 @@ _CONTRACT = re.compile(r"([A-Z]{3})(?:[A-L]\d|R[12])")
 _SHARE = re.compile(r"\d{4,6}[A-Z]?")
 
 
-class InstrumentsUnreadable(BerthError):
+class InstrumentsUnreadable(BerthError, code="INSTRUMENTS_UNREADABLE"):
     """The file of symbols cannot be read."""
-
-    code = "INSTRUMENTS_UNREADABLE"
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 Run it once a year, when the library has a release with the exchange's new holidays.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Windows: hours of the day by weekday, time zone and the exchange's calendar."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time, timedelta, tzinfo
@@ -17,10 +15,8 @@ AHEAD = 14
 _USUAL = DAY[Market.STOCK]
 
 
-class ZoneUnknown(BerthError):
+class ZoneUnknown(BerthError, code="ZONE_UNKNOWN", status=422):
     """There is no such time zone."""
-
-    code = "ZONE_UNKNOWN"
 
 
 class Days(StrEnum):
@@ -53,8 +49,9 @@ class Window:
     def span(self, day: date, calendar: Calendar) -> tuple[float, float] | None:
         """Returns begin and end (exclusive) of the window on this day in Unix seconds, or None.
 
-        On a day with changed hours, a window of trading days begins later or ends earlier by as much as the
-        exchange does. A window that begins after the usual close does not hold then.
+        On a day with changed hours, a window of trading days that begins before the exchange moves with the
+        opening, and one that holds at the usual close ends as much earlier as the exchange closes. One that
+        begins after the usual close does not hold then.
         """
         if day.weekday() not in self.weekdays:
             return None
@@ -68,8 +65,14 @@ class Window:
         if hours is not None:
             if self.begins >= _USUAL.closes:
                 return None
-            begins += max(timedelta(), _between(_USUAL.opens, hours.opens))
-            ends -= max(timedelta(), _between(hours.closes, _USUAL.closes))
+            late = timedelta()
+            if self.begins < hours.opens:
+                late = max(late, _between(_USUAL.opens, hours.opens))
+            begins += late
+            if ends < datetime.combine(day, _USUAL.closes):
+                ends = min(ends + late, datetime.combine(day, hours.closes))
+            else:
+                ends -= max(timedelta(), _between(hours.closes, _USUAL.closes))
         first, last = (at.replace(tzinfo=self.zone).timestamp() for at in (begins, ends))
         return (first, last) if first < last else None
 

@@ -1,7 +1,5 @@
 """The address of the node's socket: its path may have any length, and only one node serves it."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

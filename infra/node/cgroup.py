@@ -9,8 +9,6 @@ The workers' groups lie below the node's own group, so a limit on the node limit
 | kills counted in | memory.oom_control | memory.events |
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -20,10 +18,8 @@ from pathlib import Path
 from worker_runtime.protocol.errors import BerthError
 
 
-class LimitsUnavailable(BerthError):
+class LimitsUnavailable(BerthError, code="LIMITS_UNAVAILABLE"):
     """This host lets the node set no limits."""
-
-    code = "LIMITS_UNAVAILABLE"
 
 
 @dataclass(frozen=True, slots=True)

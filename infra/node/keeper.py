@@ -1,7 +1,5 @@
 """`Keeper`: starts, stops and adopts the workers of this host, and sees each of them end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -19,6 +17,7 @@ import structlog
 
 from infra import processes, tasks
 from infra.node import worker
+from infra.node.accounts import UserIds
 from infra.node.cgroup import MemoryGroup, MemoryGroups
 from infra.node.protocol import KILL_CONFIRM, LaunchTask
 from infra.node.register import NodeEntry, NodeRegister
@@ -50,13 +49,19 @@ class Keeper:
     """Not thread-safe: all methods are called in one event loop."""
 
     def __init__(
-        self, folder: Path, register: NodeRegister, groups: MemoryGroups | None, command: Sequence[str]
+        self,
+        folder: Path,
+        register: NodeRegister,
+        groups: MemoryGroups | None,
+        command: Sequence[str],
+        user_ids: UserIds | None = None,
     ) -> None:
         self._runs = folder / "run"
         self._logs = WorkerLogs(folder / "logs")
         self._register = register
         self._groups = groups
         self._command = tuple(command)
+        self._user_ids = user_ids
         self._boot_id = processes.boot_id()
         self._workers: dict[str, WorkerProcess] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -84,7 +89,7 @@ class Keeper:
             raise LaunchFailed(f"the node cannot write its register: {error}") from None
         try:
             started = self._start(entry, request)
-        except (OSError, sqlite3.Error) as error:
+        except (OSError, sqlite3.Error, LaunchFailed) as error:
             with contextlib.suppress(sqlite3.Error):
                 self._register.forget_intent(entry.task_id)
             shutil.rmtree(self._runs / entry.task_id, ignore_errors=True)
@@ -124,8 +129,9 @@ class Keeper:
             output = self._logs.open(entry.worker_id)
             try:
                 home = self._runs / entry.task_id
+                user = self._user_ids.take() if self._user_ids else None
                 child = worker.spawn_worker(
-                    self._command, entry, home=home, output=output, environment=os.environ
+                    self._command, entry, home=home, output=output, environment=os.environ, user=user
                 )
             finally:
                 os.close(output)

@@ -4,31 +4,22 @@ After `WatchExits` the node sends `TaskEnded` on that connection, and a `Beat` e
 can tell a dead node from one with nothing to say. `NodeRefused` answers what is no request.
 """
 
-from __future__ import annotations
-
 import msgspec
 
-from infra.worker_task import MEMORY_HARD, MEMORY_SOFT, Task, TaskExit
+from infra.worker_task import LaunchSpec, Task, TaskExit
 from worker_runtime.protocol.errors import BerthError
-from worker_runtime.protocol.launch import WorkerConfig
 
 
-class NodeBusy(BerthError):
+class NodeBusy(BerthError, code="NODE_BUSY"):
     """Another node serves this socket or owns this state folder."""
 
-    code = "NODE_BUSY"
 
-
-class NodeSocketInvalid(BerthError):
+class NodeSocketInvalid(BerthError, code="NODE_SOCKET_INVALID"):
     """The node's socket path cannot be used."""
 
-    code = "NODE_SOCKET_INVALID"
 
-
-class NodeStateUnreadable(BerthError):
+class NodeStateUnreadable(BerthError, code="NODE_STATE_UNREADABLE"):
     """The node's register cannot be read: it is unknown which processes are its workers."""
-
-    code = "NODE_STATE_UNREADABLE"
 
 
 #: Bytes of a request's line; a launch takes about 1 KiB.
@@ -41,13 +32,10 @@ BEAT_PERIOD = 5.0
 KILL_CONFIRM = 10.0
 
 
-class LaunchTask(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="launch"):
-    """Starts one worker, or returns the one that this token has started. Memory is in bytes."""
+class LaunchTask(LaunchSpec, frozen=True, kw_only=True, tag_field="op", tag="launch"):
+    """Starts one worker, or returns the one that this token has started. A node has no image or CPU units."""
 
     token: str
-    config: WorkerConfig
-    memory_soft: int = MEMORY_SOFT
-    memory_hard: int = MEMORY_HARD
 
 
 class StopTask(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="stop"):
@@ -116,6 +104,9 @@ class TaskEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="beat"):
     """The node is alive and nothing has ended."""
+
+    #: Errors of the node since the last beat, which one client hears: a key, a sentence, how often.
+    errors: list[tuple[str, str, int]] = []
 
 
 class NodeRefused(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="refused"):

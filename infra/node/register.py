@@ -5,8 +5,6 @@ before it gets its config. So a process known only as intended never had a confi
 under growing numbers that are never reused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import sqlite3

@@ -1,6 +1,8 @@
-"""`NodeServer`: serves the node's socket to many clients at once, each in order."""
+"""Serves the node's socket to many clients at once, each in order.
 
-from __future__ import annotations
+`SocketServer` is the socket and its rules; `NodeServer` answers for a node's keeper, and
+`infra.launchers.served` for the container launcher.
+"""
 
 import asyncio
 import contextlib
@@ -13,25 +15,8 @@ import msgspec
 import structlog
 
 from infra import tasks
-from infra.node.protocol import (
-    BEAT_PERIOD,
-    MAX_LINE,
-    Beat,
-    LaunchTask,
-    ListTasks,
-    NodeRefused,
-    NodeReply,
-    NodeRequest,
-    NodeStatus,
-    PingNode,
-    StopAllTasks,
-    StopTask,
-    TaskEnded,
-    TaskLaunched,
-    TaskList,
-    TasksStopped,
-    WatchExits,
-)
+from infra.alerts.errors import collector
+from infra.node import protocol
 from infra.worker_task import Task, TaskExit
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 from worker_runtime.protocol.messages import decode, encode
@@ -49,7 +34,7 @@ _WRITE_TIMEOUT = 10.0
 class KeeperPort(Protocol):
     """What the server needs of `Keeper`, or of a simulated one. May raise `BerthError`."""
 
-    def launch(self, request: LaunchTask) -> Task: ...
+    def launch(self, request: protocol.LaunchTask) -> Task: ...
 
     async def stop(self, task_id: str, reason: str, grace: float | None = None) -> int: ...
 
@@ -59,7 +44,6 @@ class KeeperPort(Protocol):
 
     async def wait_for_exit(self, timeout: float) -> None:
         """Returns when a worker has ended since the call, or after `timeout` seconds."""
-        ...
 
 
 class ExitLog(Protocol):
@@ -70,18 +54,27 @@ class ExitLog(Protocol):
     def exits_after(self, number: int, limit: int = 100) -> list[tuple[int, TaskExit]]: ...
 
 
-class NodeServer:
-    """Serves one keeper. `limits` is what `NodeStatus` says about memory limits."""
+class SocketServer:
+    """Reads requests and sends what a subclass answers. A `BerthError` becomes `NodeRefused`."""
 
-    def __init__(self, keeper: KeeperPort, register: ExitLog, *, limits: str) -> None:
-        self._keeper = keeper
-        self._register = register
-        self._limits = limits
+    def __init__(self) -> None:
         self._server: asyncio.Server | None = None
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[asyncio.Task[None], asyncio.StreamReader] = {}
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether somebody is connected, as an orchestrator that watches for exits always is."""
+        return any(not reader.at_eof() for reader in self._connections.values())
+
+    async def reply_to(self, request: protocol.NodeRequest) -> protocol.NodeReply:
+        raise NotImplementedError
+
+    async def send_exits(self, request: protocol.WatchExits, writer: asyncio.StreamWriter) -> None:
+        """Sends exits in order, and a beat while there are none, until the client goes away."""
+        raise NotImplementedError
 
     async def start(self, listening: socket.socket) -> None:
-        self._server = await asyncio.start_unix_server(self._accept, sock=listening, limit=MAX_LINE)
+        self._server = await asyncio.start_unix_server(self._accept, sock=listening, limit=protocol.MAX_LINE)
 
     async def close(self) -> None:
         if self._server is not None:
@@ -90,19 +83,19 @@ class NodeServer:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+        self._connections[task] = reader
+        task.add_done_callback(self._connections.pop)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             if len(self._connections) > _CONNECTIONS_MAX:
-                await _send(writer, NodeRefused(code="NODE_BUSY", detail="too many connections"))
+                await send(writer, protocol.NodeRefused(code="NODE_BUSY", detail="too many connections"))
                 return
             while line := await _read_line(reader):
                 await self._answer(line, writer)
         except MalformedMessage as error:  # nobody knows where the next request begins
             with contextlib.suppress(OSError, TimeoutError):
-                await _send(writer, NodeRefused(code=error.code, detail=error.detail))
+                await send(writer, protocol.NodeRefused(code=error.code, detail=error.detail))
         except (OSError, TimeoutError):
             pass  # the client went away, or has fallen silent
         finally:
@@ -110,55 +103,69 @@ class NodeServer:
 
     async def _answer(self, line: bytes, writer: asyncio.StreamWriter) -> None:
         try:
-            request: NodeRequest = decode(line, NodeRequest)
-            if isinstance(request, WatchExits):
-                await self._send_exits(request, writer)
+            request: protocol.NodeRequest = decode(line, protocol.NodeRequest)
+            if isinstance(request, protocol.WatchExits):
+                await self.send_exits(request, writer)
                 return
-            reply: NodeReply = await self._reply_to(request)
+            reply: protocol.NodeReply = await self.reply_to(request)
         except BerthError as error:
-            reply = NodeRefused(code=error.code, detail=error.detail)
+            reply = protocol.NodeRefused(code=error.code, detail=error.detail)
         except (OSError, TimeoutError, asyncio.CancelledError):
             raise
         except Exception as error:  # one request's failure is not the node's
             _log.exception("node.request_failed")
-            reply = NodeRefused(code=BerthError.code, detail=type(error).__name__)
-        await _send(writer, reply)
+            reply = protocol.NodeRefused(code=BerthError.code, detail=type(error).__name__)
+        await send(writer, reply)
 
-    async def _reply_to(self, request: NodeRequest) -> NodeReply:
+
+class NodeServer(SocketServer):
+    """Serves one keeper. `limits` is what `NodeStatus` says about memory limits."""
+
+    def __init__(self, keeper: KeeperPort, register: ExitLog, *, limits: str) -> None:
+        super().__init__()
+        self._keeper = keeper
+        self._register = register
+        self._limits = limits
+
+    async def reply_to(self, request: protocol.NodeRequest) -> protocol.NodeReply:
         match request:
-            case LaunchTask():
-                return TaskLaunched(task=self._keeper.launch(request))
-            case StopTask():
+            case protocol.LaunchTask():
+                return protocol.TaskLaunched(task=self._keeper.launch(request))
+            case protocol.StopTask():
                 count = await self._keeper.stop(request.task_id, request.reason, request.grace)
-                return TasksStopped(count=count)
-            case StopAllTasks():
-                return TasksStopped(count=await self._keeper.stop_all(request.reason, request.grace))
-            case ListTasks():
-                return TaskList(tasks=self._keeper.tasks())
-            case PingNode() | WatchExits():
-                return NodeStatus(
+                return protocol.TasksStopped(count=count)
+            case protocol.StopAllTasks():
+                return protocol.TasksStopped(count=await self._keeper.stop_all(request.reason, request.grace))
+            case protocol.ListTasks():
+                return protocol.TaskList(tasks=self._keeper.tasks())
+            case protocol.PingNode() | protocol.WatchExits():
+                return protocol.NodeStatus(
                     pid=os.getpid(),
                     log=self._register.log,
                     workers=len(self._keeper.tasks()),
                     limits=self._limits,
                 )
 
-    async def _send_exits(self, request: WatchExits, writer: asyncio.StreamWriter) -> None:
-        """Sends exits in order, and a beat while there are none, until the client goes away."""
+    async def send_exits(self, request: protocol.WatchExits, writer: asyncio.StreamWriter) -> None:
         log = self._register.log
         number = request.after if request.log == log else 0
-        await _send(writer, Beat())  # the client is subscribed
+        await send(writer, beat())  # the client is subscribed
         while True:
             try:
                 missed = self._register.exits_after(number)
             except sqlite3.Error as error:
                 raise BerthError(f"the node cannot read its register: {error}") from None
             for number, exit_ in missed:
-                await _send(writer, TaskEnded(log=log, number=number, exit=exit_))
+                await send(writer, protocol.TaskEnded(log=log, number=number, exit=exit_))
             if not missed:
-                await self._keeper.wait_for_exit(BEAT_PERIOD)
+                await self._keeper.wait_for_exit(protocol.BEAT_PERIOD)
                 if not self._register.exits_after(number, limit=1):
-                    await _send(writer, Beat())
+                    await send(writer, beat())
+
+
+def beat() -> protocol.Beat:
+    """A sign of life, with this process's errors since the last one."""
+    return protocol.Beat(errors=[(*report, count) for report, count in collector.take().items()])
 
 
 async def _read_line(reader: asyncio.StreamReader) -> bytes:
@@ -170,9 +177,10 @@ async def _read_line(reader: asyncio.StreamReader) -> bytes:
             raise MalformedMessage("the last request does not end with a newline") from None
         return b""
     except asyncio.LimitOverrunError:
-        raise MalformedMessage(f"a request has at most {MAX_LINE} bytes") from None
+        raise MalformedMessage(f"a request has at most {protocol.MAX_LINE} bytes") from None
 
 
-async def _send(writer: asyncio.StreamWriter, reply: msgspec.Struct) -> None:
+async def send(writer: asyncio.StreamWriter, reply: msgspec.Struct) -> None:
+    """Raises OSError or TimeoutError when the client is gone or does not read."""
     writer.write(encode(reply) + b"\n")
     await asyncio.wait_for(writer.drain(), _WRITE_TIMEOUT)

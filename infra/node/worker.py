@@ -4,8 +4,6 @@ A worker writes to its log file directly, not through the node, so its output su
 files are opened for appending, so a long one can be cut at its start while the worker goes on writing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -14,6 +12,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from infra import processes
 from infra.node.cgroup import MemoryGroup
@@ -127,14 +126,26 @@ def clean_environment(source: Mapping[str, str], home: Path) -> dict[str, str]:
 
 
 def spawn_worker(
-    command: Sequence[str], entry: NodeEntry, *, home: Path, output: int, environment: Mapping[str, str]
+    command: Sequence[str],
+    entry: NodeEntry,
+    *,
+    home: Path,
+    output: int,
+    environment: Mapping[str, str],
+    user: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts the process of one worker, which waits for its config on standard input. Raises `OSError`.
+
+    `user`: the user id under which it runs; None: our own.
 
     Its arguments name worker and task: `ps` shows them, and the successor of a node that is killed right
     here finds the process by them.
     """
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    identity: dict[str, Any] = {}
+    if user is not None:
+        os.chown(home, user, user)
+        identity = {"user": user, "group": user, "extra_groups": []}
     return subprocess.Popen(
         [*command, entry.worker_id, entry.task_id],
         stdin=subprocess.PIPE,
@@ -144,6 +155,7 @@ def spawn_worker(
         env=clean_environment(environment, home),
         start_new_session=True,
         bufsize=0,
+        **identity,
     )
 
 

@@ -1,62 +1,43 @@
-"""The clients of Temporal, signals to workflows, and what a failed call means."""
-
-from __future__ import annotations
+"""Signals to workflows, and what a failed call to Temporal means."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
-import structlog
-from temporalio.client import Client
-from temporalio.runtime import Runtime, TelemetryConfig
+from temporalio.api.enums.v1 import TaskQueueType
+from temporalio.api.taskqueue.v1 import TaskQueue
+from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
+from temporalio.client import Client, WorkflowQueryFailedError
 from temporalio.service import RPCError, RPCStatusCode
 
-from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError
+from workflows import names
 
 #: What one call may take that does not wait for a workflow. A busy host stands still for 2 to 3 s.
 CALL = timedelta(seconds=5)
-#: Seconds between two tries to reach Temporal at start.
-RETRY = 0.5
+
+#: Seconds within which a process that serves a task queue polls it: a long poll takes 60.
+POLLED_WITHIN = 90.0
 
 #: A connection that breaks under a call is UNKNOWN ("transport error"), one that cannot be made UNAVAILABLE.
 DOWN = {RPCStatusCode.UNAVAILABLE, RPCStatusCode.UNKNOWN, RPCStatusCode.RESOURCE_EXHAUSTED}
-_SLOW = {RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED}
+#: FAILED_PRECONDITION: the server's `WorkflowNotReady`, a task of the workflow failed or was never done.
+_SLOW = {RPCStatusCode.DEADLINE_EXCEEDED, RPCStatusCode.CANCELLED, RPCStatusCode.FAILED_PRECONDITION}
 #: Answers that no repetition changes: there is no such workflow, or its id is not allowed.
 _REFUSED = {RPCStatusCode.NOT_FOUND, RPCStatusCode.INVALID_ARGUMENT}
 
 T = TypeVar("T")
 
-log = structlog.get_logger()
 
-
-class OrchestratorUnavailable(BerthError):
+class OrchestratorUnavailable(BerthError, code="ORCHESTRATOR_UNAVAILABLE", retryable=True):
     """Temporal answers, but no orchestrator took the work in time."""
 
-    code = "ORCHESTRATOR_UNAVAILABLE"
-    retryable = True
 
-
-class TemporalUnavailable(BerthError):
+class TemporalUnavailable(BerthError, code="TEMPORAL_UNAVAILABLE", retryable=True):
     """Temporal cannot be reached."""
-
-    code = "TEMPORAL_UNAVAILABLE"
-    retryable = True
-
-
-async def connect_orchestrator(settings: Settings) -> Client:
-    """The orchestrator's client. Tries until Temporal answers: it may start later, or be away for a while."""
-    runtime = Runtime(telemetry=TelemetryConfig())
-    while True:
-        try:
-            return await Client.connect(
-                settings.temporal_address, namespace=settings.temporal_namespace, runtime=runtime
-            )
-        except (RuntimeError, RPCError) as error:
-            log.warning("temporal_not_reachable", address=settings.temporal_address, reason=str(error)[:200])
-            await asyncio.sleep(RETRY)
 
 
 async def signal_workflow(client: Client, workflow_id: str, signal: str, *message: object) -> bool:
@@ -70,6 +51,18 @@ async def signal_workflow(client: Client, workflow_id: str, signal: str, *messag
     return True
 
 
+async def read_pollers(client: Client, queue: str, kind: TaskQueueType.ValueType) -> dict[str, float]:
+    """When each process (`pid@host`) has polled a task queue last, in Unix seconds. The server forgets one
+    after five minutes. Raises `RPCError`."""
+    answer = await client.workflow_service.describe_task_queue(
+        DescribeTaskQueueRequest(
+            namespace=client.namespace, task_queue=TaskQueue(name=queue), task_queue_type=kind
+        ),
+        timeout=CALL,
+    )
+    return {one.identity: one.last_access_time.ToMicroseconds() / 1e6 for one in answer.pollers}
+
+
 async def unless_missing(call: Awaitable[T]) -> T | None:
     """The answer of a call; None if what it asks about does not exist. Raises other `RPCError`s."""
     try:
@@ -78,6 +71,27 @@ async def unless_missing(call: Awaitable[T]) -> T | None:
         if error.status != RPCStatusCode.NOT_FOUND:
             raise
         return None
+
+
+async def terminate_workflows(client: Client, reason: str) -> int:
+    """Terminates all workflows of Berth and returns how many there were. Raises `BerthError`.
+
+    Schedules, requests and orchestrators start them anew.
+    """
+    queues = (names.LIFECYCLE_QUEUE, names.LAUNCH_QUEUE, names.ORDERS_QUEUE, names.BULK_QUEUE)
+    query = f"ExecutionStatus = 'Running' AND TaskQueue IN {queues}"
+    ended, deadline = set[str](), time.monotonic() + 60.0
+    with temporal_errors(server_only=True):
+        while time.monotonic() < deadline:
+            running = [run async for run in client.list_workflows(query)]
+            for run in running:
+                handle = client.get_workflow_handle(run.id, run_id=run.run_id)
+                await unless_missing(handle.terminate(reason=reason, rpc_timeout=CALL))  # listings lag
+                ended.add(run.run_id)
+            if not running:
+                return len(ended)
+            await asyncio.sleep(0.5)
+    raise BerthError("Temporal lists workflows that were terminated as running: run it again")
 
 
 def error_of_rpc(error: RPCError, *, server_only: bool = False) -> BerthError:
@@ -98,5 +112,7 @@ def temporal_errors(*, missing: BerthError | None = None, server_only: bool = Fa
         if missing is not None and error.status == RPCStatusCode.NOT_FOUND:
             raise missing from None
         raise error_of_rpc(error, server_only=server_only) from None
+    except WorkflowQueryFailedError:  # an orchestrator is taking the workflow over
+        raise OrchestratorUnavailable("the workflow did not answer; ask again") from None
     except RuntimeError:  # what a lazy client raises when its first connect fails
         raise TemporalUnavailable from None

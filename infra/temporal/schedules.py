@@ -1,8 +1,7 @@
-"""Temporal Schedules: maintenance, the morning and the daily statements."""
-
-from __future__ import annotations
+"""Temporal Schedules: maintenance, the morning, the evening, the daily statements and the daily report."""
 
 import asyncio
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import structlog
@@ -35,25 +34,17 @@ RETRY = 5.0
 log = structlog.get_logger()
 
 
-async def _ensure(
-    client: Client,
+def _start(
     schedule_id: str,
-    spec: ScheduleSpec | None,
+    spec: ScheduleSpec,
     workflow: str,
     given: object,
     *,
     limit: timedelta,
     late: timedelta,
     summary: str,
-) -> None:
-    """Creates or updates the schedule, which stays paused if it is; without `spec` it is deleted.
-
-    It starts `workflow` unless its last run is under way. `limit` is a run's, `late` its start's. Several
-    orchestrators may do so at once. Raises `RPCError`.
-    """
-    present = client.get_schedule_handle(schedule_id)
-    if spec is None:
-        return await unless_missing(present.delete(rpc_timeout=CALL))
+) -> Schedule:
+    """Starts `workflow` unless its last run is under way. `limit` is a run's, `late` its start's."""
     action = ScheduleActionStartWorkflow(
         workflow,
         given,
@@ -63,37 +54,25 @@ async def _ensure(
         static_summary=summary,
     )
     policy = SchedulePolicy(overlap=ScheduleOverlapPolicy.SKIP, catchup_window=late)
-    schedule = Schedule(action=action, spec=spec, policy=policy)
-
-    def updated(known: ScheduleUpdateInput) -> ScheduleUpdate:
-        schedule.state = known.description.schedule.state
-        return ScheduleUpdate(schedule=schedule)
-
-    try:
-        await client.create_schedule(schedule_id, schedule, rpc_timeout=CALL)
-        log.info("schedule_made", schedule=schedule_id)
-    except ScheduleAlreadyRunningError:
-        await present.update(updated, rpc_timeout=CALL)
+    return Schedule(action=action, spec=spec, policy=policy)
 
 
-def _at(clock: str, zone: str, *, weekdays: bool = False) -> ScheduleSpec:
-    """Every day, or every weekday, at `HH:MM` in `zone`."""
+def _at(clock: str, zone: str) -> ScheduleSpec:
+    """Every day at `HH:MM` in `zone`: what begins then knows the trading days. A Saturday may be one."""
     hour, minute = (int(part) for part in clock.split(":"))
     days = ScheduleCalendarSpec(
-        hour=[ScheduleRange(hour)],
-        minute=[ScheduleRange(minute)],
-        day_of_week=[ScheduleRange(1, 5) if weekdays else ScheduleRange(0, 6)],
+        hour=[ScheduleRange(hour)], minute=[ScheduleRange(minute)], day_of_week=[ScheduleRange(0, 6)]
     )
     return ScheduleSpec(calendars=[days], time_zone_name=zone)
 
 
-async def ensure_maintenance(client: Client, settings: Settings) -> None:
+def _maintenance(settings: Settings) -> Schedule | None:
     """A pass every `maintenance_period` seconds; 0: none."""
-    every = ScheduleIntervalSpec(every=timedelta(seconds=settings.maintenance_period))
-    await _ensure(
-        client,
+    if not settings.maintenance_period:
+        return None
+    return _start(
         names.MAINTENANCE_SCHEDULE,
-        ScheduleSpec(intervals=[every]) if settings.maintenance_period else None,
+        ScheduleSpec(intervals=[ScheduleIntervalSpec(every=timedelta(seconds=settings.maintenance_period))]),
         names.MAINTENANCE,
         mm.MaintenanceInput(),
         limit=timedelta(minutes=10),  # a pass that nobody served by then is of no use
@@ -102,18 +81,20 @@ async def ensure_maintenance(client: Client, settings: Settings) -> None:
     )
 
 
-async def ensure_morning(client: Client, settings: Settings) -> None:
-    """On weekdays at `morning_at` in Taiwan; empty: never. The workflow knows the holidays."""
+def _connecting(settings: Settings, schedule_id: str, clock: str) -> Schedule | None:
+    """Every day at `clock` in Taiwan; empty: never. The workflow knows the trading days."""
+    if not clock:
+        return None
     given = mo.MorningInput(
+        evening=schedule_id == names.EVENING_SCHEDULE,
         window=settings.morning_window,
         rate=settings.morning_rate,
         abreast=settings.morning_abreast,
         days=settings.morning_days,
     )
-    await _ensure(
-        client,
-        names.MORNING_SCHEDULE,
-        _at(settings.morning_at, "Asia/Taipei", weekdays=True) if settings.morning_at else None,
+    return _start(
+        schedule_id,
+        _at(clock, "Asia/Taipei"),
         names.MORNING,
         given,
         limit=timedelta(hours=12),
@@ -125,17 +106,17 @@ async def ensure_morning(client: Client, settings: Settings) -> None:
 def sends_statements(settings: Settings) -> bool:
     """Whether there are daily statements; `auto` needs a mail server, or keys for webhooks."""
     if settings.statements == "auto":
-        return bool(settings.mail_host or settings.webhook_key_files)
+        return bool(settings.mail_host or settings.webhook_key_file)
     return settings.statements == "on"
 
 
-async def ensure_statements(client: Client, settings: Settings) -> None:
+def _statements(settings: Settings) -> Schedule | None:
     """Every day at `statements_at` in `statements_zone`; the workflow knows which days had trading."""
-    at = _at(settings.statements_at, settings.statements_zone)
-    await _ensure(
-        client,
+    if not sends_statements(settings):
+        return None
+    return _start(
         names.STATEMENTS_SCHEDULE,
-        at if sends_statements(settings) else None,
+        _at(settings.statements_at, settings.statements_zone),
         names.STATEMENTS,
         sm.StatementsInput(rate=settings.statements_rate),
         limit=timedelta(hours=24),
@@ -144,21 +125,68 @@ async def ensure_statements(client: Client, settings: Settings) -> None:
     )
 
 
-class ScheduleMaker:
-    """A background loop: creates the schedules once, as soon as Temporal answers."""
+def _report(settings: Settings) -> Schedule | None:
+    """Every day at `report_at` in Taiwan; empty: never. The activity knows the trading days."""
+    if not settings.report_at:
+        return None
+    return _start(
+        names.REPORT_SCHEDULE,
+        _at(settings.report_at, "Asia/Taipei"),
+        names.DAILY_REPORT,
+        sm.DailyReportInput(),
+        limit=timedelta(hours=24),
+        late=timedelta(hours=15),  # on the same day, of which the activity asks whether it has trading
+        summary="makes the report of the last trading day",
+    )
 
-    def __init__(self, client: Client, settings: Settings) -> None:
-        self._client = client
-        self._settings = settings
 
-    async def run(self) -> None:
-        while True:
-            try:
-                await ensure_maintenance(self._client, self._settings)
-                await ensure_morning(self._client, self._settings)
-                await ensure_statements(self._client, self._settings)
-                break
-            except RPCError as error:
-                log.warning("schedules_not_made", reason=str(error)[:200])
-                await asyncio.sleep(RETRY)
-        await asyncio.Event().wait()  # a loop never ends by itself
+#: Id → the schedule that the settings want, or None.
+SCHEDULES: Mapping[str, Callable[[Settings], Schedule | None]] = {
+    names.MAINTENANCE_SCHEDULE: _maintenance,
+    names.MORNING_SCHEDULE: lambda its: _connecting(its, names.MORNING_SCHEDULE, its.morning_at),
+    # For the users of TAIFEX's evening session.
+    names.EVENING_SCHEDULE: lambda its: _connecting(its, names.EVENING_SCHEDULE, its.evening_at),
+    names.STATEMENTS_SCHEDULE: _statements,
+    names.REPORT_SCHEDULE: _report,
+}
+
+
+async def ensure_schedules(client: Client, settings: Settings, *ids: str, keep: bool = False) -> None:
+    """Creates, updates or deletes these schedules, or all; one that is paused stays so. Raises `RPCError`.
+
+    `keep`: only those that are missing are made. Several processes may do so at once.
+    """
+    for schedule_id in ids or SCHEDULES:
+        await _ensure(client, schedule_id, SCHEDULES[schedule_id](settings), keep)
+
+
+async def _ensure(client: Client, schedule_id: str, wanted: Schedule | None, keep: bool) -> None:
+    present = client.get_schedule_handle(schedule_id)
+    if wanted is None:
+        return None if keep else await unless_missing(present.delete(rpc_timeout=CALL))
+
+    def updated(known: ScheduleUpdateInput) -> ScheduleUpdate:
+        wanted.state = known.description.schedule.state
+        return ScheduleUpdate(schedule=wanted)
+
+    try:
+        await client.create_schedule(schedule_id, wanted, rpc_timeout=CALL)
+        log.info("schedule_made", schedule=schedule_id)
+    except ScheduleAlreadyRunningError:
+        if not keep:
+            await present.update(updated, rpc_timeout=CALL)
+
+
+async def make_schedules(client: Client, settings: Settings) -> None:
+    """A background loop: makes the schedules once, as soon as Temporal answers.
+
+    What is missing later is made again by the primary among the API processes.
+    """
+    while True:
+        try:
+            await ensure_schedules(client, settings)
+            break
+        except RPCError as error:
+            log.warning("schedules_not_made", reason=str(error)[:200])
+            await asyncio.sleep(RETRY)
+    await asyncio.Event().wait()  # a loop never ends by itself

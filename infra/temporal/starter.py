@@ -1,7 +1,5 @@
 """Makes a user's worker Active: update-with-start of the user's workflow."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from contextlib import suppress
@@ -73,20 +71,25 @@ class WorkerStarter:
             connect_attempts=settings.connect_attempts,
             connect_timeout=settings.connect_timeout,
             claim_timeout=settings.claim_timeout,
+            launch_timeout=settings.launch_timeout,
         )
-        self._deadline = settings.claim_timeout + settings.connect_timeout
+        self._deadline = settings.claim_timeout + settings.launch_timeout + settings.connect_timeout
         self._running: SharedTasks[str, ActiveWorker] = SharedTasks(_log_failure)
 
     def ensure(self, user_id: str, *, mark_missing: bool) -> asyncio.Task[ActiveWorker]:
         """The task that makes the user's worker Active. Callers wait for it; they must not cancel it.
 
         It fails with a `BerthError`: the reason the workflow gave, `TemporalUnavailable` at once when
-        Temporal is down, `WorkerUnavailable` after claim timeout + connect timeout.
+        Temporal is down, `WorkerUnavailable` after the timeouts of claim, launch and connect together.
         """
         return self._running.join(user_id, lambda: self._ensure(user_id, mark_missing))
 
-    async def ensure_active(self, user_id: str) -> None:
-        """Returns when the user's worker is Active; raises as `ensure` does."""
+    async def ensure_active(self, user_id: str, stay_until: float = 0.0) -> None:
+        """Returns when the user's worker is Active; it does not count as idle before `stay_until` (Unix
+        seconds). Raises as `ensure` does."""
+        if stay_until:  # no other caller's
+            await self._ensure(user_id, True, stay_until)
+            return
         # Shielded: another caller may wait for the same task.
         await asyncio.shield(self.ensure(user_id, mark_missing=True))
 
@@ -94,7 +97,7 @@ class WorkerStarter:
         """Cancels the calls under way; the workflows go on without us."""
         await self._running.close()
 
-    async def _ensure(self, user_id: str, mark_missing: bool) -> ActiveWorker:
+    async def _ensure(self, user_id: str, mark_missing: bool, stay_until: float = 0.0) -> ActiveWorker:
         began = time.monotonic()
         down_since: float | None = None
         pause = 0.02
@@ -103,7 +106,7 @@ class WorkerStarter:
             asked = time.monotonic()
             try:
                 async with asyncio.timeout(left):
-                    found = await self._call(user_id, mark_missing)
+                    found = await self._call(user_id, mark_missing, stay_until)
                 ms = round((time.monotonic() - began) * 1000, 1)
                 log.info("ensure_active", user=user_id, worker=found.worker.worker_id, ms=ms)
                 return found
@@ -121,7 +124,7 @@ class WorkerStarter:
             pause = min(pause * 2, 0.5)
         raise WorkerUnavailable(f"no worker within {self._deadline:.0f} s ({reason.detail})")
 
-    async def _call(self, user_id: str, mark_missing: bool) -> ActiveWorker:
+    async def _call(self, user_id: str, mark_missing: bool, stay_until: float) -> ActiveWorker:
         start: WithStartWorkflowOperation[object, object] = WithStartWorkflowOperation(
             USER_WORKER,
             UserWorkerInput(user_id=user_id, pool=self._pool, settings=self._settings),
@@ -136,7 +139,7 @@ class WorkerStarter:
         try:
             found: ActiveWorker = await self._client.execute_update_with_start_workflow(
                 "ensure_active",
-                EnsureActive(request_id=request_id, mark_missing=mark_missing),
+                EnsureActive(request_id=request_id, mark_missing=mark_missing, stay_until=stay_until),
                 start_workflow_operation=start,
                 id=request_id,
                 result_type=ActiveWorker,

@@ -4,27 +4,35 @@ It never retries: by default redis-py repeats a command whose reply was lost, wh
 repeat what has an id.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Awaitable
 from typing import Any, cast
 
-from redis.asyncio import Redis
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ResponseError
 
-from worker_runtime.protocol import keys
-from worker_runtime.protocol.scripts import Script
+from infra.process_metrics import VALKEY_WAIT
+from worker_runtime.protocol import bounds, keys
+from worker_runtime.protocol.scripts import READ_BOUNDED, Script
 
 #: The `second_repl_offset` of a server that was never promoted.
 _NEVER_PROMOTED = -1
 
 
+class TimedPool(ConnectionPool):
+    """Measures how long callers wait for a connection."""
+
+    async def get_connection(self, *args: Any, **options: Any) -> Any:
+        with VALKEY_WAIT.time():
+            return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
+
+
 def connect_valkey(url: str, *, socket_timeout: float = 5.0, max_connections: int = 64) -> Redis:
     """Creates a client with a bounded pool. No blocking call may last `socket_timeout` seconds."""
-    return Redis.from_url(
+    pool = TimedPool.from_url(
         url,
         retry=Retry(NoBackoff(), 0),
         socket_timeout=socket_timeout,
@@ -33,6 +41,7 @@ def connect_valkey(url: str, *, socket_timeout: float = 5.0, max_connections: in
         health_check_interval=0,
         protocol=3,
     )
+    return Redis.from_pool(pool)
 
 
 async def reply_of(command: Awaitable[Any] | Any) -> Any:
@@ -45,12 +54,58 @@ def text_of(value: Any) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value or "")
 
 
+def number_of(value: Any) -> int:
+    """A value of Valkey as a number; 0 for a missing one, and for what is none."""
+    text = text_of(value)
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else 0
+
+
+def seconds_of(milliseconds: Any) -> float:
+    """A time of Valkey in Unix seconds, which a `datetime` can hold; 0 for a missing one."""
+    return min(number_of(milliseconds), bounds.LATEST_MS) / 1000
+
+
+async def replies_of(pipe: Pipeline) -> list[Any]:
+    """The replies of a pipeline that reads what workers write; None for a key of another kind than was asked
+    for. Whoever may write a key may change its kind, too, and must not fail the reads of all others."""
+    found = await pipe.execute(raise_on_error=False)
+    for reply in found:
+        if isinstance(reply, ResponseError) and not str(reply).startswith("WRONGTYPE"):
+            raise reply
+    return [None if isinstance(reply, ResponseError) else reply for reply in found]
+
+
 async def run_script(client: Redis, script: Script, key_names: list[str], args: list[Any]) -> Any:
     """Runs a script; sends its source only to a server that does not have it."""
     try:
         return await client.evalsha(script.sha, len(key_names), *key_names, *args)
     except NoScriptError:  # the server has run nothing, so this is no retry
         return await client.eval(script.source, len(key_names), *key_names, *args)
+
+
+async def read_strings(client: Redis, names: list[str]) -> list[bytes | None]:
+    """The first 256 bytes of strings that workers write."""
+    found: list[bytes | None] = await run_script(client, READ_BOUNDED, names, ["string"])
+    return found
+
+
+async def read_hashes(client: Redis, names: list[str]) -> list[dict[bytes, bytes]]:
+    """Hashes that workers write; empty for a missing one, and for one that is too large to be true."""
+    found = await run_script(client, READ_BOUNDED, names, ["hash"])
+    return [dict(zip(flat[::2], flat[1::2], strict=True)) if flat else {} for flat in found]
+
+
+async def read_mark(client: Redis, user_id: str) -> tuple[bytes | None, dict[bytes, bytes], int]:
+    """A user's mark, the metadata beside it, and Valkey's clock (ms)."""
+    [mark] = await read_strings(client, [keys.mark(user_id)])
+    [fields] = await read_hashes(client, [keys.metadata(user_id)])
+    return mark, fields, await read_clock(client)
+
+
+async def read_clock(client: Redis) -> int:
+    """Returns the server's time in Unix milliseconds."""
+    seconds, micros = await client.time()
+    return int(seconds) * 1000 + int(micros) // 1000
 
 
 async def read_server_id(client: Redis) -> str:
@@ -69,7 +124,7 @@ async def read_generation_and_server(client: Redis, fresh: str) -> tuple[str, st
     server = str(found.get("run_id", ""))
     if created:
         await note_server(client, server)
-    return generation.decode(), server
+    return text_of(generation), server
 
 
 async def note_server(client: Redis, server: str) -> None:
@@ -86,14 +141,14 @@ async def note_server(client: Redis, server: str) -> None:
         pipe.info("replication")
         noted, (seconds, micros), running, replication = await pipe.execute()
         if noted != server.encode():
-            at_ms = int(seconds) * 1000 + int(micros) // 1000
+            noted_ms = at_ms = int(seconds) * 1000 + int(micros) // 1000
             if not noted:
                 # A first or flushed server has no older data. The record is made together with the
                 # generation, so that a later replica has it.
                 at_ms = 0
             elif replication.get("second_repl_offset") == _NEVER_PROMOTED and running["run_id"] == server:
                 at_ms -= int(running["uptime_in_seconds"]) * 1000
-            pipe.hset(keys.SERVER_SINCE, mapping={"server": server, "at_ms": at_ms})
+            pipe.hset(keys.SERVER_SINCE, mapping={"server": server, "at_ms": at_ms, "noted_ms": noted_ms})
             await pipe.execute()
 
 
@@ -109,7 +164,20 @@ async def server_known_since(client: Redis) -> float:
     if noted is None:
         return 0.0
     same = noted == str(found.get("run_id", "")).encode() and at_ms is not None
-    return int(at_ms) / 1000 if same else math.inf
+    return number_of(at_ms) / 1000 if same else math.inf
+
+
+async def has_lapsed(client: Redis, user_id: str, mark: str, seconds: float) -> bool:
+    """Whether a mark, and with it its worker's lease, has run out: it is not there, and this server process
+    has kept its data for at least `seconds`, so that no other one, and no flush, took it away."""
+    async with client.pipeline(transaction=False) as pipe:
+        pipe.get(keys.mark(user_id))
+        pipe.hmget(keys.SERVER_SINCE, "server", "noted_ms")
+        pipe.info("server")
+        pipe.time()
+        found, (noted, noted_ms), running, (now, _) = await replies_of(pipe)
+    same = noted == str(running.get("run_id", "")).encode() and noted_ms is not None
+    return bool(same and found != mark.encode() and now - number_of(noted_ms) / 1000 >= seconds)
 
 
 async def ensure_generation(client: Redis, fresh: str) -> str:
@@ -117,4 +185,4 @@ async def ensure_generation(client: Redis, fresh: str) -> str:
     if await client.set(keys.GENERATION, fresh, nx=True):
         await note_server(client, await read_server_id(client))
     value = await client.get(keys.GENERATION)
-    return value.decode() if isinstance(value, bytes) else str(value)
+    return text_of(value)

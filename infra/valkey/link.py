@@ -8,6 +8,8 @@ than 0.01 ms instead of 0.04 ms. It never reconnects or repeats a command: its o
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -32,6 +34,11 @@ def _error(text: str) -> ResponseError:
     return NoScriptError(text) if text.startswith("NOSCRIPT") else ResponseError(text)
 
 
+#: Seconds within which the server's clock is read well enough, and how often that is tried at once.
+_QUICK = 0.05
+_CLOCK_TRIES = 3
+
+
 class ValkeyLink(asyncio.Protocol):
     """Calls raise `RedisError` for an error reply, or a lost or late one; a late reply drops the connection.
 
@@ -47,6 +54,8 @@ class ValkeyLink(asyncio.Protocol):
         #: Awaited replies in the order of their commands, with their deadlines on the loop's clock.
         self._replies: deque[tuple[asyncio.Future[Any], float]] = deque()
         self._timer_set = False
+        #: Milliseconds from `time.monotonic` to the server's Unix time.
+        self._clock_ms = 0.0
         #: Resolved with the reason once the connection is lost.
         self.lost: asyncio.Future[RedisError] = self._loop.create_future()
 
@@ -93,6 +102,27 @@ class ValkeyLink(asyncio.Protocol):
             return await self._send(("EVALSHA", script.sha, len(key_names), *key_names, *args))
         except NoScriptError:  # the server has run nothing, so this is no retry
             return await self._send(("EVAL", script.source, len(key_names), *key_names, *args))
+
+    async def read_clock(self) -> None:
+        """Compares the server's clock with ours: before the first `server_ms`, and now and then.
+
+        A slow round trip says little, perhaps because this process stood still: it is tried again, and the
+        quickest counts.
+        """
+        quickest = math.inf
+        for _ in range(_CLOCK_TRIES):
+            asked = time.monotonic()
+            seconds, micros = await self.execute("TIME")
+            now = time.monotonic()
+            if now - asked < quickest:
+                quickest, clock_ms = now - asked, int(seconds) * 1000 + int(micros) / 1000 - now * 1000
+            if quickest <= _QUICK:
+                break
+        self._clock_ms = clock_ms
+
+    def server_ms(self) -> int:
+        """The server's time in Unix milliseconds: at most a quick round trip behind, hardly ever ahead."""
+        return int(self._clock_ms + time.monotonic() * 1000)
 
     async def subscribe(self, channel: str) -> None:
         """Subscribes to a channel; all messages published after the return are received."""

@@ -1,32 +1,37 @@
 """A user's request queue in Valkey, as the API and the orchestrator use it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 from redis.asyncio import Redis
 
+from infra.database.orders.acceptance import StoredOrder
 from infra.valkey import client as valkey
+from infra.valkey.answer_authenticator import AnswerAuthenticator
+from infra.valkey.client import reply_of, text_of
 from infra.valkey.link import ValkeyLink
+from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, UnsupportedSchema
 from worker_runtime.protocol.messages import (
     Answer,
     OrderOutcome,
     OrderState,
-    decode,
     encode,
 )
-from worker_runtime.protocol.requests import Frame, Request, parse_frame
+from worker_runtime.protocol.requests import Frame, Request, parse_frame, sign_request
 
 #: Seconds by which the clocks of PostgreSQL and Valkey may differ.
 CLOCKS = 1.0
 #: Milliseconds for which a request id is remembered after its deadline.
 SEEN_AFTER_DEADLINE = 3_600_000
+#: What `enqueue.lua` says of an order whose client order id is another one's.
+ANOTHER = 2
+#: Milliseconds for which an order is known by its client order id: repeats come within a day.
+CLIENT_ID_KEPT = 86_400_000
 #: Codes of answers to requests that could not be decoded.
 _UNREAD = frozenset({MalformedMessage.code, UnsupportedSchema.code})
 
@@ -38,6 +43,18 @@ class QueuedRequest:
     new: bool
     #: The user has a live worker.
     marked: bool
+
+
+class EnqueuedBefore(Exception):
+    """Another order was enqueued under this client order id, and PostgreSQL knows nothing of it any more.
+
+    What became of it the broker knows, by its `tag`.
+    """
+
+    def __init__(self, order_id: str, tag: str) -> None:
+        super().__init__(order_id)
+        self.tag = tag
+        self.reason = f"order {order_id} was sent under this client order id before PostgreSQL was restored"
 
 
 class RequestFate(StrEnum):
@@ -56,24 +73,45 @@ class RequestQueue:
     `link` returns an open link to the same server, if there is one, for the calls of every order.
     """
 
-    def __init__(self, client: Redis, link: Callable[[], ValkeyLink | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        client: Redis,
+        message_secrets: MessageSecrets,
+        link: Callable[[], ValkeyLink | None] = lambda: None,
+    ) -> None:
         self._client = client
+        self._secrets = message_secrets
+        self._answers = AnswerAuthenticator(message_secrets)
         self._link = link
 
-    async def enqueue(self, request: Request, ttl: float) -> QueuedRequest:
-        """Queues a request once, with a deadline `ttl` seconds from now by Valkey's clock."""
+    async def enqueue(self, request: Request, ttl: float, order: StoredOrder | None = None) -> QueuedRequest:
+        """Queues a request once, with a deadline `ttl` seconds from now by Valkey's clock.
+
+        The deadline is signed, so it is set here and not by the script; no clock of this host matters.
+        `order`: of which this is the request. Raises `EnqueuedBefore`.
+        """
         user = request.user_id
+        link = self._link()
+        now_ms = await valkey.read_clock(self._client) if link is None else link.server_ms()
+        deadline_ms = now_ms + max(1, int(ttl * 1000))
+        payload = encode(request)
         key_names = [
             keys.seen(user, request.request_id),
             keys.requests(user),
             keys.doorbell(user),
             keys.mark(user),
         ]
-        args = [request.request_id, encode(request), max(1, int(ttl * 1000)), SEEN_AFTER_DEADLINE]
-        if (link := self._link()) is not None:
+        mac = sign_request(self._secrets.request_keys(user), user, request.request_id, deadline_ms, payload)
+        args = [request.request_id, payload, deadline_ms, SEEN_AFTER_DEADLINE, mac]
+        if order is not None:
+            key_names.append(keys.client_order(user, order.client_order_id))
+            args += [order.tag, CLIENT_ID_KEPT]
+        if link is not None:
             new, item, mark = await link.run(scripts.ENQUEUE, key_names, args)
         else:
             new, item, mark = await valkey.run_script(self._client, scripts.ENQUEUE, key_names, args)
+        if new == ANOTHER:
+            raise EnqueuedBefore(*text_of(item).split("|", 1))
         return QueuedRequest(frame=parse_frame(item), new=bool(new), marked=bool(mark))
 
     async def withdraw(self, user_id: str, frame: Frame, answer: Answer) -> bool:
@@ -82,21 +120,19 @@ class RequestQueue:
             await valkey.run_script(
                 self._client,
                 scripts.WITHDRAW,
-                [keys.requests(user_id), keys.response(user_id, frame.request_id)],
-                [frame.raw, encode(answer), keys.ANSWER_TTL],
+                keys.withdrawing(user_id, frame.request_id),
+                [frame.raw, self._answers.sign(user_id, answer), keys.ANSWER_TTL],
             )
         )
 
-    async def overdue(
-        self, user_id: str, order_id: UUID, answer: Answer
-    ) -> tuple[RequestFate, Answer | None]:
+    async def overdue(self, order: StoredOrder, answer: Answer) -> tuple[RequestFate, Answer | None]:
         """Finds what became of an order whose deadline has passed, with its answer if there is one.
 
         An order that is still queued is withdrawn with `answer`; one that never was cannot be queued from now
         on. This holds within one generation of Valkey: after `ABSENT` the caller checks the generation before
         it stores the answer.
         """
-        request_id = str(order_id)
+        user_id, request_id = order.user_id, str(order.id)
         fate, data = await valkey.run_script(
             self._client,
             scripts.RESOLVE_OVERDUE,
@@ -107,14 +143,15 @@ class RequestQueue:
                 keys.journal(user_id, request_id),
                 keys.response(user_id, request_id),
             ],
-            [request_id, encode(answer), keys.ANSWER_TTL, SEEN_AFTER_DEADLINE],
+            [request_id, self._answers.sign(user_id, answer), keys.ANSWER_TTL, SEEN_AFTER_DEADLINE],
         )
-        return RequestFate(bytes(fate).decode()), _answer_of(data)
+        found = self._answers.read(data, user_id, request_id, request_id, order.first_epoch)
+        return RequestFate(bytes(fate).decode()), found
 
     async def store_answer(self, user_id: str, answer: Answer) -> None:
         """Stores an answer in place of a worker's; an earlier answer stays."""
         key = keys.response(user_id, answer.request_id)
-        await self._client.set(key, encode(answer), ex=keys.ANSWER_TTL, nx=True)
+        await self._client.set(key, self._answers.sign(user_id, answer), ex=keys.ANSWER_TTL, nx=True)
 
     async def may_be_stale(self, accepted_at: datetime) -> bool:
         """Whether the server may hold older data than an order of this time.
@@ -131,9 +168,10 @@ class RequestQueue:
         """Returns Valkey's present generation."""
         return await valkey.ensure_generation(self._client, uuid4().hex)
 
-    async def answer(self, user_id: str, request_id: str) -> Answer | None:
-        """Returns the stored answer to a request, if any."""
-        return _answer_of(await self._client.get(keys.response(user_id, request_id)))
+    async def answer(self, user_id: str, request_id: str, order_id: str, first_epoch: int) -> Answer | None:
+        """Returns the stored answer to a request, if any (`AnswerAuthenticator.read`)."""
+        data = await reply_of(self._client.get(keys.response(user_id, request_id)))
+        return self._answers.read(data, user_id, request_id, order_id, first_epoch)
 
     async def marked(self, user_id: str) -> bool:
         return bool(await self._client.exists(keys.mark(user_id)))
@@ -145,16 +183,6 @@ class RequestQueue:
             *(keys.mark(user_id), keys.control(user_id)),
         ]
         return bool(await valkey.run_script(self._client, scripts.RING_DOORBELL, names, []))
-
-
-def _answer_of(data: bytes | str | None) -> Answer | None:
-    if not data:
-        return None
-    try:
-        answer: Answer = decode(data, Answer)
-    except MalformedMessage:
-        return None
-    return answer
 
 
 def outcome_of(answer: Answer, order_id: str) -> tuple[OrderOutcome, str | None]:

@@ -1,39 +1,34 @@
 """Key files: private ones have mode 0600; each is written whole or not at all."""
 
-from __future__ import annotations
-
+import fcntl
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from worker_runtime.protocol.errors import BerthError
 
 
-class KeyFileMissing(BerthError):
+class KeyFileMissing(BerthError, code="KEY_FILE_MISSING"):
     """A key file is missing."""
 
-    code = "KEY_FILE_MISSING"
 
-
-class KeyFileExposed(BerthError):
+class KeyFileExposed(BerthError, code="KEY_FILE_EXPOSED"):
     """A private key file can be read by others."""
 
-    code = "KEY_FILE_EXPOSED"
 
-
-class KeyFileCorrupt(BerthError):
+class KeyFileCorrupt(BerthError, code="KEY_FILE_CORRUPT"):
     """A key file does not hold what it should."""
 
-    code = "KEY_FILE_CORRUPT"
 
-
-def read_key_file(path: Path, *, private: bool) -> bytes:
+def read_key_file(path: Path, *, private: bool, made_by: str = "`berth keys init` makes it") -> bytes:
     """Raises `KeyFileMissing`, and `KeyFileExposed` for a private file with any bit for group or others."""
     try:
         mode = path.stat().st_mode
         data = path.read_bytes()
     except FileNotFoundError:
-        raise KeyFileMissing(f"{path} is missing; `berth keys init` makes it") from None
+        raise KeyFileMissing(f"{path} is missing; {made_by}") from None
     except PermissionError:
         raise KeyFileMissing(f"{path} cannot be read by this user") from None
     if private and stat.S_IMODE(mode) & 0o077:
@@ -55,3 +50,14 @@ def write_key_file(path: Path, data: bytes, *, private: bool) -> None:
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds a file lock on the folder of key files; the kernel releases it when its holder dies."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

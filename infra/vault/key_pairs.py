@@ -1,24 +1,22 @@
-"""The local master key, which wraps data keys, and the orchestrator's own keys.
+"""The local master key, which wraps data keys, and the orchestrators' own keys.
 
 The master key is an X25519 pair, so that the API can hold the public half and only encrypt, while the
 orchestrator holds the private half. On AWS, KMS permissions make the same split (`kms.py`).
 """
 
-from __future__ import annotations
-
-import secrets
 from dataclasses import dataclass
-from hashlib import sha256
+from enum import StrEnum
+from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 
 from infra.vault import key_file
 from infra.vault.key_file import KeyFileCorrupt
+from infra.vault.secret_versions import SecretVersionFile, create_versions
 from worker_runtime.protocol import sealing
 from worker_runtime.protocol.errors import BerthError
 
@@ -27,16 +25,12 @@ _PRIVATE = b"berth-master-private-1\n"
 _PUBLIC = b"berth-master-public-1\n"
 
 
-class UnwrapFailed(BerthError):
+class UnwrapFailed(BerthError, code="UNWRAP_FAILED"):
     """A data key cannot be unwrapped: altered, or bound to another user or account."""
 
-    code = "UNWRAP_FAILED"
 
-
-class UnknownMasterKey(BerthError):
+class UnknownMasterKey(BerthError, code="UNKNOWN_MASTER_KEY"):
     """The credentials were wrapped by a master key that is not available here."""
-
-    code = "UNKNOWN_MASTER_KEY"
 
 
 class KeyWrapper(Protocol):
@@ -47,7 +41,6 @@ class KeyWrapper(Protocol):
 
     async def wrap(self, data_key: bytes, context: bytes) -> bytes:
         """`context` binds the wrapped key to its use; unwrapping needs the same bytes."""
-        ...
 
 
 class KeyUnwrapper(Protocol):
@@ -55,7 +48,6 @@ class KeyUnwrapper(Protocol):
 
     async def unwrap(self, wrapped: bytes, context: bytes, key_id: str) -> bytes:
         """Raises `UnwrapFailed` or `UnknownMasterKey`."""
-        ...
 
 
 def _key_id(public: bytes) -> str:
@@ -167,44 +159,63 @@ def load_ring(present: Path, *retired: Path) -> MasterKeyRing:
     return MasterKeyRing(keys[0], *keys[1:])
 
 
-class _StoredKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    signing_key: bytes
-    launch_secret: bytes
+class OrchestratorKey(StrEnum):
+    """The orchestrators' secrets, a file each: `<name>.key`."""
+
+    SIGNING = "signing"
+    LAUNCH = "launch"
+    BUDGET = "budget"
 
 
-@dataclass(frozen=True, repr=False)
 class OrchestratorKeys:
-    """Keys that all orchestrators share: Ed25519 to sign claims, and the secret of launch tokens."""
+    """Secrets that all orchestrators share, with their versions; a process follows a rotation by itself.
 
-    signing_key: Ed25519PrivateKey
-    launch_secret: bytes
+    A worker gets what follows from them at its launch and keeps it, so the version before stays in use for
+    the workers that were launched with it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
+        self._signing, self._launch, self._budget = (
+            SecretVersionFile(orchestrator_key_file(folder, name)) for name in OrchestratorKey
+        )
 
     @property
-    def public_key(self) -> bytes:
-        """32 bytes, which each worker gets at its launch."""
-        return self.signing_key.public_key().public_bytes_raw()
+    def signing_keys(self) -> list[Ed25519PrivateKey]:
+        """Sign what workers get, each of them: a worker accepts one whose public half it knows."""
+        return [Ed25519PrivateKey.from_private_bytes(one.secret) for one in self._signing.present()]
+
+    @property
+    def public_keys(self) -> tuple[bytes, ...]:
+        """32 bytes each, which a worker gets at its launch."""
+        return tuple(key.public_key().public_bytes_raw() for key in self.signing_keys)
+
+    def budget_names(self, *owner: str) -> tuple[str, ...]:
+        """The names under which workers count the calls of this owner, one for each key, the oldest first."""
+        named = "\0".join(owner).encode()
+        keys = [one.secret for one in self._budget.present()]
+        return tuple(blake2b(named, key=key, digest_size=16).hexdigest() for key in reversed(keys))
 
     def launch_token(self, worker_id: str) -> bytes:
-        return sealing.launch_token(self.launch_secret, worker_id)
+        """For a new worker."""
+        return self.launch_tokens(worker_id)[0]
+
+    def launch_tokens(self, worker_id: str) -> list[bytes]:
+        """The tokens with which this worker may have been launched, newest first.
+
+        Looks at the file each time (a `stat`): another orchestrator may have launched the worker with a
+        secret made a moment ago.
+        """
+        return [sealing.launch_token(one.secret, worker_id) for one in self._launch.present(now=True)]
 
 
-def create_orchestrator_keys(path: Path) -> OrchestratorKeys:
-    """Creates the key file, or replaces it."""
-    keys = OrchestratorKeys(Ed25519PrivateKey.generate(), secrets.token_bytes(32))
-    stored = _StoredKeys(keys.signing_key.private_bytes_raw(), keys.launch_secret)
-    key_file.write_key_file(path, msgspec.json.encode(stored), private=True)
-    return keys
+def orchestrator_key_file(folder: Path, name: OrchestratorKey) -> Path:
+    return folder / f"{name}.key"
 
 
-def load_orchestrator_keys(path: Path) -> OrchestratorKeys:
-    """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
-    data = key_file.read_key_file(path, private=True)
-    try:
-        stored = msgspec.json.decode(data, type=_StoredKeys)
-        if len(stored.launch_secret) != 32:
-            raise ValueError
-        return OrchestratorKeys(
-            Ed25519PrivateKey.from_private_bytes(stored.signing_key), stored.launch_secret
-        )
-    except ValueError:  # msgspec's errors are ValueErrors too
-        raise KeyFileCorrupt(f"{path} is not an orchestrator's key file") from None
+def create_orchestrator_keys(folder: Path) -> list[Path]:
+    """Creates the missing files; returns those."""
+    made = [path for name in OrchestratorKey if not (path := orchestrator_key_file(folder, name)).exists()]
+    for path in made:
+        create_versions(path)
+    return made

@@ -1,14 +1,15 @@
 """The local system's key files and its first API key, created once in `<data>/keys`."""
 
-from __future__ import annotations
-
 import asyncio
+import os
+from base64 import b64encode
 from pathlib import Path
 
-from infra.database import users
+from infra.database import api_keys
 from infra.database.engine import Database
-from infra.settings import Settings
-from infra.vault import key_file, key_pairs
+from infra.settings import EcsSettings, Settings
+from infra.vault import key_file, key_pairs, secret_versions
+from infra.vault.api_tokens import ApiTokens
 from infra.vault.key_file import KeyFileMissing
 
 
@@ -18,6 +19,20 @@ def create_missing_keys(settings: Settings) -> list[Path]:
     Raises `KeyFileMissing` if one half of the master key is missing: a new pair would hide that stored
     credentials can no longer be read.
     """
+    made = [] if settings.master_kms_key else _create_master_key(settings)
+    made += key_pairs.create_orchestrator_keys(settings.orchestrator_key_dir)
+    wanted = [name for name in (settings.temporal_codec_key_file, settings.webhook_key_file) if name]
+    for path in (settings.message_key_file, settings.api_secret_file, *map(Path, wanted)):
+        if not path.exists():
+            secret_versions.create_versions(path)
+            made.append(path)
+    if settings.launcher == "ecs" and not (launch_key := EcsSettings().launch_key_file).exists():
+        key_file.write_key_file(launch_key, b64encode(os.urandom(64)), private=True)
+        made.append(launch_key)
+    return made
+
+
+def _create_master_key(settings: Settings) -> list[Path]:
     made: list[Path] = []
     private, public = settings.master_key_file, settings.master_public_file
     # The private half has another name until the public half is written, so that after a kill in between
@@ -35,27 +50,22 @@ def create_missing_keys(settings: Settings) -> list[Path]:
             key_pairs.create_master_key(fresh, public)
         fresh.rename(private)
         made += [private, public]
-    if not settings.orchestrator_key_file.exists():
-        key_pairs.create_orchestrator_keys(settings.orchestrator_key_file)
-        made.append(settings.orchestrator_key_file)
     return made
 
 
-def ensure_admin_key(path: Path, database_url: str) -> str:
+def ensure_admin_key(path: Path, settings: Settings) -> str:
     """Returns the administrator's API key from `path` (mode 0600), or a new one if it does not work."""
     kept = key_file.read_key_file(path, private=True).decode().strip() if path.exists() else ""
-    return asyncio.run(_admin_key(kept, path, database_url))
+    return asyncio.run(_admin_key(kept, path, settings))
 
 
-async def _admin_key(kept: str, path: Path, database_url: str) -> str:
-    database = Database(database_url, pool_size=1)
-    try:
-        async with database.session() as session:
-            if kept and await users.find_api_key(session, kept) is not None:
-                return kept
-            token = (await users.create_api_key(session, "admin")).token
-            # Written before the commit, so that no valid key can be lost.
-            key_file.write_key_file(path, f"{token}\n".encode(), private=True)
+async def _admin_key(kept: str, path: Path, settings: Settings) -> str:
+    tokens = ApiTokens(settings.api_secret_file)
+    async with Database(settings.database_url, pool_size=1) as database, database.session() as session:
+        if tokens.is_genuine(kept) and await api_keys.find_api_key(session, kept) is not None:
+            return kept
+        token = tokens.make()
+        await api_keys.create_api_key(session, token, "admin", label="administrator of berth up")
+        # Written before the commit, so that no valid key can be lost.
+        key_file.write_key_file(path, f"{token}\n".encode(), private=True)
         return token
-    finally:
-        await database.close()

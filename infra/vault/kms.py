@@ -1,26 +1,31 @@
 """The master key in AWS KMS, which the key never leaves.
 
-The API's role may call `kms:Encrypt`, the orchestrator's `kms:Decrypt`. The encryption context binds a data
-key to its use. boto3 blocks, so its few calls per claim run in threads.
+The API's role may call `kms:Encrypt`, the orchestrator's `kms:Decrypt`. The encryption context binds a
+data key to its use. boto3 blocks, so its few calls per claim run in threads.
 """
-
-from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
+import boto3
+from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from infra.vault.key_pairs import UnknownMasterKey, UnwrapFailed
 from worker_runtime.protocol.errors import BerthError
 
 
-class KmsUnavailable(BerthError):
+class KmsUnavailable(BerthError, code="KMS_UNAVAILABLE", retryable=True):
     """AWS KMS does not answer, or refuses this role."""
 
-    code = "KMS_UNAVAILABLE"
-    retryable = True
+
+class KmsKeyUnknown(BerthError, code="KMS_KEY_UNKNOWN"):
+    """BERTH_MASTER_KMS_KEY is not the ARN of a key (an alias is none)."""
+
+
+#: Seconds to connect, and for an answer: a claim waits for it.
+_CONFIG = Config(connect_timeout=3, read_timeout=5, retries={"mode": "standard", "total_max_attempts": 2})
 
 
 class KmsMasterKey:
@@ -29,6 +34,14 @@ class KmsMasterKey:
     def __init__(self, client: Any, key_arn: str) -> None:
         self._client = client
         self._arn = key_arn
+
+    @classmethod
+    def of_arn(cls, arn: str) -> Self:
+        """Calls nothing of AWS yet. Raises `KmsKeyUnknown`."""
+        parts = arn.split(":")
+        if len(parts) != 6 or parts[2] != "kms" or not parts[5].startswith("key/"):
+            raise KmsKeyUnknown
+        return cls(boto3.client("kms", region_name=parts[3], config=_CONFIG), arn)
 
     @property
     def key_id(self) -> str:
@@ -51,9 +64,7 @@ class KmsMasterKey:
         try:
             return await asyncio.to_thread(call, KeyId=self._arn, EncryptionContext=bound, **given)
         except (BotoCoreError, ClientError) as error:
-            if (
-                isinstance(error, ClientError)
-                and error.response["Error"]["Code"] == "InvalidCiphertextException"
-            ):
+            code = error.response["Error"]["Code"] if isinstance(error, ClientError) else type(error).__name__
+            if code == "InvalidCiphertextException":
                 raise UnwrapFailed from None
-            raise KmsUnavailable(type(error).__name__) from error
+            raise KmsUnavailable(f"KMS: {code}") from error

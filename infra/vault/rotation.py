@@ -1,22 +1,18 @@
 """Rotation of the local master key: replaces the key pair, then rewraps every data key.
 
-The files keep their names. The old private half stays as `master-<key id>.key` while API processes may still
-encrypt with its public half, that is, until they are restarted. While such a file exists, a new run continues
-the same rotation.
+The files keep their names. The old private half stays as `master-<key id>.key`: an API process may have
+stored something under its public half in that moment. While such a file exists, a new run continues the same
+rotation.
 """
 
-from __future__ import annotations
-
-import fcntl
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from infra.database.engine import Database
+from infra.settings import Settings
 from infra.vault import key_file, key_pairs, vault
 from infra.vault.key_pairs import MasterKeyRing
+from infra.vault.master_key import master_unwrapper, master_wrapper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +61,7 @@ async def rotate_master_key(
     Raises what `replace_pair` does, `UnknownMasterKey` for credentials under an unknown key, or
     `DatabaseUnavailable`; the next run continues.
     """
-    with _locked(private.parent):
+    with key_file.locked(private.parent):
         # Checks first that the database answers.
         await vault.count_under_other_keys(database, "")
         started = replace_pair(private, public)
@@ -76,12 +72,9 @@ async def rotate_master_key(
     return Rotation(key_id=ring.public.key_id, started=started, rewrapped=rewrapped, left=left, kept=kept)
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds a file lock on the folder; the kernel releases it when its holder dies."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+async def move_to_kms(settings: Settings, database: Database) -> Rotation:
+    """Wraps by the key in KMS what key files wrap. KMS rotates its key by itself, under the same ARN."""
+    wrapper = master_wrapper(settings)
+    rewrapped = await vault.rewrap_all_data_keys(database, master_unwrapper(settings), wrapper)
+    left = await vault.count_under_other_keys(database, wrapper.key_id)
+    return Rotation(key_id=wrapper.key_id, started=False, rewrapped=rewrapped, left=left, kept=())

@@ -4,8 +4,6 @@ Credentials get a fresh data key and nonce each time they are stored. User and a
 associated data of the ciphertext, and as the context of the wrapped key.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 
@@ -17,22 +15,19 @@ from sqlalchemy import func, select
 from infra.database.engine import Database
 from infra.database.models import EncryptedCredentials, StoredCredentials
 from infra.vault.key_pairs import KeyUnwrapper, KeyWrapper
+from worker_runtime.protocol.authentication import join_parts
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Credentials
 
 _NONCE_BYTES = 12
 
 
-class DecryptFailed(BerthError):
+class DecryptFailed(BerthError, code="DECRYPT_FAILED"):
     """Stored credentials cannot be decrypted: altered, or taken from another user or account."""
-
-    code = "DECRYPT_FAILED"
 
 
 def _binding(user_id: str, account_id: str) -> bytes:
-    parts = (b"berth/vault/1", user_id.encode(), account_id.encode())
-    # Length prefixes: no two different pairs give the same bytes.
-    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return join_parts((b"berth/vault/1", user_id.encode(), account_id.encode()))
 
 
 async def encrypt_credentials(

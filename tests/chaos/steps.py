@@ -9,7 +9,7 @@ from enum import Enum
 
 from tests.chaos.traps import KillTrap, Program, ServerLine, When
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.scripts import ANSWER, ENQUEUE, POP, RESOLVE_OVERDUE, SPEND_BUDGET
+from worker_runtime.protocol.scripts import ANSWER, ENQUEUE, POP, PUMP_EVENTS, RESOLVE_OVERDUE, SPEND_BUDGET
 
 #: Lots by which the answer to one order is recognised: it names nothing else that is known before.
 _FILLED_LOTS = 137
@@ -112,6 +112,10 @@ def _filled(mine: Mine) -> tuple[bytes, ...]:
     return (mine.name, b'"filled"')
 
 
+def _pump(mine: Mine) -> tuple[bytes, ...]:
+    return (PUMP_EVENTS.sha.encode(),)
+
+
 def _commit(mine: Mine) -> tuple[bytes, ...]:
     return (b"COMMIT",)
 
@@ -160,6 +164,11 @@ _SESSION = (
     ),
 )
 _RECORDER = (
+    # Each ring has a round of the pump, that of an earlier event, too.
+    *(
+        _step(name, Way.FILLED_LATER, Program.ORCHESTRATOR, ServerLine.VALKEY, when, _pump)
+        for name, when in (("before it pumps", When.BEFORE), ("after it pumped", When.AFTER))
+    ),
     _step(
         "before it hears of a fill",
         *(Way.FILLED_LATER, Program.ORCHESTRATOR, ServerLine.VALKEY, When.AFTER),

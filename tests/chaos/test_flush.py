@@ -12,7 +12,7 @@ from infra.lab.processes import processes_of
 from tests.chaos.conftest import ChaosHouse
 from tests.chaos.judge import violations
 from tests.chaos.stream import OrderStream, wait_filled
-from tests.e2e.conftest import until
+from tests.e2e.conftest import House, until
 from worker_runtime.protocol import keys
 
 USERS = 6
@@ -26,6 +26,12 @@ def test_a_flush_under_load_stops_no_worker_and_service_comes_back(chaos_house: 
     workers = [str(house.start_until_active(trader)["worker_id"]) for trader in traders]
     before = [processes_of(worker_id) for worker_id in workers]
     streams = [OrderStream(house.stack.api_url, trader) for trader in traders]
+    admin, accepted = house.stack.admin_key, [f"kept-{number}" for number in range(10)]
+    limit = {"running": 7}
+    assert house.call("PUT", "/v1/job-limits/ping", admin, json=limit).status_code == 200
+    for job_id in accepted:
+        body = {"job": {"type": "ping", "job_id": job_id}, "delay": 15}
+        assert house.call("POST", "/v1/jobs", admin, json=body).status_code == 202
     with ExitStack() as flowing:
         for stream in streams:
             flowing.enter_context(stream)
@@ -54,3 +60,14 @@ def test_a_flush_under_load_stops_no_worker_and_service_comes_back(chaos_house: 
         assert violations(house.sessions(stream.trader), house.ledger(stream.trader), answers) == []
         stream.close()
         house.call("POST", f"/v1/users/{stream.trader.user_id}/worker/stop", stream.trader.api_key, json={})
+    # The orchestrator enqueues accepted jobs again, and brings settings of queues back, by itself.
+    for job_id in accepted:
+        until(lambda job_id=job_id: _done(house, job_id), f"end of {job_id}", 60.0)  # type: ignore[misc]
+    limits = house.call("GET", "/v1/job-limits", admin).json()["limits"]
+    assert [one["running"] for one in limits if one["type"] == "ping"] == [7]
+    house.call("PUT", "/v1/job-limits/ping", admin, json={})
+
+
+def _done(house: House, job_id: str) -> bool:
+    found = house.call("GET", f"/v1/jobs/{job_id}", house.stack.admin_key).json()
+    return (found["state"], found["attempt"]) == ("done", 1)

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
@@ -246,7 +246,7 @@ class Play:
             price=None,
             time_in_force="IOC",
             generation=generation.decode(),
-            deadline_at=now + timedelta(seconds=90.0 if step.way is Way.LEFT else 0.01),
+            lasts=90.0 if step.way is Way.LEFT else 0.01,
             trading_day=now.astimezone(TAIPEI).date(),
         )
 

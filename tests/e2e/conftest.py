@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
+import resource
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -25,6 +29,7 @@ from infra.exchange.behaviour import Behaviour
 from infra.exchange.client import ExchangeAdmin
 from infra.exchange.records import LedgerOrder, LedgerSession
 from infra.lab.processes import processes_of
+from infra.local.process import accepts, free_port, free_ports
 from infra.local.stack import LocalStack
 
 POOL = 3
@@ -168,6 +173,26 @@ class House:
         assert zygote, f"no process of {worker_id}"
         return zygote
 
+    @contextlib.contextmanager
+    def codec_endpoint(self) -> Iterator[str]:
+        """`berth codec`, which decrypts what Temporal has stored."""
+        port = free_port()
+        command = [
+            str(Path(sys.executable).with_name("berth")),
+            "codec",
+            "--data",
+            str(self.stack.folder.path),
+        ]
+        command += ["--port", str(port), "--origin", self.stack.ui_url]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout is not None
+                endpoint = server.stdout.readline().split()[-1]
+                until(lambda: accepts(port), "codec server")
+                yield endpoint
+            finally:
+                server.terminate()
+
     def kill_worker(self, worker_id: str) -> None:
         os.kill(self.worker_pid(worker_id), signal.SIGKILL)
 
@@ -199,12 +224,19 @@ def running_house() -> Iterator[House]:
     ones, and hundreds of processes would be looked through whenever one is sought."""
     folder = Path(tempfile.mkdtemp(prefix="berth-e2e-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user than root
+    limit, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (most, most))  # as where somebody hunts a crash
     try:
-        with LocalStack(folder, pool_target=POOL, connect_timeout=5.0, **VERIFY) as stack:
+        metrics, _ = free_ports(2)  # the second is the one after it, for the SDK's
+        address = f"127.0.0.1:{metrics}"
+        with LocalStack(
+            folder, pool_target=POOL, connect_timeout=5.0, metrics_address=address, **VERIFY
+        ) as stack:
             house = House(stack)
             yield house
             house.threads.shutdown()
     finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (limit, most))
         shutil.rmtree(folder, ignore_errors=True)
 
 

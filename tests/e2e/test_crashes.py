@@ -8,9 +8,9 @@ import threading
 import httpx
 import pytest
 from redis import Redis
-from temporalio.client import Client
 
 from infra.local.process import Server
+from infra.temporal.connection import open_client
 from tests.e2e.conftest import House, Trader, until
 from worker_runtime.protocol import keys
 
@@ -68,12 +68,12 @@ def test_a_claim_whose_reply_is_dropped_is_found_again(house: House) -> None:
 
     def steal(client: Redis) -> None:
         """Takes the worker's answer away before its reader gets it."""
-        if client.blpop([keys.pool_reply(house.stack.settings.pool, claim_id)], timeout=20):
+        if client.blpop([keys.pool_reply(house.stack.settings.pool, worker_id, claim_id)], timeout=20):
             stolen.set()
 
+    url = house.stack.settings.valkey_url
     thieves = [
-        threading.Thread(target=steal, args=(Redis(host="127.0.0.1", port=house.stack.valkey.port),))
-        for _ in range(2)
+        threading.Thread(target=steal, args=(Redis.from_url(url, socket_timeout=30.0),)) for _ in range(2)
     ]
     for thief in thieves:
         thief.start()
@@ -135,7 +135,7 @@ def test_a_terminated_workflow_leaves_no_second_session_of_its_user(house: House
 
     async def terminate() -> None:
         settings = house.stack.settings
-        client = await Client.connect(settings.temporal_address, namespace=settings.temporal_namespace)
+        client = await open_client(settings)
         await client.get_workflow_handle(f"user-worker-{trader.user_id}").terminate()
 
     asyncio.run(terminate())

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 from sqlalchemy import select
 
+from infra.database.accounts import retry_login
 from infra.database.engine import Database
 from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
@@ -63,9 +64,21 @@ def _signal(house: House, workflow_id: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def _forget_rejection(house: House, trader: Trader) -> None:
+    """A retry of which the worker does not hear."""
+
+    async def write() -> None:
+        database = Database(house.stack.settings.database_url, pool_size=1)
+        async with database.session() as session:
+            await retry_login(session, trader.user_id, trader.account_id, actor="test")
+        await database.close()
+
+    asyncio.run(write())
+
+
 @pytest.mark.parametrize("way", ["rest", "temporal"])
-def test_credentials_that_were_wrong_are_taken_at_the_next_reload(house: House, way: str) -> None:
-    """The stored ones are not valid yet, so the old session stays; a reload takes them when they are."""
+def test_credentials_that_were_wrong_are_taken_when_somebody_asks_for_a_retry(house: House, way: str) -> None:
+    """The stored ones are not valid yet, so the old session stays; a retry takes them when they are."""
     trader = house.trader()
     worker = house.start_until_active(trader)
     [old] = house.open_sessions(trader)
@@ -79,9 +92,10 @@ def test_credentials_that_were_wrong_are_taken_at_the_next_reload(house: House, 
 
     _at_the_exchange(house, trader, "new")
     if way == "rest":
-        path = f"/v1/users/{trader.user_id}/worker/reload-credentials"
-        assert house.call("POST", path, trader.api_key).status_code == 202
+        path = f"/v1/users/{trader.user_id}/accounts/{trader.account_id}/retry"
+        assert house.call("POST", path, trader.api_key).status_code == 200
     else:
+        _forget_rejection(house, trader)
         done = _signal(house, user_worker_id(trader.user_id))
         assert done.returncode == 0, done.stderr
 

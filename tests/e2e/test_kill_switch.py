@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ import pytest
 from redis import Redis
 
 from tests.e2e.conftest import House, Trader, until
-from worker_runtime.protocol import keys
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.protocol import keys, scripts
 
 
 def switch(house: House, state: str, key: str, **whom: Any) -> dict[str, Any]:
@@ -41,9 +43,10 @@ def orders_in_the_queue(client: Redis, trader: Trader) -> int:
 
 
 @contextmanager
-def held(house: House, trader: Trader) -> Iterator[tuple[Future[Any], list[Future[Any]]]]:
+def held(house: House, trader: Trader, journaled: int = 2) -> Iterator[tuple[Future[Any], list[Future[Any]]]]:
     """An order that the broker has, and three that wait for it in the queue. The broker stands still while
-    this is open, so that the first one holds the session: for at most the 10 s of a broker call."""
+    this is open, so that the first one holds the session: for at most the 10 s of a broker call. `journaled`:
+    orders of the user with it."""
     assert house.order(trader).json()["state"] == "filled"
     exchange = house.stack.exchange.pid
     os.kill(exchange, signal.SIGSTOP)
@@ -53,7 +56,7 @@ def held(house: House, trader: Trader) -> Iterator[tuple[Future[Any], list[Futur
             # Once it is in the journal, no switch is checked before the broker is called.
             entries = keys.journal(trader.user_id, "*")
             until(
-                lambda: len(set(client.scan_iter(entries, count=10_000))) == 2,
+                lambda: len(set(client.scan_iter(entries, count=10_000))) == journaled,
                 "the first one on its way to the broker",
             )
             queued = [house.threads.submit(house.order, trader) for _ in range(3)]
@@ -82,6 +85,16 @@ def test_orders_that_are_queued_already_are_refused(opened: House, scope: str) -
     assert house.order(trader).json()["state"] == "filled"
 
 
+def let_workers_in(client: Redis, users: list[str]) -> None:
+    """What an orchestrator does first for a server that lost scripts and users; its switches come last."""
+    for script in (*scripts.ALL, *job_scripts.ALL):
+        client.script_load(script.source)
+    for user in users:
+        _, name, *rights = re.findall(r"\([^)]*\)|\S+", user)
+        if name != "default":
+            client.execute_command("ACL", "SETUSER", name, *rights)  # type: ignore[no-untyped-call]
+
+
 def test_a_valkey_that_comes_back_older_opens_nothing(opened: House) -> None:
     house, trader = opened, opened.trader()
     valkey, watcher = house.stack.valkey, house.stack.orchestrator.pid
@@ -90,6 +103,8 @@ def test_a_valkey_that_comes_back_older_opens_nothing(opened: House) -> None:
         with held(house, trader) as (first, queued):
             shutil.copytree(log, copy)  # three in the queue, and the switch open
             assert switch(house, "halted", house.stack.admin_key, user_id=trader.user_id)["in_force"] is True
+            with house.valkey() as client:
+                users = client.acl_list()
             os.kill(watcher, signal.SIGSTOP)  # which would put it right
             valkey.kill()
             shutil.rmtree(log)
@@ -97,6 +112,7 @@ def test_a_valkey_that_comes_back_older_opens_nothing(opened: House) -> None:
             valkey.start()
         with house.valkey() as client:
             assert client.hget(keys.switch(trader.user_id), "*") == b"open"
+            let_workers_in(client, users)
             until(lambda: client.llen(keys.processing(trader.user_id)) == 0, "the first one answered")
             assert orders_in_the_queue(client, trader) == 3
     finally:

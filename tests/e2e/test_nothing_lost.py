@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
@@ -94,7 +94,7 @@ def test_an_order_whose_api_died_before_it_was_queued_is_placed_once(house: Hous
         price=None,
         time_in_force="IOC",
         generation=generation.decode(),
-        deadline_at=now + timedelta(seconds=60),
+        lasts=60.0,
         trading_day=now.astimezone(TAIPEI).date(),
     )
 

@@ -17,6 +17,7 @@ from infra.database.orders.changes import OrderChange
 from infra.exchange.behaviour import Behaviour, FillMode
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
+from infra.vault.message_secret import MessageSecretFile
 from tests.e2e.conftest import House, Trader, until
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.requests import ReplaceOrder
@@ -107,7 +108,8 @@ def test_a_change_whose_api_died_after_it_was_queued_is_in_the_books(house: Hous
             generation=row.generation,
         )
         async with valkey.connect_valkey(house.stack.settings.valkey_url) as client:
-            await RequestQueue(client).enqueue(request, 30.0)
+            secrets = MessageSecretFile(house.stack.settings.message_key_file)
+            await RequestQueue(client, secrets).enqueue(request, 30.0)
 
     asyncio.run(change())
 

@@ -23,7 +23,6 @@ def _commands(house: House) -> str:
     script = "".join(block for block in blocks if block.strip() != "make run")
     for shown, real in (
         ("http://127.0.0.1:8000", house.stack.api_url),
-        ("http://127.0.0.1:7405", house.stack.exchange.admin_url),
         (".berth/", f"{house.stack.folder.path}/"),
         ("$PWD/.venv/bin", str(Path(sys.executable).parent)),
     ):
@@ -34,11 +33,18 @@ def _commands(house: House) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_commands_of_the_tutorial_can_be_pasted_as_they_are(house: House, tmp_path: Path) -> None:
+def test_the_commands_of_the_tutorial_can_be_pasted_as_they_are(
+    house: House, client_distribution: Path, tmp_path: Path
+) -> None:
     done = subprocess.run(
         ["/bin/bash", "-c", _commands(house)],
         cwd=tmp_path,
-        env={**os.environ, "BERTH_DATA_DIR": str(house.stack.folder.path)},
+        env={
+            **os.environ,
+            "BERTH_DATA_DIR": str(house.stack.folder.path),
+            "BERTH_EXCHANGE_ADMIN_URL": house.stack.exchange.admin_url,
+            "PYTHONPATH": str(client_distribution),  # `make setup` has it in .venv
+        },
         capture_output=True,
         text=True,
         timeout=100,
@@ -50,7 +56,9 @@ def test_the_commands_of_the_tutorial_can_be_pasted_as_they_are(house: House, tm
     assert refused == ["QUANTITY_LIMIT", "TRADING_HALTED"], shown
     # The first order and its own page, the second account's, the alert and its repeat, and both of an entry.
     assert shown.count('"state":"filled"') == 7, shown
-    assert '"state":"cancelled"' in shown
+    assert shown.count('"login":"verified"') == 2, shown
+    assert "alice alice-1: version 1 is stored; login verified" in shown
+    assert "submitted then cancelled" in shown
     assert '"connected": "2/2"' in shown
     assert "alice: reloaded" in shown
     assert '"direction":"short"' in shown

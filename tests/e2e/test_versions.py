@@ -19,6 +19,7 @@ from temporalio.service import RPCError, RPCStatusCode
 from activities.orchestrator.deployment import Deployment
 from infra.local.components import OrchestratorComponent
 from infra.local.stack import LocalStack
+from infra.temporal.connection import open_client
 from tests.e2e.conftest import POOL, House, Trader, until
 from workflows import names
 from workflows.user_worker import messages as m
@@ -59,7 +60,7 @@ class VersionedFleet:
         """Asks Temporal; again while it says that a deployment got too many requests in this moment."""
 
         async def asked() -> T:
-            return await question(await Client.connect(self.stack.settings.temporal_address))
+            return await question(await open_client(self.stack.settings))
 
         def answer() -> list[T] | None:
             try:

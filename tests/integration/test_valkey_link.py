@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.link import ValkeyLink
 from infra.valkey.request_queue import RequestQueue
+from tests.signed import SECRETS
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import QueryAccount
 from worker_runtime.protocol.scripts import ENQUEUE
@@ -139,7 +141,7 @@ async def test_a_script_that_the_server_does_not_know_is_sent_to_it(
     await valkey_client.script_flush()
     for new in (1, 0):
         reply = await link.run(
-            ENQUEUE, ["{u}:seen", "{u}:queue", "{u}:bell", "{u}:mark"], ["r", "x", 9000, 9]
+            ENQUEUE, ["{u}:seen", "{u}:queue", "{u}:bell", "{u}:mark"], ["r", "x", 9000, 9, "mac"]
         )
         assert reply[0] == new
 
@@ -251,16 +253,30 @@ async def test_a_reply_in_pieces_is_put_together() -> None:
         assert await call == b"0123456789"
 
 
+async def test_a_clock_that_was_read_while_this_process_stood_still_is_read_again() -> None:
+    async with scripted() as (server, made):
+        reading = asyncio.create_task(made.read_clock())
+        await server.asked.wait()
+        server.asked.clear()
+        server.say(b"*2\r\n$4\r\n1000\r\n$1\r\n0\r\n")
+        time.sleep(0.3)  # noqa: ASYNC251 - the reply is there, and nobody reads it
+        await server.asked.wait()
+        server.say(b"*2\r\n$4\r\n1000\r\n$6\r\n300000\r\n")
+        await reading
+        assert 1_000_300 <= made.server_ms() < 1_000_900
+
+
 async def test_a_queue_with_a_link_enqueues_over_it_alone(link: ValkeyLink, valkey_client: Redis) -> None:
-    queue = RequestQueue(valkey_client, lambda: link)
+    queue = RequestQueue(valkey_client, SECRETS, lambda: link)
     first, second = (
         QueryAccount(request_id=number, user_id="u", account_id="a", reply_to="", generation="g")
         for number in ("1", "2")
     )
+    await link.read_clock()
     assert (await queue.enqueue(first, 30.0)).new
     assert not (await queue.enqueue(first, 30.0)).new
     link.close()
     with pytest.raises(RedisError):
         await queue.enqueue(second, 30.0)
     assert await valkey_client.llen(keys.requests("u")) == 1  # nothing went another way
-    assert (await RequestQueue(valkey_client, lambda: None).enqueue(second, 30.0)).new
+    assert (await RequestQueue(valkey_client, SECRETS, lambda: None).enqueue(second, 30.0)).new

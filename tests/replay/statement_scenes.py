@@ -1,4 +1,4 @@
-"""The runs of the daily statements whose histories are kept."""
+"""The runs of the daily statements and the daily report whose histories are kept."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from temporalio.client import Client, WorkflowHistory
 from tests.workflow.statement_fakes import DAY, FakeStatements
 from workflows import names
 from workflows.reports import messages as sm
-from workflows.reports.workflow import StatementsWorkflow
+from workflows.reports.workflow import DailyReportWorkflow, StatementsWorkflow
 
 #: Names of what `play_statements` gives.
 STATEMENTS = {
     *("statements_by_the_clock", "statements_started_again", "statements_on_a_holiday"),
     *("statements_first_pages", "statements_last_pages"),
+    *("daily_report", "daily_report_on_a_holiday"),
 }
 
 
@@ -29,18 +30,29 @@ async def play_statements(client: Client) -> dict[str, WorkflowHistory]:
         first = client.get_workflow_handle(id, run_id=handle.first_execution_run_id)
         return await first.fetch_history()
 
+    async def reported(id: str) -> WorkflowHistory:
+        handle = await client.start_workflow(
+            DailyReportWorkflow.run, sm.DailyReportInput(), id=id, task_queue=names.BULK_QUEUE
+        )
+        await handle.result()
+        return await handle.fetch_history()
+
     async with fake.serving(client):
         by_the_clock = await started("replay-statements")
         again = await started("replay-statements-again")
         by_hand = sm.StatementsInput(day=DAY, page=2, pages=2, rate=100.0)
         first_pages = await started("replay-statements-by-hand", by_hand)
         last_pages = await client.get_workflow_handle("replay-statements-by-hand").fetch_history()
+        report = await reported("replay-daily-report")
         fake.reason = f"{DAY} was no trading day"
         holiday = await started("replay-statements-holiday")
+        no_report = await reported("replay-daily-report-holiday")
     return {
         "statements_by_the_clock": by_the_clock,
         "statements_started_again": again,
         "statements_first_pages": first_pages,
         "statements_last_pages": last_pages,
         "statements_on_a_holiday": holiday,
+        "daily_report": report,
+        "daily_report_on_a_holiday": no_report,
     }

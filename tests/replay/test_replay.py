@@ -16,9 +16,9 @@ from tests.replay.statement_scenes import STATEMENTS
 from workflows.maintenance.workflow import MaintenanceBatchWorkflow, MaintenanceWorkflow
 from workflows.morning.workflow import MorningWorkflow
 from workflows.order.workflow import OrderWorkflow
-from workflows.reports.workflow import StatementsWorkflow
+from workflows.reports.workflow import DailyReportWorkflow, StatementsWorkflow
 from workflows.rollout.workflow import RolloutWorkflow
-from workflows.sandbox import bare_runner, workflow_runner
+from workflows.sandbox import workflow_runner
 from workflows.user_worker.workflow import UserWorkerWorkflow
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
@@ -31,6 +31,7 @@ WORKFLOWS = [
     MorningWorkflow,
     RolloutWorkflow,
     StatementsWorkflow,
+    DailyReportWorkflow,
 ]
 #: Of `bulk_scenes.py`, whose scenes are of several runs each.
 BULK = {
@@ -66,7 +67,7 @@ async def test_a_history_that_does_not_fit_is_noticed() -> None:
     """So that the tests above mean something: one activity's name is changed."""
     path = next(path for path in FILES if path.stem == "cold_then_shut_down")
     changed = path.read_text(encoding="utf-8").replace("launch_for_claim", "another_activity")
-    result = await Replayer(workflows=[UserWorkerWorkflow], workflow_runner=bare_runner()).replay_workflow(
-        WorkflowHistory.from_json("changed", changed), raise_on_replay_failure=False
-    )
+    result = await Replayer(
+        workflows=[UserWorkerWorkflow], workflow_runner=workflow_runner(passed=())
+    ).replay_workflow(WorkflowHistory.from_json("changed", changed), raise_on_replay_failure=False)
     assert result.replay_failure is not None

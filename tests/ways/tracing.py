@@ -25,6 +25,10 @@ ROOT = Path(__file__).resolve().parents[2]
 _WRITTEN = 3.0
 
 
+#: Seconds of rest at least: a worker's session looks around once a second.
+_AT_REST = 1.5
+
+
 @dataclass(frozen=True)
 class Traced:
     """The files with a function that was called each time, and those of them where it rested otherwise."""
@@ -48,7 +52,7 @@ class Tracer:
         lasted = time.monotonic() - began
         time.sleep(_WRITTEN)
         acted = self._counts(of)
-        time.sleep(lasted)
+        time.sleep(max(lasted, _AT_REST))
         busy, idle = acted - before, self._counts(of) - acted
         often = {key for key, count in busy.items() if count >= times}
         return Traced(met={file for file, _ in often}, only_by_it={key[0] for key in often if not idle[key]})

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC
+from itertools import accumulate
 
 from temporalio import activity
 from temporalio.client import Client
@@ -19,7 +20,7 @@ from workflows.morning import messages as mo
 from workflows.morning.workflow import MorningWorkflow
 from workflows.rollout import messages as rm
 from workflows.rollout.workflow import RolloutWorkflow
-from workflows.sandbox import bare_runner
+from workflows.sandbox import workflow_runner
 
 DAY = "2026-11-23"
 
@@ -56,21 +57,33 @@ class FakeMaintenance:
             task_queue=names.BULK_QUEUE,
             workflows=[MaintenanceWorkflow, MaintenanceBatchWorkflow],
             activities=[self.scan_fleet, self.clean_up, self.finish_pass],
-            workflow_runner=bare_runner(),
+            workflow_runner=workflow_runner(passed=()),
         )
 
 
 class FakeMorning:
     """A trading day with users, some of whom fail."""
 
-    def __init__(self, users: int, *, bell_in: float = 1200.0, holiday: str = "") -> None:
-        self.users = [f"u{number:04}" for number in range(users)]
+    def __init__(
+        self, users: int, *, bell_in: float = 1200.0, holiday: str = "", later: Sequence[int] = ()
+    ) -> None:
+        """`later`: users of further bells, each 900 s after the one before."""
+        sizes = [users, *later]
+        self.users = [f"u{number:04}" for number in range(sum(sizes))]
+        ends = list(accumulate(sizes))
+        #: Market of a group → its users; '': all.
+        self.groups = {
+            f"market{n}" if later else "": self.users[end - size : end]
+            for n, (size, end) in enumerate(zip(sizes, ends, strict=True))
+        }
         self.bell_in = bell_in
         self.holiday = holiday
         #: User → what each try gives; a user who is not named is connected.
         self.script: dict[str, list[mo.Connected]] = {}
         #: User and time (Unix seconds) of each try.
         self.tries: list[tuple[str, float]] = []
+        #: Until when each is to stay.
+        self.stays: dict[str, float] = {}
         self.plans = 0
         self.at_once = self.most_at_once = 0
         self.takes = 0.0
@@ -81,17 +94,22 @@ class FakeMorning:
         day = request.day or DAY
         if self.holiday:
             return mo.MorningPlan(day=day, reason=self.holiday)
-        now = activity.info().current_attempt_scheduled_time.timestamp()
-        return mo.MorningPlan(day=day, users=len(self.users), since=1.0, bell=now + self.bell_in)
+        first = activity.info().current_attempt_scheduled_time.timestamp() + self.bell_in
+        groups = tuple(
+            mo.BellGroup(bell=first + 900.0 * number, users=len(users), market=market)
+            for number, (market, users) in enumerate(self.groups.items())
+        )
+        return mo.MorningPlan(day=day, users=len(self.users), since=1.0, bell=groups[-1].bell, groups=groups)
 
     @activity.defn
     async def recent_users(self, request: mo.RecentUsers) -> list[str]:
-        return [user for user in self.users if user > request.after][: request.limit]
+        return [user for user in self.groups[request.market] if user > request.after][: request.limit]
 
     @activity.defn
     async def connect_user(self, request: mo.ConnectUser) -> mo.Connected:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
+        self.stays[request.user_id] = request.stay_until
         at = activity.info().current_attempt_scheduled_time
         self.tries.append((request.user_id, at.astimezone(UTC).timestamp()))
         await asyncio.sleep(self.takes)
@@ -106,7 +124,7 @@ class FakeMorning:
             task_queue=names.BULK_QUEUE,
             workflows=[MorningWorkflow],
             activities=[self.plan_morning, self.recent_users, self.connect_user],
-            workflow_runner=bare_runner(),
+            workflow_runner=workflow_runner(passed=()),
         ):
             yield
 
@@ -189,5 +207,5 @@ class FakeRollout:
             task_queue=names.BULK_QUEUE,
             workflows=[RolloutWorkflow],
             activities=[self.check_release, self.retire_workers, self.ask_to_move, self.tell_rollout],
-            workflow_runner=bare_runner(),
+            workflow_runner=workflow_runner(passed=()),
         )

@@ -20,7 +20,7 @@ from temporalio.worker import Worker
 
 from activities.orchestrator.queues import FAIL_ON
 from workflows import names
-from workflows.sandbox import bare_runner
+from workflows.sandbox import workflow_runner
 from workflows.user_worker import messages as m
 from workflows.user_worker.workflow import UserWorkerWorkflow
 from workflows.worker_pool import messages as pm
@@ -62,6 +62,8 @@ class FakeFleet:
         self.claim_script: list[str] = []
         self.connect_script: list[m.ClaimResult] = []
         self.launch_failures = 0
+        #: What a launch takes.
+        self.launch_seconds = 0.0
         self.launch_failure = "LAUNCH_FAILED"
         self.claim_failures = 0
         self.check_failures = 0
@@ -116,6 +118,8 @@ class FakeFleet:
     @activity.defn
     async def launch_for_claim(self, request: m.LaunchForClaim) -> m.Launched:
         self.launches.append(request.claim_id)
+        async with asyncio.timeout(request.timeout):
+            await asyncio.sleep(self.launch_seconds)
         if self.launch_failures:
             self.launch_failures -= 1
             raise ApplicationError("no host", type=self.launch_failure, non_retryable=True)
@@ -267,7 +271,7 @@ async def serving(client: Client, activities: list[Callable[..., Any]]) -> Async
                 task_queue=names.LIFECYCLE_QUEUE,
                 workflows=[UserWorkerWorkflow, WorkerPoolWorkflow],
                 activities=activities,
-                workflow_runner=bare_runner(),
+                workflow_runner=workflow_runner(passed=()),
                 workflow_failure_exception_types=FAIL_ON,
                 max_heartbeat_throttle_interval=BEAT,
             )
@@ -288,6 +292,7 @@ async def ensure_active(
     settings: m.UserWorkerSettings | None = None,
     *,
     mark_missing: bool = False,
+    stay_until: float = 0.0,
 ) -> m.ActiveWorker:
     """What the API does, in two calls: the time-skipping server does not know update-with-start."""
     await client.start_workflow(
@@ -298,7 +303,9 @@ async def ensure_active(
         id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
     )
     answer: m.ActiveWorker = await handle(client, user_id).execute_update(
-        "ensure_active", m.EnsureActive(mark_missing=mark_missing), result_type=m.ActiveWorker
+        "ensure_active",
+        m.EnsureActive(mark_missing=mark_missing, stay_until=stay_until),
+        result_type=m.ActiveWorker,
     )
     return answer
 

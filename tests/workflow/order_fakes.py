@@ -16,7 +16,7 @@ from tests.workflow.fakes import patient
 from workflows import names
 from workflows.order import messages as om
 from workflows.order.workflow import OrderWorkflow
-from workflows.sandbox import bare_runner
+from workflows.sandbox import workflow_runner
 
 FILLED = om.Verified(finding=om.VerificationFinding.FINAL, state="filled")
 LISTED = om.Verified(finding=om.VerificationFinding.LISTED, state="submitted")
@@ -64,7 +64,7 @@ async def following(client: Client, book: FakeBook) -> AsyncIterator[None]:
         task_queue=names.ORDERS_QUEUE,
         workflows=[OrderWorkflow],
         activities=book.activities(),
-        workflow_runner=bare_runner(),
+        workflow_runner=workflow_runner(passed=()),
     )
     async with patient(worker):
         yield

@@ -1,4 +1,4 @@
-"""Activities of the daily statements under the real names: a day, and users in pages."""
+"""Activities of the daily statements and the daily report under the real names: a day, and users in pages."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from temporalio.worker import Worker
 
 from workflows import names
 from workflows.reports import messages as sm
-from workflows.reports.workflow import StatementsWorkflow
-from workflows.sandbox import bare_runner
+from workflows.reports.workflow import DailyReportWorkflow, StatementsWorkflow
+from workflows.sandbox import workflow_runner
 
 DAY = "2026-11-23"
 
@@ -45,13 +45,17 @@ class FakeStatements:
             known=len(page) - len(new),
         )
 
+    @activity.defn
+    async def make_report(self, request: sm.MakeReport) -> sm.ReportResult:
+        return sm.ReportResult(day=request.day or DAY, reason=self.reason, mails=0 if self.reason else 2)
+
     @asynccontextmanager
     async def serving(self, client: Client) -> AsyncIterator[None]:
         async with Worker(
             client,
             task_queue=names.BULK_QUEUE,
-            workflows=[StatementsWorkflow],
-            workflow_runner=bare_runner(),
-            activities=[self.plan_statements, self.enqueue_statements],
+            workflows=[StatementsWorkflow, DailyReportWorkflow],
+            workflow_runner=workflow_runner(passed=()),
+            activities=[self.plan_statements, self.enqueue_statements, self.make_report],
         ):
             yield

@@ -10,7 +10,7 @@ from temporalio.client import Client, WorkflowFailureError
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
-from activities.orchestrator.pool_policy import ensure_pool
+from activities.pool.sizing import ensure_pool
 from infra.settings import Settings
 from tests.workflow.fakes import FakePool, serving, until
 from workflows import names

@@ -11,7 +11,7 @@ from temporalio.client import Client
 from temporalio.worker import Worker
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner
 
-from workflows.sandbox import bare_runner, workflow_runner
+from workflows.sandbox import workflow_runner
 
 #: What everybody who imported hiredis before compares with.
 BEFORE = hiredis.ReplyError
@@ -35,7 +35,7 @@ def refused() -> object:
     return reader.gets()
 
 
-@pytest.mark.parametrize("runner", [workflow_runner(), bare_runner()], ids=["product", "suite"])
+@pytest.mark.parametrize("runner", [workflow_runner(), workflow_runner(passed=())], ids=["product", "suite"])
 async def test_an_import_in_a_finalizer_leaves_the_errors_of_hiredis_as_they_are(
     temporal: Client, runner: SandboxedWorkflowRunner
 ) -> None:

@@ -4,8 +4,6 @@ Three failures say what is known of a request: nothing of it left this process, 
 something may have left, or no answer came in time.
 """
 
-from __future__ import annotations
-
 import select
 import socket
 import threading
@@ -68,6 +66,9 @@ _MAX_LINE = 16 * 1024 * 1024
 _REMEMBERED = 4096
 #: Seconds to wait for the reader thread to end.
 _READER_WAIT = 0.4
+#: What the exchange takes of our request as it is.
+_TERMS = tuple(name for name in Place.__struct_fields__ if name in PlaceOrder.__struct_fields__)
+
 #: Makes a request from its `id`.
 MakeRequest = Callable[..., ClientRequest]
 
@@ -100,6 +101,8 @@ class PaperConnection:
         self._next_id = 0
         self._waiting: dict[int, SimpleQueue[ExchangeReply | None]] = {}
         self._seen: OrderedDict[str, None] = OrderedDict()
+        #: By symbol, the price of this session's last fill.
+        self.last_prices: dict[str, Decimal] = {}
         self.down_reason: str | None = None
         self._buffer = bytearray()
         self._reader = threading.Thread(target=self._read, name="paper-reader", daemon=True)
@@ -214,6 +217,8 @@ class PaperConnection:
     def _report(self, change: OrderChanged) -> None:
         """Passes a change on once. A repeated fill is recognised by its fill id, whatever event repeats
         it."""
+        if change.fill is not None:
+            self.last_prices[change.order.symbol] = change.fill.price
         key = f"fill {change.fill.fill_id}" if change.fill is not None else f"event {change.event_id}"
         if key in self._seen:
             return
@@ -283,17 +288,8 @@ class PaperBroker:
     def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
         if timeout <= 0:
             raise OrderRejected("no time was left to send the order; it was not sent")
-        request = partial(
-            Place,
-            symbol=order.symbol,
-            side=order.side,
-            quantity=order.quantity,
-            price_type=order.price_type,
-            price=order.price,
-            time_in_force=order.time_in_force,
-            tag=order.tag,
-            client_note=order.order_id,
-        )
+        terms = {name: getattr(order, name) for name in _TERMS}
+        request = partial(Place, client_note=order.order_id, **terms)
         return self._change(request, timeout)
 
     def queries_before_change(self, broker_order_id: str) -> bool:
@@ -327,6 +323,10 @@ class PaperBroker:
 
     def ping(self, timeout: float) -> None:
         self._ask(ExchangePing, timeout)
+
+    def reference_price(self, symbol: str) -> Decimal | None:
+        """The exchange has none: the price of the session's last fill stands for it."""
+        return self._link.last_prices.get(symbol) if self._link is not None else None
 
     def alive(self) -> bool:
         link = self._link

@@ -1,7 +1,5 @@
 """The interface between the session and a broker."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from decimal import Decimal
 from typing import NamedTuple, Protocol
@@ -14,7 +12,15 @@ class ConnectionKey(NamedTuple):
     broker: str
     broker_type: str
     simulation: bool
+    #: Ours.
     account_id: str
+    #: The broker's own id of the account, if that is another one.
+    number: str = ""
+
+    @property
+    def at_broker(self) -> str:
+        """The account's id as the broker knows it."""
+        return self.number or self.account_id
 
 
 class Listing(NamedTuple):
@@ -46,28 +52,26 @@ class Broker(Protocol):
 
     def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
         """Submits once. Never retries."""
-        ...
 
     def queries_before_change(self, broker_order_id: str) -> bool:
         """Whether a cancel or change of this order first queries its state, which Shioaji counts as an order,
         too. No I/O."""
-        ...
+
+    def reference_price(self, symbol: str) -> Decimal | None:
+        """The price from which today's limits are counted; None if it is not known. No I/O, never raises."""
 
     def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
         """Cancels a working order, once; returns it as the broker reports it. Raises `OrderRejected` if there
         is no such working order."""
-        ...
 
     def replace(
         self, broker_order_id: str, quantity: int | None, price: Decimal | None, timeout: float
     ) -> ExchangeOrder:
         """Changes a working order, once, to a smaller total quantity (lots) or another price; None:
         unchanged. Returns the changed order. Raises `OrderRejected` if it cannot be changed so."""
-        ...
 
     def orders(self, timeout: float) -> Listing:
         """Today's orders of this account, and how complete the list is."""
-        ...
 
     def positions(self, timeout: float) -> list[Position]: ...
 
@@ -75,16 +79,13 @@ class Broker(Protocol):
 
     def ping(self, timeout: float) -> None:
         """Raises if the session is no longer alive."""
-        ...
 
     def alive(self) -> bool:
         """False as soon as this adapter knows that its session has ended; True proves nothing. Called before
         each order and once a second: no I/O, never raises."""
-        ...
 
     def close(self) -> None:
         """Logs out, within a second; never raises, may be called twice."""
-        ...
 
 
 #: Makes an unconnected `Broker` for a connection and a client (see `create_broker`).

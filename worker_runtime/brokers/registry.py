@@ -1,7 +1,5 @@
 """All brokers by their name. An adapter is imported when its first connection is made."""
 
-from __future__ import annotations
-
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
 from worker_runtime.protocol.errors import BrokerError
 from worker_runtime.protocol.launch import WorkerConfig
@@ -18,7 +16,7 @@ def create_broker(config: WorkerConfig, key: ConnectionKey, client: str, on_orde
 
         if not config.paper_exchange:
             raise BrokerError("this worker does not know where the paper exchange is")
-        return PaperBroker(config.paper_exchange, key.account_id, client, on_order)
+        return PaperBroker(config.paper_exchange, key.at_broker, client, on_order)
     if key.broker == "shioaji":
         from worker_runtime.brokers.shioaji.broker import ShioajiBroker
         from worker_runtime.process.log import silence_libraries

@@ -1,12 +1,12 @@
 """Runs one runner of the fleet: `python -m worker_runtime.jobs`, configured on standard input."""
 
-from __future__ import annotations
-
 import sys
 
-from worker_runtime.jobs.config import parse_config
+from worker_runtime.jobs.config import RunnerConfig, parse_config
+from worker_runtime.jobs.protocol.messages import JobFailed
 from worker_runtime.jobs.runner import JobRunner
 from worker_runtime.jobs.types.job_registry import JobRegistry, build_registry
+from worker_runtime.jobs.types.mail import check_login
 from worker_runtime.process.config import BadConfig, read_document
 from worker_runtime.process.log import Log
 from worker_runtime.protocol.launch import ExitCode
@@ -19,8 +19,21 @@ def main(registry: JobRegistry | None = None) -> ExitCode:
     except BadConfig as error:
         Log().error("bad_config", reason=error.detail)
         return ExitCode.BAD_CONFIG
+    if "--check" in sys.argv:
+        return _check(config)
     log = Log(config.log_level, runner=config.name, process="jobs")
     return JobRunner(config, build_registry(config) if registry is None else registry, log).run()
+
+
+def _check(config: RunnerConfig) -> ExitCode:
+    """Tries the mail server; says on standard output what is wrong."""
+    try:
+        if config.mail is not None:
+            check_login(config.mail)
+    except JobFailed as error:
+        sys.stdout.write(f"{error.code}: {error.detail}\n")
+        return ExitCode.BAD_CONFIG
+    return ExitCode.OK
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ parent of 23 MB, 5.2 ms from one of 150 MB. A child that runs the garbage collec
 after `gc.freeze` (measured, Python 3.11).
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import math
@@ -19,7 +17,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from worker_runtime.jobs.child_process import MAX_PACKET, ChildProcess, receive_packet
 from worker_runtime.jobs.protocol.messages import RUNNER_TTL, Job
@@ -76,11 +74,8 @@ class OutputCapture:
         self._tail = (self._tail + data[room:])[-_HALF:]
 
 
-class NotForked(BerthError):
+class NotForked(BerthError, code="JOB_NOT_FORKED", retryable=True):
     """No child could be made for a job: the host has no process, memory or descriptor left."""
-
-    code = "JOB_NOT_FORKED"
-    retryable = True
 
 
 class JobChild:
@@ -146,22 +141,16 @@ class _ChildLink:
         os.close(self.writer)
 
 
+@dataclass(eq=False, repr=False)
 class ChildPool:
     """All children of one runner. `recycle`: the number of jobs that one child runs."""
 
-    def __init__(
-        self,
-        registry: JobRegistry,
-        selector: selectors.BaseSelector,
-        on_packet: Callable[[JobChild], None],
-        recycle: int = 1,
-    ) -> None:
-        self._registry = registry
-        self._selector = selector
-        self._on_packet = on_packet
-        self._recycle = recycle
-        self._free: list[JobChild] = []
-        self._all: dict[int, JobChild] = {}
+    registry: JobRegistry
+    selector: selectors.BaseSelector
+    on_packet: Callable[[JobChild], None]
+    recycle: int = 1
+    _free: list[JobChild] = field(default_factory=list, init=False)
+    _all: dict[int, JobChild] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -210,13 +199,13 @@ class ChildPool:
     def unwatch(self, child: JobChild) -> None:
         """Waits for no more packets: the child has closed its end. Safe to repeat."""
         with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(child.link.fileno())
+            self.selector.unregister(child.link.fileno())
 
     def forget(self, child: JobChild) -> None:
         """Closes what belonged to a reaped child, once its output has been read."""
         self.unwatch(child)
         with contextlib.suppress(KeyError):
-            self._selector.unregister(child.capture.descriptor)
+            self.selector.unregister(child.capture.descriptor)
         child.link.close()
         child.capture.close()
 
@@ -241,21 +230,21 @@ class ChildPool:
             size = _address_space()
             pid = os.fork()
             if pid == 0:
-                ChildProcess(link.far, link.writer, self._registry, self._recycle, size).main(parent)
+                ChildProcess(link.far, link.writer, self.registry, self.recycle, size).main(parent)
         except OSError as error:
             link.close_runner_ends()
             raise NotForked(errno.errorcode.get(error.errno or 0, "")) from None
         finally:
             link.close_child_ends()
-        child = JobChild(pid, link.near, OutputCapture(link.reader), self._recycle)
+        child = JobChild(pid, link.near, OutputCapture(link.reader), self.recycle)
         self._all[pid] = child
-        self._selector.register(link.near.fileno(), selectors.EVENT_READ, lambda: self._on_packet(child))
-        self._selector.register(link.reader, selectors.EVENT_READ, lambda: self._on_output(child))
+        self.selector.register(link.near.fileno(), selectors.EVENT_READ, lambda: self.on_packet(child))
+        self.selector.register(link.reader, selectors.EVENT_READ, lambda: self._on_output(child))
         return child
 
     def _on_output(self, child: JobChild) -> None:
         if child.pid in self._all and not child.capture.read():
-            self._selector.unregister(child.capture.descriptor)
+            self.selector.unregister(child.capture.descriptor)
 
 
 def _address_space() -> int:

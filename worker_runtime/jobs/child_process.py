@@ -5,8 +5,6 @@ started. It talks to the runner over a socket pair, one message a packet. Its st
 pipe that the runner reads.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -1,7 +1,5 @@
 """What the end of a run means (done, failed, cancelled or retried), and writing it to the queue."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 
@@ -19,13 +17,15 @@ from worker_runtime.jobs.protocol.messages import (
     JobResult,
     JobStatus,
     JobTimeout,
+    sign_result,
 )
 from worker_runtime.jobs.queue import ClaimedJob, FinishedRun
 from worker_runtime.jobs.registration import RunnerRegistration
 from worker_runtime.process.clock import wall_ms
 from worker_runtime.process.log import Log
+from worker_runtime.protocol.authentication import MessageKeys
 from worker_runtime.protocol.errors import BerthError
-from worker_runtime.protocol.messages import Failure, encode
+from worker_runtime.protocol.messages import Failure
 
 #: A retry comes up to a quarter of its delay earlier or later, so that jobs which failed together spread out.
 _JITTER = 0.25
@@ -131,9 +131,10 @@ class RunEnd:
 class PendingRunEnds:
     """The ends of one runner's runs, in their order: first written to the queue, then logged."""
 
-    def __init__(self, registration: RunnerRegistration, log: Log) -> None:
+    def __init__(self, registration: RunnerRegistration, log: Log, message_keys: MessageKeys) -> None:
         self._registration = registration
         self._log = log
+        self._message_keys = message_keys
         self._open: list[RunEnd] = []
         self._written: list[RunEnd] = []
 
@@ -143,7 +144,7 @@ class PendingRunEnds:
 
     def add(self, claimed: ClaimedJob, job: Job | None, verdict: RunVerdict, *, ran: bool = True) -> None:
         ttl = RESULT_TTL if job is None else job.result_ttl
-        status, result = verdict.result.status, encode(verdict.result)
+        status, result = verdict.result.status, sign_result(verdict.result, self._message_keys)
         finish = FinishedRun(
             claimed.job_id, claimed.fence, status, result, ttl, verdict.delay, verdict.crashed
         )
@@ -160,13 +161,16 @@ class PendingRunEnds:
         for end, outcome in zip(self._open, outcomes, strict=True):
             end.outcome = outcome
         self._written += self._open
-        self.clear()
+        self._open = []
 
     def fences(self) -> set[int]:
         return {end.claimed.fence for end in self._open}
 
-    def clear(self) -> None:
-        self._open = []
+    def disown(self) -> None:
+        """The jobs are no longer this runner's: no fencing number fits these ends."""
+        for end in self._open:
+            end.claimed = msgspec.structs.replace(end.claimed, fence=0)
+            end.finish = msgspec.structs.replace(end.finish, fence=0)
 
     def log_written(self) -> None:
         """Logs and counts written ends. It is called late, so that the next job starts first."""

@@ -1,7 +1,5 @@
 """The configuration of a job runner: one JSON document on standard input."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import msgspec
@@ -9,8 +7,10 @@ import msgspec
 from worker_runtime.jobs.event_sink import BadEventSink, parse_sink_address
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import webhook_signing
+from worker_runtime.jobs.protocol.messages import FAILED_TTL
 from worker_runtime.process.config import BadConfig
 from worker_runtime.process.valkey import BadValkeyAddress, ValkeyAddress
+from worker_runtime.protocol.authentication import MessageKey
 
 _Name = Annotated[str, msgspec.Meta(min_length=1)]
 _Timeout = Annotated[float, msgspec.Meta(gt=0, le=60)]
@@ -18,11 +18,9 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _Key = Annotated[bytes, msgspec.Meta(min_length=webhook_signing.MIN_KEY_BYTES)]
 
 
-class WebhookOutlet(msgspec.Struct, frozen=True, kw_only=True):
-    """What webhook jobs need. Durations are seconds."""
+class PostOutlet(msgspec.Struct, frozen=True, kw_only=True):
+    """How a POST goes out. Durations are seconds."""
 
-    #: The fleet's keys: the present one first, then those that are being replaced.
-    keys: Annotated[tuple[_Key, ...], msgspec.Meta(min_length=1)]
     #: For each step of a delivery: connect, send, wait for the answer.
     timeout: _Timeout = 10.0
     #: Allows private addresses, and plain http to this machine: for tests, or for our own receivers.
@@ -30,8 +28,36 @@ class WebhookOutlet(msgspec.Struct, frozen=True, kw_only=True):
     #: Certificates to trust instead of the system's.
     ca_file: str = ""
 
-    def __repr__(self) -> str:
-        return "WebhookOutlet()"
+    def __repr__(self) -> str:  # what the others hold besides are secrets
+        return f"{type(self).__name__}()"
+
+
+class WebhookOutlet(PostOutlet, frozen=True, kw_only=True):
+    """What webhook jobs need."""
+
+    #: The fleet's keys: the present one first, then those that are being replaced.
+    keys: Annotated[tuple[_Key, ...], msgspec.Meta(min_length=1)]
+
+
+class MessagingOutlet(PostOutlet, frozen=True, kw_only=True):
+    """The account at the provider of SMS and WhatsApp."""
+
+    url: _Name
+    account: _Name
+    token: _Name
+    #: A number (E.164) or a messaging service (`MG…`); empty: nothing is sent that way.
+    sms_sender: str = ""
+    whatsapp_sender: str = ""
+
+
+class PushOutlet(PostOutlet, frozen=True, kw_only=True):
+    """The service account with which pushes are sent; the names are those of its key file."""
+
+    url: _Name
+    project_id: _Name
+    client_email: _Name
+    private_key: _Name
+    token_uri: _Name
 
 
 class MailOutlet(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +84,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     #: Stays the same over restarts: `berth jobs suspend --runner` names it.
     name: _Name
     valkey_url: str
+    #: Under which the tag's jobs and results are signed; newest first.
+    message_keys: Annotated[tuple[MessageKey, ...], msgspec.Meta(min_length=1)]
     #: The host or the task. Limits per node count by it.
     node: str = "local"
     #: `job_keys.user_tag` for a user's own jobs; the fleet's tag otherwise.
@@ -72,13 +100,19 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     lease: Annotated[float, msgspec.Meta(ge=1, le=300)] = 5.0
     #: Between TERM and KILL of a job that has timed out or was cancelled.
     kill_grace: _Seconds = 5.0
+    #: For which a failed job is kept.
+    failed_ttl: Annotated[int, msgspec.Meta(ge=1)] = FAILED_TTL
     #: The runner ends after this long without a job; 0: never. Then something else must hear the doorbell.
     idle_exit: _Seconds = 0.0
     #: Without these the runner does not know the types of jobs that need them.
     webhook: WebhookOutlet | None = None
     mail: MailOutlet | None = None
+    messaging: MessagingOutlet | None = None
+    push: PushOutlet | None = None
     #: A collector that gets the jobs' events beside the log (`parse_sink_address`); empty: none.
     events_to: str = ""
+    #: Whether operators are told of this runner's errors.
+    report_errors: bool = False
     version: str = ""
     log_level: str = "INFO"
 
@@ -94,7 +128,7 @@ def parse_config(data: bytes) -> RunnerConfig:
             parse_sink_address(config.events_to)
         ValkeyAddress(config.valkey_url)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadConfig(f"standard input is no runner configuration: {error}") from None
+        raise BadConfig(f"the runner's configuration does not fit: {error}") from None
     except BadEventSink as error:
         raise BadConfig(f"events_to: {error.detail}") from None
     except BadValkeyAddress as error:

@@ -6,8 +6,6 @@ has all of them. A connection that takes nothing is closed after a while: TCP wo
 only after 15 minutes (tcp_retries2).
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 import time
@@ -34,10 +32,8 @@ _CLOSE_LIMIT = 1.0
 _BATCH = 64
 
 
-class BadEventSink(BerthError):
+class BadEventSink(BerthError, code="BAD_SINK"):
     """The address of the collector cannot be used."""
-
-    code = "BAD_SINK"
 
 
 def parse_sink_address(url: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:

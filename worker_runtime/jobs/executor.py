@@ -1,7 +1,5 @@
 """Executes claimed jobs in child processes, and records how each run ended."""
 
-from __future__ import annotations
-
 import selectors
 import signal
 
@@ -12,14 +10,15 @@ from worker_runtime.jobs.child_process import JobAssignment, RunOutcome, encode_
 from worker_runtime.jobs.completion import PendingRunEnds, RunJudge
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.prefetch import MAX_PREFETCHED, PrefetchedJobs, RuntimeEstimate
-from worker_runtime.jobs.protocol.messages import Job, JobStatus, read_job
+from worker_runtime.jobs.protocol.messages import Job, JobStatus, read_signed_job
 from worker_runtime.jobs.queue import ClaimedJob
 from worker_runtime.jobs.registration import RunnerRegistration
 from worker_runtime.jobs.types.job_registry import JobRegistry
 from worker_runtime.process.clock import Backoff
 from worker_runtime.process.log import Log
 from worker_runtime.process.valkey import ValkeyFailed
-from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.authentication import RefusalCounter
+from worker_runtime.protocol.errors import BerthError, InvalidSignature
 
 
 class JobExecutor:
@@ -34,6 +33,7 @@ class JobExecutor:
         registration: RunnerRegistration,
         log: Log,
     ) -> None:
+        self._refused = RefusalCounter()
         self._config = config
         self._registry = registry
         self._runs = runs
@@ -43,7 +43,7 @@ class JobExecutor:
         #: A fork has failed, and none has succeeded since.
         self._cannot_fork = False
         self.fork_backoff = Backoff(0.25, 5.0)
-        self.pending_ends = PendingRunEnds(registration, log)
+        self.pending_ends = PendingRunEnds(registration, log, config.message_keys)
         self.prefetched = PrefetchedJobs()
         self.runtime_estimate = RuntimeEstimate()
         #: No further job starts.
@@ -84,9 +84,12 @@ class JobExecutor:
         """Starts a job. It waits with the prefetched ones if no slot is free or no job may start now."""
         job = None
         try:
-            job = read_job(claimed.body)
+            job, body = read_signed_job(claimed.body, claimed.job_id, self._config.message_keys)
+            claimed = msgspec.structs.replace(claimed, body=body)
             self._registry.find(job.name)
         except BerthError as error:
+            if isinstance(error, InvalidSignature) and self._refused.add(claimed.job_id):
+                self._log.error("job_not_authentic", job=claimed.job_id, code=error.code)
             self._refuse(claimed, job, error)
             return
         if claimed.cancelled:
@@ -191,10 +194,15 @@ class JobExecutor:
         self._runs.kill_all()
 
     def forget_all(self) -> None:
-        """Drops every job: they belong to other runners now."""
+        """Drops every job: they are other runners', or Valkey has lost its data. In case it has, their ends
+        are sent all the same, and of one that must not run twice that nobody knows its end."""
+        lost = [run for run in self._runs if not run.job.idempotent]
         self._runs.kill_all()
         self._killed.clear()
-        self.pending_ends.clear()
+        for run in lost:
+            verdict = self._judge().died(run.claimed, run.job, "", "it was lost", "", run.started_ms)
+            self.pending_ends.add(run.claimed, run.job, verdict)
+        self.pending_ends.disown()
         self.prefetched.clear()
 
     def close(self) -> None:

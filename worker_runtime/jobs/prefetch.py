@@ -9,8 +9,6 @@ Prefetched jobs wait in the runner, not in the child's socket. So a cancelled on
 can go back to the queue as if they had never been claimed.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Nothing is retried here. Each method says whether the caller may repeat it after
 finds the claims whose reply was lost.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +23,9 @@ from worker_runtime.jobs.protocol.messages import (
     JobStatus,
     read_result,
 )
+from worker_runtime.jobs.protocol.telemetry import MAX_ERRORS
 from worker_runtime.process.valkey import Argument, Valkey
+from worker_runtime.protocol.keys import ERRORS
 from worker_runtime.protocol.scripts import Script
 
 ALL_QUEUES = "*"
@@ -97,6 +97,8 @@ class JobQueue:
     """One runner's calls. Raises `ValkeyFailed`."""
 
     def __init__(self, client: Valkey, identity: RunnerIdentity, tag: str = job_keys.FLEET_TAG) -> None:
+        #: Seconds that a failed job is kept.
+        self.failed_ttl = FAILED_TTL
         self.client = client
         self.identity = identity
         self.tag = tag
@@ -125,9 +127,14 @@ class JobQueue:
         ends = [value for one in finished for value in one.arguments()]
         self._claim_number += 1
         who = (self.identity.runner_id, self._claim_number, self.identity.node)
-        what = (wanted, int(self.others), self._queues, prefetch, brief, FAILED_TTL, BOOST_MS)
+        what = (wanted, int(self.others), self._queues, prefetch, brief, self.failed_ttl, BOOST_MS)
         *outcomes, claimed = self._run(job_scripts.FINISH_AND_CLAIM, *who, *what, *ends)
         return [_text(outcome) for outcome in outcomes], claimed and _claim_batch(claimed)
+
+    def report_error(self, key: str, text: str) -> None:
+        """Has operators told."""
+        entry = ("key", key, "text", text, "count", 1)
+        self.client.execute("XADD", ERRORS, "MAXLEN", "~", MAX_ERRORS, "*", *entry)
 
     def release(self, jobs: Sequence[ClaimedJob]) -> list[str]:
         """Gives back jobs that have not started, as if they had not been claimed. Safe to repeat.
@@ -151,15 +158,10 @@ class JobQueue:
     ) -> Renewal:
         """Renews the lease and shows `state`; the entry lives for `ttl` seconds. Safe to repeat.
 
-        `counted`, a number and counts, is added to the totals once for each number: to those of the fleet,
-        or to those of all users together.
+        `counted`, a number and counts, is added to the totals of this tag once for each number.
         """
-        if self.tag != job_keys.FLEET_TAG and counted[1]:
-            fleet_keys = [job_keys.meta(job_keys.FLEET_TAG)]
-            self.client.run(job_scripts.COUNT, fleet_keys, (self.identity.runner_id, *counted))
-            counted = (0, b"")
         about = (self.identity.runner_id, state, ttl, ",".join(jobs))
-        reply = self._run(job_scripts.RENEW, *about, FAILED_TTL * 1000, *counted)
+        reply = self._run(job_scripts.RENEW, *about, self.failed_ttl * 1000, *counted)
         if reply[0] == b"lost":
             return Renewal(registered=False)
         return Renewal(True, reply[1] == b"suspended", _seconds(reply[2]), _beats(reply[3:]))
@@ -170,14 +172,14 @@ class JobQueue:
 
     def reap(self, runner_id: str, beat: bytes) -> dict[str, str] | None:
         """Takes a dead runner's jobs back: job → what became of it; None: it lives. Safe to repeat."""
-        reply = self._run(job_scripts.REAP, runner_id, beat, 1, MAX_CRASHES, RESULT_TTL, FAILED_TTL)
+        reply = self._run(job_scripts.REAP, runner_id, beat, 1, MAX_CRASHES, RESULT_TTL, self.failed_ttl)
         return None if reply[0] == b"alive" else _fates(reply)
 
     def sign_off(self) -> dict[str, str]:
         """Removes the runner. Jobs that it still holds go back, or fail if they must not run twice.
         Safe to repeat."""
         own = self.identity.runner_id
-        return _fates(self._run(job_scripts.REAP, own, b"", 0, MAX_CRASHES, RESULT_TTL, FAILED_TTL))
+        return _fates(self._run(job_scripts.REAP, own, b"", 0, MAX_CRASHES, RESULT_TTL, self.failed_ttl))
 
     def write_progress(self, job_id: str, fence: int, progress: bytes) -> bool:
         """Stores a job's progress; false if the job is no longer this runner's. Safe to repeat."""

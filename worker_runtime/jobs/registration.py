@@ -4,8 +4,6 @@ One beat renews the lease of all jobs that the runner holds. Every runner watche
 its own clock and takes a dead one's jobs back.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 import time
@@ -15,10 +13,11 @@ from dataclasses import dataclass
 from worker_runtime.jobs.child_pool import RunningJobs
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.event_sink import EventSink
+from worker_runtime.jobs.protocol.telemetry import error_report
 from worker_runtime.jobs.queue import ClaimedJob, JobQueue, RunnerIdentity
 from worker_runtime.jobs.telemetry import JobCounters, JobEventLog
 from worker_runtime.process.clock import Backoff
-from worker_runtime.process.log import Log
+from worker_runtime.process.log import Log, recent_errors
 from worker_runtime.process.valkey import Valkey, ValkeyFailed
 from worker_runtime.protocol.errors import MalformedMessage
 
@@ -121,6 +120,7 @@ class RunnerRegistration:
         runner_id = f"{config.name}-{secrets.token_hex(4)}"
         identity = RunnerIdentity(runner_id, config.name, config.node, config.queues, config.version)
         self.queue = JobQueue(self._client, identity, config.tag)
+        self.queue.failed_ttl = config.failed_ttl
         self.events = JobEventLog(runner_id, config.node, sink=self._sink)
 
     @property
@@ -248,6 +248,8 @@ class RunnerRegistration:
         try:
             counted = self.counters.next_batch()
             renewal = self.queue.renew(state, self._runs.job_ids(), self._runs.entry_ttl(), counted)
+            while self._config.report_errors and recent_errors:
+                self.queue.report_error(*error_report("jobs", *recent_errors.popleft()))
         except ValkeyFailed as error:
             self.drop_connection(error)
             return False

@@ -5,8 +5,6 @@ cannot delay a renewal. Everything it writes is fenced and may be repeated, so a
 delays it.
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import os
@@ -25,6 +23,7 @@ from worker_runtime.jobs.types.job_registry import JobRegistry, build_registry
 from worker_runtime.process import kernel
 from worker_runtime.process.doorbell import Doorbell, WakePipe
 from worker_runtime.process.log import Log
+from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.valkey import Valkey, ValkeyFailed
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
 
@@ -327,7 +326,7 @@ class JobRunner:
                 self._doorbell.stop()
 
 
-def run_for_user(config: WorkerConfig, user_id: str, log: Log) -> ExitCode:
+def run_for_user(config: WorkerConfig, shared_state: SharedState, log: Log) -> ExitCode:
     """Runs a user's own jobs beside the session, one at a time, until there was none for a while or a signal
     comes."""
     os.nice(_USERS_NICE)
@@ -339,10 +338,11 @@ def run_for_user(config: WorkerConfig, user_id: str, log: Log) -> ExitCode:
         name=config.worker_id,
         node=config.worker_id,
         valkey_url=config.valkey_url,
-        tag=job_keys.user_tag(user_id),
+        message_keys=shared_state.message_keys().request,
+        tag=job_keys.user_tag(shared_state.user_id),
         lease=_USERS_LEASE,
         idle_exit=config.jobs_idle,
         version=config.version,
         log_level=config.log_level,
     )
-    return JobRunner(runner, build_registry(runner), log).run()
+    return JobRunner(runner, build_registry(runner, shared_state.message_keys), log).run()

@@ -1,7 +1,5 @@
 """The runner's telemetry: a log line for each event of a job, and counts for the metrics."""
 
-from __future__ import annotations
-
 import os
 import select
 from bisect import bisect_left
@@ -119,7 +117,7 @@ class JobCounters:
         self._observe(CounterKind.WAIT, waited_ms, job.queue, job.priority)
 
     def count_end(self, job: Job | None, status: JobStatus, ran_ms: int | None) -> None:
-        """`job` is None if this runner cannot read or does not know it; `ran_ms` if it never started."""
+        """`job` is None if it is not authentic, or unknown to this runner; `ran_ms` if it never started."""
         name, queue = (job.name, job.queue) if job is not None else ("", "")
         self._add(CounterKind.ENDED, (queue, name, status))
         if job is not None and ran_ms is not None:

@@ -4,8 +4,6 @@ A lease runs on CLOCK_BOOTTIME, which counts while the host is suspended, so tha
 than it seems (invariant *one-owner*). Everything else runs on CLOCK_MONOTONIC.
 """
 
-from __future__ import annotations
-
 import random
 import time
 

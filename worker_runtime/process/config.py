@@ -6,8 +6,6 @@ exists.
 https://docs.aws.amazon.com/AmazonECS/latest/developerguide/task-metadata-endpoint-v4.html
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -29,15 +27,13 @@ _MAX_SIZE = 64 * 1024
 #: The base of ECS's metadata for this container.
 METADATA_VARIABLE = "ECS_CONTAINER_METADATA_URI_V4"
 #: Path of the key unless the task definition names another.
-DEFAULT_KEY_FILE = "/run/berth/launch.key"
+DEFAULT_KEY_FILE = "/run/berth/launch-document.key"
 #: Seconds for the task's id in all, for one try, and between two: the endpoint may start late.
 PATIENCE, TRY, PAUSE = 10.0, 2.0, 0.2
 
 
-class BadConfig(BerthError):
+class BadConfig(BerthError, code="BAD_CONFIG"):
     """The worker's configuration cannot be used."""
-
-    code = "BAD_CONFIG"
 
 
 def parse_config(data: bytes) -> WorkerConfig:
@@ -48,8 +44,8 @@ def parse_config(data: bytes) -> WorkerConfig:
         raise BadConfig(f"standard input is no worker configuration: {error}") from None
     if not config.worker_id or not config.pool:
         raise BadConfig("worker_id and pool must not be empty")
-    if len(config.orchestrator_key) != 32:
-        raise BadConfig("orchestrator_key must be 32 bytes of Ed25519 public key")
+    if not config.orchestrator_keys or any(len(key) != 32 for key in config.orchestrator_keys):
+        raise BadConfig("orchestrator_keys must be Ed25519 public keys of 32 bytes")
     if not 0 < config.mark_period < config.mark_ttl - LEASE_MARGIN:
         raise BadConfig(f"mark_period must be less than mark_ttl - {LEASE_MARGIN:.0f} s")
     try:

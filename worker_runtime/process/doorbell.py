@@ -4,8 +4,6 @@ For a doorbell, BLPOP is sent on a connection of its own, and its reply is read 
 server answers every `BLOCK_SECONDS` seconds at the latest, so a connection that is silent for longer is dead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

@@ -1,16 +1,19 @@
 """What a worker's processes ask of the Linux kernel: no core dumps, no orphans, a name in `ps`."""
 
-from __future__ import annotations
-
 import ctypes
+import math
 import os
 import resource
 import signal
+from pathlib import Path
+
+from worker_runtime.process.clock import SECOND
 
 # From <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
+_PR_SET_NO_NEW_PRIVS = 38
 
 _prctl_call = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -25,6 +28,11 @@ def forbid_dumps() -> None:
     """Forbids core files and that other processes of this user read this one's memory. Forks inherit both."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _prctl(_PR_SET_DUMPABLE, 0)
+
+
+def forbid_privileges() -> None:
+    """Makes programs with set-user-ID give nothing to this process and its forks. Cannot be undone."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 
 def die_first() -> None:
@@ -51,3 +59,15 @@ def die_with_parent(parent: int) -> None:
 def rename_process(name: str) -> None:
     """The name that `ps -o comm` shows: at most 15 bytes."""
     _prctl(_PR_SET_NAME, name.encode()[:15] + b"\0")
+
+
+def host_wait(pid: int) -> float:
+    """Seconds for which the threads of a process have waited for a CPU until now; infinite while the process
+    waits for a disk or for memory, 0 where the kernel does not say."""
+    try:
+        if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "D":
+            return math.inf
+        waits = [each.read_text().split()[1] for each in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+    except (OSError, IndexError):
+        return 0.0
+    return sum(map(int, waits)) / SECOND

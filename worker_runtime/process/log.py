@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ import msgspec
 _LEVELS = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "ERROR": 40}
 #: Descriptor of the log; `silence_libraries` moves it away from standard error.
 _target = [2]
+#: The last errors of this process: event and fields.
+recent_errors: deque[tuple[str, dict[str, Any]]] = deque(maxlen=50)
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
@@ -55,6 +58,8 @@ class Log:
         self.error(event, error=type(error).__name__, trace=frames)
 
     def _write(self, level: str, event: str, fields: dict[str, Any]) -> None:
+        if level == "ERROR":
+            recent_errors.append((event, fields))
         if _LEVELS[level] < self._threshold:
             return
         line = _encode(

@@ -4,16 +4,18 @@ The supervisor renews it every `mark_period`. The session renews it, too, when i
 connected, so that nobody has to wait for the supervisor.
 """
 
-from __future__ import annotations
-
-from worker_runtime.process.clock import boot_ns, wall_ms
+from worker_runtime.process.clock import NS_PER_MS, SECOND, boot_ns, wall_ms
 from worker_runtime.process.shared_state import SharedState, WorkerActivity, health_text, lease_end_of
-from worker_runtime.process.valkey import Argument, Valkey
+from worker_runtime.process.valkey import Argument, Valkey, ValkeyFailed
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
 from worker_runtime.protocol.scripts import ANNOUNCE_WORKER, REMOVE_MARK, RENEW_MARK
 from worker_runtime.protocol.sealing import prove_key
+from worker_runtime.protocol.worker_reports import VALID_UNTIL, sign_metadata
+
+#: Between two reads of Valkey's clock.
+_CLOCK_PERIOD = 60 * SECOND
 
 
 def new_worker_event(
@@ -37,10 +39,12 @@ class WorkerMark:
     def __init__(self, config: WorkerConfig, shared_state: SharedState) -> None:
         self._config = config
         self._shared_state = shared_state
+        #: Valkey's Unix time less our boot time, in ms; and boot ns from which it is read again.
+        self._clock_ms, self._clock_due = 0, 0
 
     def announce(self, client: Valkey) -> str:
         """Renews the pool entry; returns its state (see `announce_worker.lua`), or '' while there is no key
-        yet."""
+        yet, or the pool does not have this worker: then says that it wants to join."""
         config = self._config
         public_key = self._shared_state.public_key()
         if not public_key:
@@ -48,21 +52,15 @@ class WorkerMark:
         proof = prove_key(config.launch_token, config.worker_id, public_key)
         state: bytes = client.run(
             ANNOUNCE_WORKER,
+            [keys.pool_worker(config.pool, config.worker_id)],
             [
-                keys.pool_worker(config.pool, config.worker_id),
-                keys.pool_ready(config.pool),
-                keys.pool_claim(config.pool, config.reserved_claim),
-                keys.pool_born(config.pool, config.reserved_claim),
-            ],
-            [
-                config.worker_id,
                 int(config.mark_ttl * 1000),
-                config.reserved_claim,
-                keys.CLAIM_TTL,
-                *("public_key", public_key, "proof", proof),
+                *("public_key", public_key, "proof", proof, "reserved", config.reserved_claim),
                 *("task", config.task_id, "version", config.version),
             ],
         )
+        if not state:
+            client.execute("RPUSH", keys.EVENT_BELL, f"{config.pool} {config.worker_id}")
         return state.decode()
 
     def renew(self, client: Valkey) -> tuple[str, int]:
@@ -74,8 +72,9 @@ class WorkerMark:
         session = shared_state.session_number  # before the key, so that the key is not an older session's
         public_key = shared_state.public_key()  # empty while a fresh session has not made its own
         proof = prove_key(config.launch_token, config.worker_id, public_key) if public_key else b""
+        valid_until = self._valid_until_ms(client)
         sent = boot_ns()
-        metadata: dict[str, Argument] = {
+        metadata: dict[str, str | int] = {
             "task": config.task_id,
             "worker": config.worker_id,
             "epoch": shared_state.epoch,
@@ -90,14 +89,28 @@ class WorkerMark:
             "claim": shared_state.claim_id,
             "health": health_text(shared_state),
             "connected": f"{shared_state.accounts_connected}/{shared_state.accounts}",
+            VALID_UNTIL: valid_until,
         }
+        signed = sign_metadata(metadata, user_id, shared_state.message_keys().assignment)
         names = [keys.owner(user_id), keys.mark(user_id), keys.metadata(user_id)]
-        words = [word for field in metadata.items() for word in field]
+        words: list[Argument] = [word for field in signed.items() for word in field]
         caller = (shared_state.epoch, config.worker_id, int(config.mark_ttl * 1000))
-        outcome: bytes = client.run(RENEW_MARK, names, [*caller, *words])
+        try:
+            outcome: bytes = client.run(RENEW_MARK, names, [*caller, *words])
+        except ValkeyFailed:
+            self._clock_due = 0  # another server may answer next
+            raise
         if outcome != b"ok":
             return outcome.decode(), 0
         return "ok", lease_end_of(sent, config.mark_ttl)
+
+    def _valid_until_ms(self, client: Valkey) -> int:
+        """Until when metadata count that are written now: Unix ms by Valkey's clock."""
+        if boot_ns() >= self._clock_due:
+            seconds, micros = client.execute("TIME")
+            self._clock_ms = int(seconds) * 1000 + int(micros) // 1000 - boot_ns() // NS_PER_MS
+            self._clock_due = boot_ns() + _CLOCK_PERIOD
+        return self._clock_ms + boot_ns() // NS_PER_MS + int(self._config.mark_ttl * 1000)
 
     def remove(self, client: Valkey) -> None:
         """Removes the mark, or the pool entry of an unclaimed worker."""
@@ -106,9 +119,4 @@ class WorkerMark:
             names = [keys.mark(shared_state.user_id), keys.metadata(shared_state.user_id)]
             client.run(REMOVE_MARK, names, [f"{shared_state.epoch}:{config.worker_id}"])
         else:
-            client.pipeline(
-                [
-                    ("ZREM", keys.pool_ready(config.pool), config.worker_id),
-                    ("DEL", keys.pool_worker(config.pool, config.worker_id)),
-                ]
-            )
+            client.execute("DEL", keys.pool_worker(config.pool, config.worker_id))

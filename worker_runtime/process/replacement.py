@@ -4,8 +4,6 @@ The zygote forks a fresh session for a user whose session died. That has a new k
 and waits until the orchestrator seals them to its key.
 """
 
-from __future__ import annotations
-
 import signal
 import time
 from enum import IntEnum

@@ -20,8 +20,11 @@ from contextlib import contextmanager
 from enum import IntEnum
 from hashlib import blake2b
 
+import msgspec
+
 from worker_runtime.process.clock import SECOND, boot_ns
 from worker_runtime.protocol import errors
+from worker_runtime.protocol.authentication import AssignmentKeys
 
 #: Bytes of a hash. When the list is full, two orders share one with a chance of 2^-115.
 _HASH_SIZE = 16
@@ -69,18 +72,19 @@ def _hash_order_id(order_id: str) -> bytes:
     return blake2b(order_id.encode(), digest_size=_HASH_SIZE).digest()
 
 
-_MEMORY_SIZE = 4096
+_MEMORY_SIZE = 8192
 _KEY_OFFSET = 1024
 _USER_OFFSET = 1088
 _CLAIM_OFFSET = 1376
-#: Bytes of a user or claim id.
+#: Two places in turn, so that a reader of the present message keys never meets half-written ones.
+_MESSAGE_KEYS_OFFSETS = (4096, 6144)
+#: Bytes of a user or claim id, and of the message keys (two versions take about 250).
 _MAX_TEXT = 256
+_MAX_MESSAGE_KEYS = 2046
 
 
-class SharedStateOverflow(errors.BerthError):
+class SharedStateOverflow(errors.BerthError, code="BOARD_OVERFLOW"):
     """An id is too long for the shared state."""
-
-    code = "BOARD_OVERFLOW"
 
 
 class WorkerActivity(IntEnum):
@@ -118,6 +122,8 @@ ERROR_CODES = (
     errors.RateLimited.code,
 )
 NO_ERROR = -1
+#: Before the claim: nothing can be checked or signed.
+NO_KEYS = AssignmentKeys(request=(), assignment=())
 
 #: Seconds before the end of the lease at which the session takes nothing more and closes its broker
 #: sessions: longer than a logout (1 s), so that the broker sees the end before a new owner connects.
@@ -163,7 +169,7 @@ class SharedState:
     fenced = _Word(16)  # supervisor, session; 1 for good
     supervisor_events = _Word(17)  # supervisor; last sequence it used (odd)
     busy_until = _Word(18)  # session; monotonic ns until which a broker call may keep it from pulsing
-    connected = _Word(19)  # session; 1 from the first time that all accounts were connected
+    connected = _Word(19)  # session; 1 from the first time that an account was connected
     session_end = _Word(20)  # zygote; how the last session ended: exit code, or minus the signal
     killed_for = _Word(21)  # supervisor; session number * 16 + `KillReason`
     condition = _Word(22)  # session; a `HealthCondition`
@@ -175,6 +181,10 @@ class SharedState:
 
     assigned_ns = _Word(31)  # session; monotonic ns of the claim, before which the former worker had ended
 
+    control_number = _Word(34)  # session; of the last reload
+    switch_version = _Word(33)  # session; the newest that it has seen
+    message_keys_written = _Word(32)  # session; how often message keys were written
+
     jobs_pid = _Word(28)  # zygote; the job runner, 0 while there is none
     jobs_number = _Word(29)  # zygote; grows with every fork of a job runner
     jobs_not_before = _Word(30)  # zygote; monotonic ns before which there is no other job runner
@@ -184,6 +194,9 @@ class SharedState:
         self.numbers = memoryview(self._memory).cast("q")
         self.submissions = Submissions()
         self._user_id = ""
+        self._message_keys = 0, NO_KEYS
+        #: Calls under way → until when they may take (monotonic ns).
+        self._calls: dict[object, int] = {}
 
     def lease_end(self) -> int:
         """The end of the lease by the latest renewal (CLOCK_BOOTTIME ns); 0 once fenced."""
@@ -191,13 +204,19 @@ class SharedState:
 
     @contextmanager
     def busy(self, seconds: float) -> Iterator[None]:
-        """Surrounds a call that may take `seconds`: for that time a missing pulse does not count."""
-        self.busy_until = time.monotonic_ns() + int(seconds * SECOND)
+        """Surrounds a call that may take `seconds`: for that time a missing pulse does not count.
+
+        Calls may lie within each other, or run in several threads.
+        """
+        call = object()
+        self._calls[call] = time.monotonic_ns() + int(seconds * SECOND)
+        self.busy_until = max(self._calls.values())
         try:
             yield
         finally:
+            del self._calls[call]
             self.pulse = time.monotonic_ns()
-            self.busy_until = 0
+            self.busy_until = max(self._calls.values(), default=0)
 
     def publish_key(self, public_key: bytes) -> None:
         """Publishes the public key (32 bytes) of the present session."""
@@ -216,8 +235,8 @@ class SharedState:
 
     def assign(self, user_id: str, claim_id: str, epoch: int) -> None:
         """Records whose worker this is. Readers see nothing of it until all of it is there."""
-        self._write_text(_USER_OFFSET, user_id)
-        self._write_text(_CLAIM_OFFSET, claim_id)
+        self._write_text(_USER_OFFSET, user_id.encode())
+        self._write_text(_CLAIM_OFFSET, claim_id.encode())
         self.epoch = epoch
         self.claimed_session = self.session_number
         self.assigned_ns = time.monotonic_ns()
@@ -233,6 +252,22 @@ class SharedState:
     def claim_id(self) -> str:
         return self._read_text(_CLAIM_OFFSET)
 
+    def write_message_keys(self, message_keys: AssignmentKeys) -> None:
+        """Records the keys under which this worker's messages are authenticated; later ones replace them."""
+        written = self.message_keys_written + 1
+        self._write_text(
+            _MESSAGE_KEYS_OFFSETS[written % 2], msgspec.json.encode(message_keys), _MAX_MESSAGE_KEYS
+        )
+        self.message_keys_written = written
+
+    def message_keys(self) -> AssignmentKeys:
+        """The present message keys; none before the first were written."""
+        while self._message_keys[0] != (written := self.message_keys_written):
+            data = self._read_text(_MESSAGE_KEYS_OFFSETS[written % 2])
+            if self.message_keys_written == written:  # else a later write may have begun in this place
+                self._message_keys = written, msgspec.json.decode(data, type=AssignmentKeys)
+        return self._message_keys[1]
+
     def next_session_event(self) -> int:
         """A sequence number for an event of the session: even, and later than any seen before."""
         following = max(self.session_events, self.supervisor_events) + 1
@@ -245,10 +280,9 @@ class SharedState:
         self.supervisor_events = following + 1 - following % 2
         return self.supervisor_events
 
-    def _write_text(self, offset: int, text: str) -> None:
-        data = text.encode()
-        if len(data) > _MAX_TEXT:
-            raise SharedStateOverflow(f"{len(data)} bytes are more than {_MAX_TEXT}")
+    def _write_text(self, offset: int, data: bytes, limit: int = _MAX_TEXT) -> None:
+        if len(data) > limit:
+            raise SharedStateOverflow(f"{len(data)} bytes are more than {limit}")
         self._memory[offset : offset + 2] = len(data).to_bytes(2, "big")
         self._memory[offset + 2 : offset + 2 + len(data)] = data
 

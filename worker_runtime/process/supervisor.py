@@ -4,8 +4,7 @@ It runs no broker code and does not wait for the session, so neither a blocking 
 delays a renewal, which takes at most `_CONNECT_TIMEOUT + _TIMEOUT` seconds.
 """
 
-from __future__ import annotations
-
+import math
 import os
 import select
 import signal
@@ -14,16 +13,18 @@ from collections.abc import Callable
 
 import hiredis
 
+from worker_runtime.process import kernel
 from worker_runtime.process.clock import SECOND
 from worker_runtime.process.doorbell import JobDoorbell, WakePipe
 from worker_runtime.process.log import Log
 from worker_runtime.process.mark import WorkerMark, new_worker_event
 from worker_runtime.process.replacement import KillReason, record_kill
 from worker_runtime.process.shared_state import KILL_MARGIN, Lease, SharedState
-from worker_runtime.process.valkey import Valkey, ValkeyFailed
+from worker_runtime.process.valkey import Command, Valkey, ValkeyFailed
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
-from worker_runtime.protocol.messages import WorkerEventKind, encode
+from worker_runtime.protocol.messages import WorkerEventKind
+from worker_runtime.protocol.worker_reports import sign_event
 
 #: Seconds until a renewal is tried again that failed, or found the owner key missing.
 _RETRY = 1.0
@@ -36,47 +37,68 @@ _TIMEOUT = 1.0
 _LAST_TIMEOUT = 3.3
 #: Longest time between two checks of the pulse, in seconds.
 _PULSE_TICK = 1.0
+#: Seconds between two checks after which this process stood still itself. Waits for Valkey take less.
+_STALL = 3.0
+#: Seconds that a session may wait for the host, beyond the timeout, before it counts as frozen anyway.
+_HOST_PATIENCE = 7.0
+#: Seconds that the zygote gets to replace a killed session: what the kernel needs to end it on a busy host.
+_ZYGOTE_PATIENCE = 6.0
 
 
 class PulseWatch:
     """Counts the seconds without a sign of life of the session, in this process's own time.
 
-    The session pulses in the shared state at least once a second. Around a broker call it says until when it
-    may be busy instead. Whatever else keeps it from pulsing (a call past its limit, SIGSTOP, a loop that
-    spins, native code that holds the interpreter's lock) looks the same from here: the session is frozen.
+    The session pulses in the shared state at least once a second. Around a call that may take longer it says
+    until when it may be busy instead. Whatever else keeps it from pulsing (a call past its limit, SIGSTOP, a
+    loop that spins, native code that holds the interpreter's lock) looks the same from here: the session is
+    frozen.
 
-    When the whole container was paused, both processes stood still, and nobody is to blame. So one check
-    counts for at most two ticks, however long ago the last one was.
+    A host that stands still is not the session's fault. So one check counts for at most a tick, however long
+    ago the last one was; after a longer stall of this process the session gets its whole time anew; and
+    seconds in which the session waited for a CPU or a disk do not count, up to `_HOST_PATIENCE`.
     """
 
     def __init__(
-        self, shared_state: SharedState, timeout: float, clock: Callable[[], int] = time.monotonic_ns
+        self,
+        shared_state: SharedState,
+        timeout: float,
+        clock: Callable[[], int] = time.monotonic_ns,
+        host_wait: Callable[[int], float] = kernel.host_wait,
     ) -> None:
+        """`host_wait`: see `kernel.host_wait`; of the session's pid."""
         self._shared_state = shared_state
         self._timeout = timeout
         self._clock = clock
+        self._host_wait = host_wait
         self._seen = (0, 0, 0)
         self._checked_at = clock()
         self._still = 0.0
+        #: Seconds of these that the session waited for its host; and its total at the last check.
+        self._excused = self._waited = 0.0
 
     def is_frozen(self) -> bool:
         """Checks once. True once for each time that `timeout` seconds have passed without a sign of life."""
         shared_state, now = self._shared_state, self._clock()
-        passed, self._checked_at = min((now - self._checked_at) / SECOND, 2 * _PULSE_TICK), now
+        passed, self._checked_at = (now - self._checked_at) / SECOND, now
         seen = (shared_state.session_number, shared_state.pulse, shared_state.busy_until)
-        if seen != self._seen:
-            self._seen, self._still = seen, 0.0
+        if seen != self._seen or passed > _STALL:
+            self._seen, self._still, self._excused, self._waited = seen, 0.0, 0.0, math.inf
+        passed = 0.0 if passed > _STALL else min(passed, _PULSE_TICK)
         # Counted from the pulse itself, not from the check that found it.
         self._still = max(0.0, min(self._still + passed, (now - self._expected()) / SECOND))
-        if self._still < self._timeout:
+        if self._still:
+            waited = self._host_wait(shared_state.session_pid)
+            self._excused += passed if waited == math.inf else min(max(0.0, waited - self._waited), passed)
+            self._waited = waited
+        if self._still - min(self._excused, _HOST_PATIENCE) < self._timeout:
             return False
-        self._still = 0.0
+        self._still = self._excused = 0.0
         return True
 
     def left(self) -> float:
         """Seconds until the session could count as frozen."""
         busy = max(0.0, (self._expected() - self._clock()) / SECOND)
-        return busy + self._timeout - self._still
+        return busy + self._timeout + min(self._excused, _HOST_PATIENCE) - self._still
 
     def _expected(self) -> int:
         """The time of the last sign of life, or until which none is expected (CLOCK_MONOTONIC ns)."""
@@ -104,6 +126,8 @@ class Supervisor:
         self._jobs = JobDoorbell(config.valkey_url, self._client, shared_state, log, self._patience)
         #: Number of the session that was killed last because it was frozen.
         self._killed_session = 0
+        #: When the zygote counts as frozen that has not replaced it.
+        self._zygote_frozen_at = 0.0
         #: Session and condition that the mark shows.
         self._shown = (0, 0)
 
@@ -220,9 +244,11 @@ class Supervisor:
         if not state.assigned:
             return
         event = new_worker_event(self._config, state, state.next_supervisor_event(), kind, detail)
-        reply = self._client.pipeline([("XADD", keys.EVENTS, "*", "e", encode(event))])[0]
-        if isinstance(reply, hiredis.ReplyError):
-            self._log.error("event_refused", kind=kind.value, reason=str(reply).split(" ", 1)[0])
+        entry, worker_id = sign_event(event, state.message_keys().assignment), self._config.worker_id
+        added: Command = ("RPUSH", keys.events_of(worker_id), entry)
+        for reply in self._client.pipeline([added, ("RPUSH", keys.EVENT_BELL, worker_id)]):
+            if isinstance(reply, hiredis.ReplyError):
+                self._log.error("event_refused", kind=kind.value, reason=str(reply).split(" ", 1)[0])
 
     def _watch_lease(self) -> None:
         if (
@@ -238,10 +264,11 @@ class Supervisor:
         keep a worker that serves nobody."""
         if self._killed_session != self._shared_state.session_number:
             self._killed_session = self._shared_state.session_number
+            self._zygote_frozen_at = time.monotonic() + _ZYGOTE_PATIENCE
             self._kill(KillReason.NO_PULSE)
-            return
-        self._log.error("zygote_frozen", session=self._killed_session)
-        os.kill(os.getppid(), signal.SIGKILL)
+        elif time.monotonic() >= self._zygote_frozen_at:
+            self._log.error("zygote_frozen", session=self._killed_session)
+            os.kill(os.getppid(), signal.SIGKILL)
 
     def _kill(self, reason: KillReason) -> None:
         pid = self._shared_state.session_pid  # 0 from the moment the zygote has seen its end

@@ -9,11 +9,14 @@ connects again.
 from __future__ import annotations
 
 import math
+import os
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import hiredis
@@ -21,44 +24,44 @@ import hiredis
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.scripts import Script
 
+if TYPE_CHECKING:
+    import ssl
+
 Argument = str | bytes | int | float
 Command = tuple[Argument, ...]
 
 #: What `ready` returns when no complete reply has arrived.
 NOTHING = object()
 _CHUNK = 65536
+#: Seconds that the resolution of a host name may take: three name servers, asked twice for a second each.
+LOOKUP_TIMEOUT = 6.0
 _RUN_ID = b"run_id:"
 # The stubs of hiredis say a tuple of one; it takes any number.
 _pack = cast(Callable[[Command], bytes], hiredis.pack_command)
 
 
-class ValkeyFailed(BerthError):
+class ValkeyFailed(BerthError, code="VALKEY_FAILED", retryable=True):
     """A command of Valkey did not succeed."""
 
-    code = "VALKEY_FAILED"
-    retryable = True
 
-
-class ValkeyUnreachable(ValkeyFailed):
+class ValkeyUnreachable(ValkeyFailed, code="VALKEY_UNREACHABLE"):
     """Valkey could not be reached, or did not answer in time."""
 
-    code = "VALKEY_UNREACHABLE"
 
-
-class ValkeyRefused(ValkeyFailed):
+class ValkeyRefused(ValkeyFailed, code="VALKEY_REFUSED"):
     """Valkey answered a command with an error: it is loading, out of memory, read-only."""
 
-    code = "VALKEY_REFUSED"
 
-
-class BadValkeyAddress(BerthError):
+class BadValkeyAddress(BerthError, code="BAD_ADDRESS"):
     """The address of Valkey cannot be used."""
-
-    code = "BAD_ADDRESS"
 
 
 class ValkeyAddress:
-    """The address of Valkey: `redis://[user:password@]host:port/db` or `unix://[user:password@]path?db=0`."""
+    """The address of Valkey: `redis://[user:password@]host:port/db` or `unix://[user:password@]path?db=0`.
+
+    `rediss://` is TLS: the server has to prove the host's name, to the authorities in the file
+    `?ssl_ca_certs=` (without it: the system's). redis-py reads the same addresses.
+    """
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -67,14 +70,19 @@ class ValkeyAddress:
         if parts.scheme == "unix":
             self.target: str | tuple[str, int] = unquote(parts.path)
             database = parse_qs(parts.query).get("db", ["0"])[0]
-        elif parts.scheme == "redis":
+        elif parts.scheme in ("redis", "rediss"):
             self.target = (parts.hostname or "127.0.0.1", parts.port or 6379)
             database = parts.path.strip("/") or "0"
         else:
-            raise BadValkeyAddress(f"scheme {parts.scheme!r}; known are redis and unix")
+            raise BadValkeyAddress(f"scheme {parts.scheme!r}; known are redis, rediss and unix")
         if not database.isdigit():
             raise BadValkeyAddress("the database is a number")
         self.database = int(database)
+        #: The name that the server has to prove; empty: no TLS.
+        self.tls_name = (parts.hostname or "127.0.0.1") if parts.scheme == "rediss" else ""
+        self.authorities = parse_qs(parts.query).get("ssl_ca_certs", [""])[0]
+        if self.authorities and not os.access(self.authorities, os.R_OK):
+            raise BadValkeyAddress(f"the authorities in {self.authorities} cannot be read")
 
     def greeting(self) -> list[Command]:
         """The first commands of a new connection."""
@@ -87,6 +95,54 @@ class ValkeyAddress:
         return commands
 
 
+@cache
+def _tls_context(authorities: str) -> ssl.SSLContext:
+    import ssl  # 2 MiB, which a worker without TLS does not need
+
+    return ssl.create_default_context(cafile=authorities or None)
+
+
+class TlsLink:
+    """A TLS connection with what `Valkey` needs of a socket.
+
+    Not with the kernel's timeouts, after which OpenSSL would go on waiting: each call sets Python's.
+    """
+
+    def __init__(self, link: socket.socket, address: ValkeyAddress) -> None:
+        """Takes `link` over; its timeout holds for the handshake, too. Raises OSError, of which every
+        `ssl.SSLError` is one."""
+        import ssl
+
+        self._unfinished = (TimeoutError, ssl.SSLWantReadError)
+        self._link = _tls_context(address.authorities).wrap_socket(link, server_hostname=address.tls_name)
+        self.close, self.fileno, self.getpeername = (
+            self._link.close,
+            self._link.fileno,
+            self._link.getpeername,
+        )
+        #: Timeouts in seconds, by socket option.
+        self.patiences: dict[int, float] = {}
+
+    def _wait(self, option: int) -> None:
+        seconds = self.patiences[option]
+        self._link.settimeout(max(seconds, 1e-6) if seconds < math.inf else None)
+
+    def send(self, data: memoryview) -> int:
+        self._wait(socket.SO_SNDTIMEO)
+        return self._link.send(data)
+
+    def recv(self, size: int, flags: int) -> bytes:
+        """`flags`: MSG_DONTWAIT or 0. Raises BlockingIOError, like a socket."""
+        if flags:
+            self._link.settimeout(0.0)
+        else:
+            self._wait(socket.SO_RCVTIMEO)
+        try:
+            return self._link.recv(size)
+        except self._unfinished:
+            raise BlockingIOError from None
+
+
 class Valkey:
     """One connection, opened when it is first needed. Not for use by several threads. Times in seconds."""
 
@@ -97,19 +153,21 @@ class Valkey:
         connect_timeout: float = 1.0,
         timeout: float = 2.0,
         limit: Callable[[], float] = lambda: math.inf,
+        busy: Callable[[float], AbstractContextManager[object]] = nullcontext,
         beside: Valkey | None = None,
     ) -> None:
         """`limit` is called before each wait: no wait takes longer than it says, whatever the timeouts.
 
-        Only the resolution of a host name can. `beside`, a client of the same server, saves it while
-        connected.
+        Only the resolution of a host name can: `busy` surrounds it with the seconds that it may take.
+        `beside`, a client of the same server, saves it while connected.
         """
         self._limit = limit
+        self._busy = busy
         self._beside = beside
         self._address = ValkeyAddress(url)
         self._connect_timeout = connect_timeout
         self.timeout = timeout
-        self._socket: socket.socket | None = None
+        self._socket: socket.socket | TlsLink | None = None
         #: Present timeouts in seconds, by socket option.
         self._patiences: dict[int, float] = {}
         self._server: str | None = None
@@ -146,13 +204,17 @@ class Valkey:
                 link.connect(target)
             else:
                 wait = min(self._connect_timeout, self._limit())
-                link = socket.create_connection(target, timeout=wait)
-                self._socket = link
-                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with self._busy(2 * wait + LOOKUP_TIMEOUT):
+                    link = socket.create_connection(target, timeout=wait)
+                    self._socket = link
+                    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    if self._address.tls_name:
+                        self._socket = TlsLink(link, self._address)
         except OSError as error:
             self.close()
             raise ValkeyUnreachable(f"connecting: {type(error).__name__}") from None
-        link.settimeout(None)  # from here on the kernel's: `_patience`
+        if self._socket is link:
+            link.settimeout(None)  # from here on the kernel's: `_patience`
         self._patiences.clear()
         self._reader = hiredis.Reader(notEnoughData=NOTHING)
         self._server = None
@@ -245,7 +307,9 @@ class Valkey:
         Python's own timeouts cost two more system calls for each send and receipt (4 of the 11 for a job).
         This costs one, and only when the timeout changes.
         """
-        if self._socket is not None and self._patiences.get(option) != seconds:
+        if isinstance(self._socket, TlsLink):
+            self._socket.patiences[option] = seconds
+        elif self._socket is not None and self._patiences.get(option) != seconds:
             # 0 means without a limit.
             micros = max(1, math.ceil(seconds * 1_000_000)) if seconds < math.inf else 0
             self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *divmod(micros, 1_000_000)))

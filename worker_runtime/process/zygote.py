@@ -5,8 +5,6 @@ jobs, and reaps them. It runs no broker code, has one thread and takes its signa
 nothing interrupts it.
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import os
@@ -70,6 +68,7 @@ class Zygote:
     def run(self) -> ExitCode:
         """Runs the worker to its end and returns its exit code. Leaves no child behind."""
         kernel.forbid_dumps()
+        kernel.forbid_privileges()
         kernel.rename_process("berth-zygote")
         os.environ.setdefault("RES_OPTIONS", _LOOKUPS)
         signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
@@ -102,7 +101,7 @@ class Zygote:
         # Here, not above: workers whose users have no jobs do not pay for it.
         from worker_runtime.jobs.runner import run_for_user
 
-        return run_for_user(self._config, self._shared_state.user_id, self._log.bind(process="jobs"))
+        return run_for_user(self._config, self._shared_state, self._log.bind(process="jobs"))
 
     def _fork_session(self) -> None:
         shared_state = self._shared_state

@@ -4,8 +4,6 @@ A code is part of the contract: it travels in answers, in problem+json and in Te
 never renamed. The docstring of a class is the sentence a person reads.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 
@@ -15,6 +13,21 @@ class BerthError(Exception):
     code: ClassVar[str] = "INTERNAL"
     #: Whether the same call may succeed later without anyone changing anything.
     retryable: ClassVar[bool] = False
+    #: HTTP status of the API's answer; 0: 503 if it is retryable, else 500.
+    status: ClassVar[int] = 0
+
+    def __init_subclass__(
+        cls, *, code: str | None = None, retryable: bool | None = None, status: int | None = None
+    ) -> None:
+        """`code`, `retryable` and `status` are inherited unless the class names its own."""
+        super().__init_subclass__()
+        if status is not None:
+            cls.status = status
+        if code is not None:
+            cls.code = code
+            _BY_CODE.setdefault(code, cls)
+        if retryable is not None:
+            cls.retryable = retryable
 
     def __init__(self, detail: str = "", *, retry_after: float | None = None) -> None:
         """`retry_after`: seconds after which the same call may succeed, where that is known."""
@@ -28,237 +41,168 @@ class BerthError(Exception):
         return (cls.__doc__ or cls.__name__).strip().splitlines()[0]
 
 
-class MalformedMessage(BerthError):
+#: Of several errors with one code the first.
+_BY_CODE: dict[str, type[BerthError]] = {BerthError.code: BerthError}
+
+
+class MalformedMessage(BerthError, code="MALFORMED_MESSAGE"):
     """The message cannot be read."""
 
-    code = "MALFORMED_MESSAGE"
 
-
-class UnsupportedSchema(MalformedMessage):
+class UnsupportedSchema(MalformedMessage, code="UNSUPPORTED_SCHEMA"):
     """The message has a schema version that this release does not know."""
 
-    code = "UNSUPPORTED_SCHEMA"
 
-
-class InvalidSeal(BerthError):
+class InvalidSeal(BerthError, code="INVALID_SEAL"):
     """The sealed credentials cannot be opened here: altered, or meant for another worker or user."""
 
-    code = "INVALID_SEAL"
+
+class InvalidSignature(BerthError, code="INVALID_SIGNATURE"):
+    """The message was not signed by whom it names, or was altered on its way."""
 
 
-class InvalidSignature(BerthError):
-    """The message was not signed by the orchestrator, or was altered on its way."""
-
-    code = "INVALID_SIGNATURE"
+class NewerKeyNeeded(InvalidSignature, code="NEWER_KEY_NEEDED"):
+    """The message names a newer version of the message secret than this process has read."""
 
 
-class DeadlineExceeded(BerthError):
+class DeadlineExceeded(BerthError, code="DEADLINE_EXCEEDED", status=422):
     """The deadline passed before the broker was called; the order was not sent."""
 
-    code = "DEADLINE_EXCEEDED"
 
-
-class Fenced(BerthError):
+class Fenced(BerthError, code="FENCED", retryable=True):
     """This worker no longer owns the user; the order was not sent."""
 
-    code = "FENCED"
-    retryable = True
 
-
-class LeaseLost(BerthError):
+class LeaseLost(BerthError, code="LEASE_LOST", retryable=True):
     """The worker could not renew its lease in time; the order was not sent."""
 
-    code = "LEASE_LOST"
-    retryable = True
 
-
-class Draining(BerthError):
+class Draining(BerthError, code="DRAINING", retryable=True):
     """The user's worker is shutting down; try again in a moment."""
 
-    code = "DRAINING"
-    retryable = True
 
-
-class ClaimRefused(BerthError):
+class ClaimRefused(BerthError, code="CLAIM_REFUSED", retryable=True):
     """The worker already belongs to someone."""
 
-    code = "CLAIM_REFUSED"
-    retryable = True
 
-
-class WorkerUnavailable(BerthError):
+class WorkerUnavailable(BerthError, code="WORKER_UNAVAILABLE", retryable=True):
     """No worker could be made ready in time."""
 
-    code = "WORKER_UNAVAILABLE"
-    retryable = True
 
-
-class PoolExhausted(WorkerUnavailable):
+class PoolExhausted(WorkerUnavailable, code="POOL_EXHAUSTED"):
     """All workers that there may be are in use; who asks again soon keeps his place in the line."""
 
-    code = "POOL_EXHAUSTED"
     #: Seconds after which to ask again.
     PAUSE: ClassVar[float] = 5.0
 
 
-class Parked(BerthError):
+class Parked(BerthError, code="PARKED", status=409):
     """The user's worker crashed too often; an operator has to let it start again."""
 
-    code = "PARKED"
 
-
-class WorkerLost(BerthError):
+class WorkerLost(BerthError, code="WORKER_LOST", retryable=True):
     """The worker died or stopped answering."""
 
-    code = "WORKER_LOST"
-    retryable = True
 
-
-class UnknownAccount(BerthError):
+class UnknownAccount(BerthError, code="UNKNOWN_ACCOUNT", status=422):
     """The user has no such broker account, or no credentials are stored for it."""
 
-    code = "UNKNOWN_ACCOUNT"
 
-
-class BrokerError(BerthError):
+class BrokerError(BerthError, code="BROKER_ERROR", status=503):
     """The broker refused or could not be reached."""
 
-    code = "BROKER_ERROR"
 
-
-class LoginRejected(BrokerError):
+class LoginRejected(BrokerError, code="LOGIN_REJECTED", status=422):
     """The broker refused the login: wrong key, unsigned account or expired certificate."""
 
-    code = "LOGIN_REJECTED"
 
-
-class LoginLimited(BrokerError):
+class LoginLimited(BrokerError, code="LOGIN_LIMITED", retryable=True, status=429):
     """The broker's login limit is used up: too many connections or logins for this person."""
 
-    code = "LOGIN_LIMITED"
-    retryable = True
 
-
-class BrokerUnreachable(BrokerError):
+class BrokerUnreachable(BrokerError, code="BROKER_UNREACHABLE", retryable=True):
     """The broker could not be reached."""
 
-    code = "BROKER_UNREACHABLE"
-    retryable = True
 
-
-class BrokerMaintenance(BrokerUnreachable):
+class BrokerMaintenance(BrokerUnreachable, code="BROKER_MAINTENANCE"):
     """The broker is closed for maintenance; nothing was sent on."""
 
-    code = "BROKER_MAINTENANCE"
 
-
-class SessionDown(BrokerError):
+class SessionDown(BrokerError, code="SESSION_DOWN", retryable=True):
     """The broker session is no longer alive."""
 
-    code = "SESSION_DOWN"
-    retryable = True
 
-
-class OrderRejected(BrokerError):
+class OrderRejected(BrokerError, code="ORDER_REJECTED", status=422):
     """The broker rejected the order."""
 
-    code = "ORDER_REJECTED"
 
-
-class OutcomeUnknown(BrokerError):
+class OutcomeUnknown(BrokerError, code="OUTCOME_UNKNOWN"):
     """The order may or may not have reached the broker: reconcile, do not resend."""
 
-    code = "OUTCOME_UNKNOWN"
 
-
-class TradingHalted(BerthError):
+class TradingHalted(BerthError, code="TRADING_HALTED", status=423):
     """Trading is halted for this user or account; cancels still pass."""
 
-    code = "TRADING_HALTED"
 
-
-class ReducingOnly(BerthError):
+class ReducingOnly(BerthError, code="REDUCING_ONLY", status=423):
     """Only orders that make a position smaller are taken now; cancels still pass."""
 
-    code = "REDUCING_ONLY"
 
-
-class SymbolBlocked(BerthError):
+class SymbolBlocked(BerthError, code="SYMBOL_BLOCKED", status=409):
     """An earlier order in this symbol has an unknown outcome; it has to be settled first."""
 
-    code = "SYMBOL_BLOCKED"
 
-
-class AccountBlocked(BerthError):
+class AccountBlocked(BerthError, code="ACCOUNT_BLOCKED", status=409):
     """The account's books differ from the broker's; a person has to look first."""
 
-    code = "ACCOUNT_BLOCKED"
 
-
-class RateLimited(BerthError):
+class RateLimited(BerthError, code="RATE_LIMITED", retryable=True, status=429):
     """The broker's rate limit for this person is used up; nothing was sent."""
 
-    code = "RATE_LIMITED"
-    retryable = True
 
-
-class CheckFailed(BerthError):
+class CheckFailed(BerthError, code="CHECK_FAILED", status=422):
     """The order was refused before it went anywhere."""
 
-    code = "CHECK_FAILED"
 
-
-class QuantityLimit(CheckFailed):
+class QuantityLimit(CheckFailed, code="QUANTITY_LIMIT"):
     """The quantity is above what one order may have."""
 
-    code = "QUANTITY_LIMIT"
 
-
-class NotionalLimit(CheckFailed):
+class NotionalLimit(CheckFailed, code="NOTIONAL_LIMIT"):
     """The order's value is above what one order may have."""
 
-    code = "NOTIONAL_LIMIT"
+
+class PriceBand(CheckFailed, code="PRICE_BAND"):
+    """The price is further from the day's reference price than an order's may be."""
 
 
-class DailyOrderLimit(CheckFailed):
+class DailyOrderLimit(CheckFailed, code="DAILY_ORDER_LIMIT", status=429):
     """The account has placed as many orders today as it may."""
 
-    code = "DAILY_ORDER_LIMIT"
 
-
-class PriceTypeRule(CheckFailed):
+class PriceTypeRule(CheckFailed, code="PRICE_TYPE_RULE"):
     """The exchange does not take this price type with this time in force."""
 
-    code = "PRICE_TYPE_RULE"
+
+class OrderTermsRule(CheckFailed, code="ORDER_TERMS_RULE"):
+    """The market does not take this lot, condition, open or close type so, or together."""
 
 
-class DuplicateOrder(CheckFailed):
+class DuplicateOrder(CheckFailed, code="DUPLICATE_ORDER", status=409):
     """The same order was placed a moment ago under another client order id."""
 
-    code = "DUPLICATE_ORDER"
 
-
-class UnknownSymbol(CheckFailed):
+class UnknownSymbol(CheckFailed, code="UNKNOWN_SYMBOL"):
     """There is no such symbol."""
 
-    code = "UNKNOWN_SYMBOL"
 
-
-class MarketClosed(CheckFailed):
+class MarketClosed(CheckFailed, code="MARKET_CLOSED"):
     """The market of this symbol is closed."""
-
-    code = "MARKET_CLOSED"
-
-
-def _all_subclasses(cls: type[BerthError]) -> list[type[BerthError]]:
-    return [cls, *(found for sub in cls.__subclasses__() for found in _all_subclasses(sub))]
 
 
 def from_code(code: str, detail: str = "", retry_after: float | None = None) -> BerthError:
     """The error that a code from another process stands for; `BerthError` if this release lacks it."""
-    for cls in _all_subclasses(BerthError):
-        if cls.code == code:
-            error = cls(detail)
-            error.retry_after = retry_after
-            return error
-    return BerthError(f"{code}: {detail}")
+    cls = _BY_CODE.get(code)
+    error = BerthError(f"{code}: {detail}") if cls is None else cls(detail)
+    error.retry_after = retry_after
+    return error

@@ -1,16 +1,29 @@
 """The paper exchange's session protocol: JSON lines over TCP, one connection a broker session.
 
 The client sends a request with a growing `id`; the exchange answers with the same `id`, and sends events
-(fills, cancels, forced logouts) without one at any time. Prices are decimal strings, quantities are lots.
+(fills, cancels, forced logouts) without one at any time. Prices are decimal strings, quantities are lots (of
+odd-lot orders: shares).
 """
 
-from __future__ import annotations
-
 from decimal import Decimal
+from typing import Annotated, Self
 
 import msgspec
 
+from worker_runtime.protocol.bounds import (
+    LISTED,
+    EventId,
+    Id,
+    Lots,
+    Sentence,
+    SignedLots,
+    SpanMs,
+    Word,
+    check_amounts,
+    check_prices,
+)
 from worker_runtime.protocol.messages import Fill, OrderState, PriceType, Side, TimeInForce
+from worker_runtime.protocol.order_terms import ODD_LOTS, SHARES_PER_LOT, OpenClose, OrderCondition, OrderLot
 
 
 class Login(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="login"):
@@ -22,6 +35,8 @@ class Login(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="logi
     secret_key: str
     person_id: str = ""
     client: str = ""
+    #: Only checks the keys: opens no session, and counts against no limit.
+    check_only: bool = False
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="place"):
@@ -32,6 +47,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="plac
     price_type: PriceType
     price: Decimal | None
     time_in_force: TimeInForce
+    lot: OrderLot = OrderLot.COMMON
+    condition: OrderCondition = OrderCondition.CASH
+    open_close: OpenClose = OpenClose.AUTO
     #: The client's tag of the order, at most 6 characters; the ledger keeps it.
     tag: str
     #: For the ledger only, so that tests can compare it with the database; the real broker lacks it.
@@ -80,33 +98,69 @@ ClientRequest = (
 class ExchangeOrder(msgspec.Struct, frozen=True, kw_only=True):
     """An order as the exchange sees it; `fills` are those so far."""
 
-    broker_order_id: str
-    tag: str
-    symbol: str
+    broker_order_id: Id
+    tag: Word
+    symbol: Word
     side: Side
-    quantity: int
+    quantity: Lots
     price_type: PriceType
     price: Decimal | None
     time_in_force: TimeInForce
     state: OrderState
-    fills: list[Fill] = []
-    reason: str | None = None
+    fills: Annotated[list[Fill], LISTED] = []
+    reason: Sentence | None = None
+
+    def __post_init__(self) -> None:
+        check_prices(price=self.price)
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    symbol: str
+    symbol: Word
     #: Lots; negative when short.
-    quantity: int
+    quantity: SignedLots
     average_price: Decimal
+    #: Shares beyond the lots, with their sign.
+    odd_shares: SignedLots = 0
+    condition: OrderCondition = OrderCondition.CASH
+
+    def __post_init__(self) -> None:
+        check_prices(average_price=self.average_price)
+
+    @classmethod
+    def of_shares(
+        cls, symbol: str, shares: int, average_price: Decimal, condition: OrderCondition = OrderCondition.CASH
+    ) -> Self:
+        """A position of this many shares; negative when short."""
+        lots, odd = divmod(abs(shares), SHARES_PER_LOT)
+        sign = 1 if shares > 0 else -1
+        return cls(
+            symbol=symbol,
+            quantity=sign * lots,
+            odd_shares=sign * odd,
+            average_price=average_price,
+            condition=condition,
+        )
+
+    @property
+    def shares(self) -> int:
+        """All of it; a contract counts as a lot of shares."""
+        return self.quantity * SHARES_PER_LOT + self.odd_shares
+
+    def held(self, lot: OrderLot) -> int:
+        """What an order of this lot can close: lots, or shares beyond them."""
+        return self.odd_shares if lot in ODD_LOTS else self.quantity
 
 
 class Balance(msgspec.Struct, frozen=True, kw_only=True):
     """Money of an account, in the account's currency."""
 
-    currency: str
+    currency: Word
     cash: Decimal
     #: Available for new orders.
     available: Decimal
+
+    def __post_init__(self) -> None:
+        check_amounts(cash=self.cash, available=self.available)
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,9 +169,9 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether orders of all sessions are listed, not only of the one that asks.
     all_sessions: bool
     #: Orders that the exchange took less than this many ms before the answer may be missing.
-    behind_ms: int
+    behind_ms: SpanMs
     #: Orders that it took more than this many ms before the answer may be missing.
-    reaches_ms: int
+    reaches_ms: SpanMs
 
 
 class ExchangeReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reply"):
@@ -138,7 +192,7 @@ class ExchangeReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 class OrderChanged(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="order_changed"):
     """Sent by the exchange: an order's state changed, with the fill that did it if there is one."""
 
-    event_id: str
+    event_id: EventId
     order: ExchangeOrder
     fill: Fill | None = None
 

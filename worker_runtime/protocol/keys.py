@@ -9,38 +9,45 @@ one slot, so that one script may use them together.
 | trading:user:{user}:processing | list | until answered | what a worker popped and has not answered |
 | trading:user:{user}:doorbell | list | until rung | one token when there is something to pop |
 | trading:user:{user}:seen:<request> | string | deadline + 1 h | marks a request id as enqueued once |
-| trading:response:{user}:<request> | string | 60 s | the answer |
+| trading:user:{user}:client:<id> | string | 1 d | the order enqueued under a client order id, its tag |
+| trading:response:{user}:<request> | string | 60 s | the answer, signed by its author |
 | worker:active:{user} | string | 30 s | the mark: `epoch:worker` |
 | worker:metadata:{user} | hash | 30 s | task, worker, epoch, version, state, activity… |
 | worker:owner:{user} | hash | for ever | epoch, worker, generation; the orchestrator writes it |
 | worker:pop:{user} | hash | 1 h | last pop of the session: number and item |
-| trading:switch:{user} | hash | for ever | `*version`; `*` (all) and accounts: open, reducing, halted |
+| trading:switch:{user} | hash | for ever | `*version`, `*mac`; `*` (all), accounts: open, reducing, halted |
 | trading:journal:{user}:<order> | string | 2 d | set before a submission: it may have been made |
 | broker:budget:{owner}:<what> | zset | its window | calls of one person or egress address |
 | broker:budget:{owner}:since | hash | 40 d | since when these calls are counted |
 | broker:budget:{owner}:connections | zset | a lease | broker connections of a person → end of the lease |
 | broker:budget:{owner}:holders | hash | a lease | broker connections of a person → worker and session |
-| berth:webhook:{webhook}:<minute> | string | 2 min | calls of one webhook in this minute |
+| berth:limit:{requests}:<limit> | string | its window | until when requests of a key… are paid for (us) |
 | worker:control:{user}:messages | list | until popped | control messages; they overtake requests |
 | pool:{pool}:ready | zset | for ever | worker → ready since (ms); the free ones |
-| pool:{pool}:worker:<worker> | hash | 30 s | public key, proof, task, version, state, claim |
+| pool:{pool}:worker:<worker> | hash | 30 s | public key, proof, task, version, reserved, state, claim |
 | pool:{pool}:claim:<claim> | string | 1 h | worker that this claim got |
 | pool:{pool}:canary | hash | 1 h | a rollout's canary: its version, the former one, users served |
 | pool:{pool}:faults | set | 1 h | users in a row whom a worker of that version failed |
 | pool:{pool}:line | zset | 30 s | users who wait for a worker → since when (ms) |
 | pool:{pool}:asked | zset | 30 s | the same users → when they asked last (ms) |
 | pool:{pool}:inbox:<worker> | list | 1 h | messages for a worker without a user |
-| pool:{pool}:reply:<claim> | list | 1 h | the worker's answers to a claim |
+| pool:{pool}:reply:<worker>:<claim> | list | 1 h | the worker's answers to a claim or reload |
 | pool:{pool}:born:<claim> | list | 1 h | the worker launched for this claim, once ready |
-| worker:events | stream | trimmed | events of workers for the orchestrator |
+| worker:events | stream | trimmed | events of workers, as the orchestrator takes them from their lists |
+| {worker:events}:changes | stream | trimmed | those of them that tell of a worker's state |
+| {worker:events}:of:<worker> | list | until taken | events of one worker, each with its MAC in front |
+| {worker:events}:bell | list | until taken | workers with events; `pool worker`: one that wants to join |
 | berth:generation | string | for ever | random; another one means that data was lost |
-| berth:since | hash | for ever | `server`: run id; `at_ms`: since when it is known, 0: it is the first |
+| berth:since | hash | for ever | `server`: run id; `at_ms`: known since, 0: the first; `noted_ms`: noted at |
+| berth:secret:<version> | string | 1 h | fingerprint of the message secret, by the first host |
 | berth:exits | string | for ever | position behind the last handled end of a worker |
+| berth:errors | stream | trimmed | errors of all processes, on their way to operators |
+| berth:alerts | string | for ever | what operators were told, and what they are told next |
+| berth:alerts:turn | string | 10 s | the API process that looked last whether there is something to tell |
 | berth:launches | string | a burst | when the next launch is due by the platform's rate |
 | berth:answers:<process> | channel |  | answers for one API process |
+| berth:answers:{user}:<request> | channel |  | the answer for a job of the user's own |
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -54,11 +61,16 @@ ANSWER_TTL = 60
 CLAIM_TTL = 3600
 
 EVENTS = "worker:events"
+CHANGES = "{worker:events}:changes"
+EVENT_BELL = "{worker:events}:bell"
 GENERATION = "berth:generation"
 #: Since when the present server is known: its run id, and Unix ms by its own clock.
 SERVER_SINCE = "berth:since"
 EXITS_HANDLED = "berth:exits"
 LAUNCHES = "berth:launches"
+ERRORS = "berth:errors"
+ALERTS = "berth:alerts"
+ALERTS_TURN = "berth:alerts:turn"
 
 #: The user id of a worker that belongs to nobody yet.
 POOL_USER = "-1"
@@ -81,6 +93,7 @@ requests = _one("trading:user", "requests")
 processing = _one("trading:user", "processing")
 doorbell = _one("trading:user", "doorbell")
 seen = _many("trading:user", "seen")
+client_order = _many("trading:user", "client")
 response = _many("trading:response")
 mark = _one("worker:active")
 metadata = _one("worker:metadata")
@@ -89,7 +102,7 @@ pop = _one("worker:pop")
 switch = _one("trading:switch")
 journal = _many("trading:journal")
 control = _one("worker:control", "messages")
-#: Its first part is a hash of a person id or of an egress address, the second one orders, queries, logins…
+#: Its first part is a keyed hash of a person id or of an egress address, the second one orders, queries…
 budget = _many("broker:budget")
 
 # Of a pool, and of its worker or claim.
@@ -101,7 +114,6 @@ pool_faults = _one("pool", "faults")
 pool_wait_queue = _one("pool", "line")
 pool_last_asked = _one("pool", "asked")
 pool_inbox = _many("pool", "inbox")
-pool_reply = _many("pool", "reply")
 pool_born = _many("pool", "born")
 
 
@@ -110,14 +122,38 @@ def answering(user_id: str, request_id: str) -> list[str]:
     return [response(user_id, request_id), processing(user_id), requests(user_id), control(user_id)]
 
 
+def withdrawing(user_id: str, request_id: str) -> list[str]:
+    """KEYS of `withdraw.lua`."""
+    return [requests(user_id), response(user_id, request_id), journal(user_id, request_id)]
+
+
+def pool_reply(pool: str, worker_id: str, claim_id: str) -> str:
+    """`claim_id`: or the id of a reload."""
+    return f"pool:{{{pool}}}:reply:{worker_id}:{claim_id}"
+
+
 def pool_worker_prefix(pool: str) -> str:
     """What `claim.lua` puts before a worker id."""
     return pool_worker(pool, "")
+
+
+def events_of(worker_id: str) -> str:
+    return f"{{{EVENTS}}}:of:{worker_id}"
 
 
 def answers(process_id: str) -> str:
     return f"berth:answers:{process_id}"
 
 
-def webhook(webhook_id: str, minute: int) -> str:
-    return f"berth:webhook:{{{webhook_id}}}:{minute}"
+def own_answers(user_id: str, request_id: str) -> str:
+    """The channel on which a user's own job hears of its answer."""
+    return answers(f"{{{user_id}}}:{request_id}")
+
+
+def request_limit(name: str) -> str:
+    """All in one slot, so that one script settles many."""
+    return f"berth:limit:{{requests}}:{name}"
+
+
+def secret(version: int) -> str:
+    return f"berth:secret:{version}"

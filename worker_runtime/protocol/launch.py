@@ -4,8 +4,6 @@ A launcher passes the configuration as one JSON document on standard input, whic
 environment nor in the arguments nor in `docker inspect`.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from typing import Annotated
 
@@ -34,8 +32,9 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
     #: The share of a broker's limit that we use. The rest is for calls that arrive closer together than they
     #: were sent, and for the last second that a promoted replica of Valkey has lost.
     share: float = 0.9
-    #: The address from which the broker sees this worker's calls; '': calls are counted by person only.
-    egress: str = ""
+    #: Names of the budgets of the address from which the broker sees this worker's calls, as in
+    #: `SealedAccount.budgets`; none: calls are counted by person only.
+    egress: tuple[str, ...] = ()
     #: How many persons' calls an address may make: no broker publishes its limit for an address.
     egress_persons: int = 10
     #: The paper exchange's limits.
@@ -78,8 +77,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     valkey_url: str
     #: One-time token by which the worker proves that its public key is its own.
     launch_token: bytes
-    #: The orchestrator's Ed25519 public key, 32 bytes: claims that it did not sign are refused.
-    orchestrator_key: bytes
+    #: The orchestrator's Ed25519 public keys, 32 bytes each: claims that none of them fits are refused.
+    orchestrator_keys: tuple[bytes, ...]
     #: Identifier of the launcher's task (what `stop` takes); shown in the metadata.
     task_id: str = ""
     version: str = ""
@@ -95,7 +94,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     confirm_timeout: float = 30.0
     #: Seconds without a pulse of the session, beyond the limit of a broker call under way, after which it
     #: counts as frozen and is replaced in place.
-    pulse_timeout: float = 10.0
+    pulse_timeout: float = 3.0
     #: Seconds between two pings of an idle broker connection.
     health_period: float = 60.0
     #: Seconds between the first failed login to a broker and the next one; doubled each time up to a minute.

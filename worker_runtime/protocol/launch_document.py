@@ -4,8 +4,6 @@ It is useless without the launch key, which comes as a file. AES-SIV gives the s
 document: a repeated launch with other parameters is refused.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 
@@ -20,16 +18,12 @@ KEY_SIZE = 64
 _PURPOSE = b"berth launch document 1"
 
 
-class BadLaunchDocument(BerthError):
+class BadLaunchDocument(BerthError, code="BAD_LAUNCH_DOCUMENT"):
     """The launch document cannot be opened: another key, another worker's, or altered."""
 
-    code = "BAD_LAUNCH_DOCUMENT"
 
-
-class BadLaunchKey(BerthError):
+class BadLaunchKey(BerthError, code="BAD_LAUNCH_KEY"):
     """The launch key is not 64 bytes in base64."""
-
-    code = "BAD_LAUNCH_KEY"
 
 
 def key_from(text: bytes) -> bytes:

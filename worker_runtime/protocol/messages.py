@@ -2,80 +2,50 @@
 
 Each names its type and schema version. Unknown fields are ignored, so that an older worker understands a
 newer API; an unknown type or version raises `MalformedMessage`. Times are Unix milliseconds, prices are
-decimal strings, quantities are lots.
+decimal strings, quantities are lots (of odd-lot orders: shares).
 """
-
-from __future__ import annotations
 
 import math
 from decimal import Decimal
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 
+from worker_runtime.protocol import bounds
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, UnsupportedSchema, from_code
+from worker_runtime.protocol.order_terms import CANCELLED_IN_QUEUE as CANCELLED_IN_QUEUE
+from worker_runtime.protocol.order_terms import FINAL_ORDER_STATES as FINAL_ORDER_STATES
+from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
+from worker_runtime.protocol.order_terms import OrderState as OrderState
+from worker_runtime.protocol.order_terms import PriceType as PriceType
+from worker_runtime.protocol.order_terms import Side as Side
+from worker_runtime.protocol.order_terms import TimeInForce as TimeInForce
 
-#: The schema version this release writes. It reads all versions up to it.
-SCHEMA = 1
+#: The latest schema version; all up to it are read. Messages are written as version 1, but for those that a
+#: reader of version 1 would misunderstand, since it passes over fields that it does not know.
+SCHEMA = 2
 #: Bytes; a larger message is refused unread (an order takes about 400).
 MAX_MESSAGE = 256 * 1024
-
-
-class Side(StrEnum):
-    BUY = "buy"
-    SELL = "sell"
-
-
-class PriceType(StrEnum):
-    LIMIT = "LMT"
-    MARKET = "MKT"
-
-
-class TimeInForce(StrEnum):
-    ROD = "ROD"  # rest of day
-    IOC = "IOC"  # immediate or cancel
-    FOK = "FOK"  # fill or kill
-
-
-class OrderState(StrEnum):
-    """States of an order; `FINAL_ORDER_STATES` never change again."""
-
-    ACCEPTED = "accepted"
-    QUEUED = "queued"
-    SUBMITTING = "submitting"
-    SUBMITTED = "submitted"
-    PART_FILLED = "part_filled"
-    FILLED = "filled"
-    CANCELLED = "cancelled"
-    REJECTED = "rejected"
-    EXPIRED = "expired"
-    UNKNOWN = "unknown"
-    NEEDS_ATTENTION = "needs_attention"
-
-
-FINAL_ORDER_STATES = frozenset(
-    {OrderState.FILLED, OrderState.CANCELLED, OrderState.REJECTED, OrderState.EXPIRED}
-)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """The base of all messages: `type` names the class, `v` the schema version."""
 
-    v: int = SCHEMA
+    v: int = 1
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """An error in a message: its stable code and a sentence."""
 
-    code: str
-    detail: str
+    code: bounds.Word
+    detail: bounds.Sentence
     retryable: bool = False
     #: Milliseconds after which it may succeed, where that is known.
-    retry_after_ms: int | None = None
+    retry_after_ms: bounds.SpanMs | None = None
 
     @classmethod
-    def of(cls, error: BerthError) -> Failure:
+    def of(cls, error: BerthError) -> Self:
         after = error.retry_after
         return cls(
             code=error.code,
@@ -95,76 +65,95 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 class RequestMessage(Message, frozen=True, kw_only=True):
     """What each request in a user's queue carries."""
 
-    request_id: str
-    user_id: str
-    account_id: str
+    request_id: bounds.LongId
+    user_id: bounds.Id
+    account_id: bounds.Id
     #: Channel of the API process that waits.
-    reply_to: str
+    reply_to: bounds.Channel
     #: Generation of Valkey under which this was enqueued.
-    generation: str
+    generation: bounds.Id
+    #: The context of its trace (W3C's `traceparent`); '' if it is not traced.
+    trace: bounds.Word = ""
 
 
 class PlaceOrder(RequestMessage, frozen=True, kw_only=True, tag="place_order"):
     """Submits one order, at most once."""
 
-    order_id: str
-    symbol: str
+    order_id: bounds.Id
+    symbol: bounds.Word
     side: Side
-    quantity: int
+    quantity: bounds.Lots
     price_type: PriceType
     price: Decimal | None
     time_in_force: TimeInForce
+    #: With another lot, condition or type than these the message has version 2: a worker of release 0.1.0
+    #: refuses it, instead of placing lots where shares were meant.
+    lot: OrderLot = OrderLot.COMMON
+    condition: OrderCondition = OrderCondition.CASH
+    open_close: OpenClose = OpenClose.AUTO
     #: At most 6 characters: all that Shioaji's `custom_field` holds.
-    tag: str
+    tag: bounds.Word
     #: Whether it can only make a position smaller, and so passes a switch that says REDUCING.
     reduce_only: bool = False
     #: What an order of unknown outcome blocks in its account: orders in its `symbol`, the whole `account`, or
     #: nothing (`off`).
-    unknown_blocks: str = "symbol"
+    unknown_blocks: bounds.Word = "symbol"
     #: Milliseconds from its acceptance to its deadline; 0 if unknown.
-    lifetime_ms: int = 0
+    lifetime_ms: bounds.SpanMs = 0
     #: The broker's id of the order, if known. In `open_orders` only.
-    broker_order_id: str | None = None
+    broker_order_id: bounds.Id | None = None
     #: Whether its submission was begun by our books. In `open_orders` only. It is never submitted again then,
     #: even if an older copy of Valkey has it in the queue once more, without its journal entry.
     begun: bool = False
+    #: The share by which the price may differ from the broker's reference price; None: any.
+    price_band: Decimal | None = None
+    #: Of a market order: up to this reference price its value is within the account's limit.
+    most_price: Decimal | None = None
+
+    def __post_init__(self) -> None:
+        bounds.check_prices(price=self.price, price_band=self.price_band, most_price=self.most_price)
 
 
 class Fill(msgspec.Struct, frozen=True, kw_only=True):
     """One deal. Duplicates are recognised by `fill_id`, the broker's id of it."""
 
-    fill_id: str
-    quantity: int
+    fill_id: bounds.LongId
+    quantity: bounds.Lots
     price: Decimal
-    at_ms: int
+    at_ms: bounds.TimeMs
 
-
-#: The reason of an order that was cancelled while it was in the queue: the broker never had it.
-CANCELLED_IN_QUEUE = "cancelled before it was sent to the broker"
+    def __post_init__(self) -> None:
+        bounds.check_prices(price=self.price)
 
 
 class OrderOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of an order after the broker answered."""
 
-    order_id: str
+    order_id: bounds.Id
     state: OrderState
-    broker_order_id: str | None = None
-    filled_quantity: int = 0
+    broker_order_id: bounds.Id | None = None
+    filled_quantity: bounds.Lots = 0
     average_price: Decimal | None = None
-    reason: str | None = None
+    reason: bounds.Sentence | None = None
     #: Withdrawn from the queue before a worker took it. A lagging copy of Valkey may still hold an order that
     #: a worker took, so this counts only for an order that nobody is known to have taken.
     withdrawn: bool = False
+
+    def __post_init__(self) -> None:
+        bounds.check_prices(average_price=self.average_price)
 
 
 class Answer(Message, frozen=True, kw_only=True, tag="answer"):
     """The worker's answer to one request: an outcome, or a failure."""
 
-    request_id: str
+    request_id: bounds.LongId
     outcome: OrderOutcome | None = None
     failure: Failure | None = None
     #: For `QueryAccount`: an `AccountReport`, which `requests.decode_report` reads.
     report: dict[str, Any] | None = None
+    #: For metrics: microseconds that the broker took, and permille of its fullest limit that are in use.
+    broker_us: bounds.SpanUs | None = None
+    limit_used: bounds.Permille | None = None
 
 
 # --- orchestrator → worker --------------------------------------------------------------------------
@@ -173,12 +162,19 @@ class Answer(Message, frozen=True, kw_only=True, tag="answer"):
 class SealedAccount(msgspec.Struct, frozen=True, kw_only=True):
     """One broker account; `sealed` opens to a JSON `Credentials` only inside the named worker."""
 
-    account_id: str
-    broker: str
-    broker_type: str
+    account_id: bounds.Id
+    broker: bounds.Word
+    broker_type: bounds.Word
     simulation: bool
-    version: int
+    #: The broker's own id of the account; '': the same.
+    number: bounds.Id = ""
+    version: bounds.Counter
+    #: Names of the budgets under which the person's calls are counted, the oldest first. A worker cannot
+    #: guess another person's.
+    budgets: Annotated[list[bounds.Id], msgspec.Meta(min_length=1, max_length=8)]
     sealed: bytes
+    #: Whether orders wait after each login until `BooksCompared` came.
+    books_first: bool = False
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,82 +193,112 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
 class Claim(Message, frozen=True, kw_only=True, tag="claim"):
     """Makes a pool worker the worker of one user."""
 
-    claim_id: str
-    worker_id: str
-    user_id: str
-    epoch: int
-    generation: str
+    claim_id: bounds.LongId
+    worker_id: bounds.LongId
+    user_id: bounds.Id
+    epoch: bounds.Counter
+    generation: bounds.Id
+    #: Version of the user's switch at the claim; the worker refuses an older one.
+    switch_version: bounds.Counter = 0
     #: Seconds the worker may take for its first connect.
-    connect_timeout: float
-    accounts: list[SealedAccount]
-    attempt: int = 1
+    connect_timeout: bounds.WaitSeconds
+    accounts: Annotated[list[SealedAccount], bounds.FEW]
+    #: The worker's `authentication.AssignmentKeys`, sealed like an account.
+    sealed_keys: bytes
+    attempt: bounds.Counter = 1
     #: The user's orders that are not final: what the worker compares with the broker's list.
-    open_orders: list[PlaceOrder] = []
+    open_orders: Annotated[list[PlaceOrder], bounds.LISTED] = []
 
 
 class Connect(Message, frozen=True, kw_only=True, tag="connect"):
     """Asks for another attempt to connect, after one that failed."""
 
-    claim_id: str
-    worker_id: str
-    attempt: int
-    connect_timeout: float
+    claim_id: bounds.LongId
+    worker_id: bounds.LongId
+    attempt: bounds.Counter
+    connect_timeout: bounds.WaitSeconds
 
 
 class ReleaseClaim(Message, frozen=True, kw_only=True, tag="release"):
     """Ends a claimed worker that is not wanted any more."""
 
-    claim_id: str
-    worker_id: str
-    reason: str
+    claim_id: bounds.LongId
+    worker_id: bounds.LongId
+    reason: bounds.Sentence
 
 
 InboxMessage = Claim | Connect | ReleaseClaim
 
 
-class Shutdown(Message, frozen=True, kw_only=True, tag="shutdown"):
-    """Makes the worker finish its order, close the broker sessions, remove the mark and exit with 0."""
+class ControlHeader(Message, frozen=True, kw_only=True):
+    """What each control message carries."""
 
-    user_id: str
-    epoch: int
-    reason: str
+    user_id: bounds.Id
+    epoch: bounds.Counter
 
 
-class ReloadCredentials(Message, frozen=True, kw_only=True, tag="reload_credentials"):
-    """Brings new credentials, sealed to this worker. Only accounts whose version changed log in again.
+class Shutdown(ControlHeader, frozen=True, kw_only=True, tag="shutdown"):
+    """Makes the worker finish its order, close the broker sessions, remove the mark and exit with 0.
 
-    The worker answers with a `ClaimReply` on `pool_reply(pool, reload_id)`.
+    It needs no number: once it was said, this assignment ends, whatever else is said before or after.
     """
 
-    reload_id: str
-    user_id: str
-    epoch: int
-    worker_id: str
-    accounts: list[SealedAccount]
+    reason: bounds.Sentence
+
+
+class ReloadCredentials(ControlHeader, frozen=True, kw_only=True, tag="reload_credentials"):
+    """Brings new credentials, sealed to this worker. Only accounts whose version changed log in again.
+
+    The worker answers with a `ClaimReply` on `pool_reply(pool, worker_id, reload_id)`.
+    """
+
+    reload_id: bounds.LongId
+    worker_id: bounds.LongId
+    #: Grows with each reload (`next_number`): a worker refuses one that is not above the last.
+    number: bounds.Counter = 0
+    accounts: Annotated[list[SealedAccount], bounds.FEW]
     #: As in `Claim`.
-    open_orders: list[PlaceOrder] = []
-
-
-ControlMessage = Shutdown | ReloadCredentials
+    sealed_keys: bytes
+    #: As in `Claim`.
+    open_orders: Annotated[list[PlaceOrder], bounds.LISTED] = []
 
 
 class Signed(Message, frozen=True, kw_only=True, tag="signed"):
-    """A message with the orchestrator's Ed25519 signature over exactly these payload bytes."""
+    """A message with signatures over exactly these payload bytes; one that fits is enough.
+
+    The orchestrator's are Ed25519, one by each signing key that it holds, since workers launched before a
+    rotation know only the older one. That of a claim's reply is HMAC-SHA256 under the worker's launch token.
+    """
 
     payload: bytes
-    signature: bytes
+    signatures: Annotated[list[bytes], msgspec.Meta(max_length=4)]
+
+
+class AccountLogin(msgspec.Struct, frozen=True, kw_only=True):
+    """How the login of one account stands."""
+
+    account_id: bounds.Id
+    #: What is wrong; '' if there is a session.
+    code: bounds.Word = ""
+    #: The newest version of its credentials, if the broker has rejected that. An older one may be connected.
+    rejected: bounds.Counter = 0
+    #: What is wrong with the login, or with the rejected one, in words.
+    detail: bounds.Sentence = ""
 
 
 class ClaimReply(Message, frozen=True, kw_only=True, tag="claim_reply"):
     """The worker's answer to a claim, a further connect or a credential reload."""
 
-    claim_id: str
-    worker_id: str
-    epoch: int
-    attempt: int
+    claim_id: bounds.LongId
+    worker_id: bounds.LongId
+    epoch: bounds.Counter
+    attempt: bounds.Counter
     failure: Failure | None = None
-    claimed_at_ms: int = 0
-    connected_at_ms: int = 0
+    claimed_at_ms: bounds.TimeMsOrZero = 0
+    connected_at_ms: bounds.TimeMsOrZero = 0
+    #: Of each account that has been tried, at `at_ms`.
+    logins: Annotated[list[AccountLogin], bounds.FEW] = []
+    at_ms: bounds.TimeMsOrZero = 0
 
 
 # --- worker → orchestrator (stream `worker:events`) --------------------------------------------------
@@ -281,8 +307,8 @@ class ClaimReply(Message, frozen=True, kw_only=True, tag="claim_reply"):
 class WorkerEventKind(StrEnum):
     """Changes in a worker's life, sent once for the whole worker and not for each account."""
 
-    CONNECTED = "connected"  # every account has a broker session
-    RECONNECTING = "reconnecting"  # a broker session was dead and is being rebuilt
+    CONNECTED = "connected"  # an account has a broker session; `logins` says which others have none
+    RECONNECTING = "reconnecting"  # no account has a session: a dead one is being rebuilt
     DEGRADED = "degraded"  # the broker cannot be reached: the worker stays and tries again
     SESSION_REPLACED = "session_replaced"  # a fresh session process with a new key waits for credentials
     FAILED = "failed"  # not even a fresh process could open a broker session: the worker ends
@@ -294,32 +320,37 @@ class WorkerEventKind(StrEnum):
 class WorkerEvent(Message, frozen=True, kw_only=True, tag="worker_event"):
     """A change in a worker's life. `(worker_id, sequence)` is unique."""
 
-    worker_id: str
-    user_id: str
-    epoch: int
-    sequence: int
+    worker_id: bounds.LongId
+    user_id: bounds.Id
+    epoch: bounds.Counter
+    sequence: bounds.Counter
     kind: WorkerEventKind
-    at_ms: int
-    detail: str = ""
+    at_ms: bounds.TimeMs
+    detail: bounds.Sentence = ""
+    #: Of each account that has been tried, if that has changed.
+    logins: Annotated[list[AccountLogin], bounds.FEW] = []
 
 
 class OrderEvent(Message, frozen=True, kw_only=True, tag="order_event"):
     """A change of one order, as the worker saw it. Repeats are recognised by the unique `event_id`."""
 
-    event_id: str
-    order_id: str
-    user_id: str
-    epoch: int
+    event_id: bounds.EventId
+    order_id: bounds.OrderId
+    user_id: bounds.Id
+    epoch: bounds.Counter
     state: OrderState
-    at_ms: int
-    broker_order_id: str | None = None
+    at_ms: bounds.TimeMs
+    broker_order_id: bounds.Id | None = None
     fill: Fill | None = None
-    filled_quantity: int = 0
+    filled_quantity: bounds.Lots = 0
     average_price: Decimal | None = None
-    reason: str | None = None
+    reason: bounds.Sentence | None = None
     #: The order's quantity (lots) and price, where the broker shows others than our books.
-    quantity: int | None = None
+    quantity: bounds.Lots | None = None
     price: Decimal | None = None
+
+    def __post_init__(self) -> None:
+        bounds.check_prices(average_price=self.average_price, price=self.price)
 
 
 class AccountReported(Message, frozen=True, kw_only=True, tag="account_reported"):
@@ -328,11 +359,11 @@ class AccountReported(Message, frozen=True, kw_only=True, tag="account_reported"
     It follows the events of the orders that the session knows. `(worker_id, account_id, at_ms)` is unique.
     """
 
-    worker_id: str
-    user_id: str
-    account_id: str
-    epoch: int
-    at_ms: int
+    worker_id: bounds.LongId
+    user_id: bounds.Id
+    account_id: bounds.Id
+    epoch: bounds.Counter
+    at_ms: bounds.TimeMs
     #: An `AccountReport` (`requests.decode_report` reads it), with only the orders that the session could not
     #: match.
     report: dict[str, Any]

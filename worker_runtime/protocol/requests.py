@@ -1,24 +1,33 @@
-"""The requests in a user's queue, and the switch (`trading:switch:{user}`) that says which orders may pass.
+"""The requests in a user's queue, the switch (`trading:switch:{user}`) that says which orders may pass, and
+the messages of the control list.
 
-A request is framed as `deadline ms|request id|payload`, so that Lua can read the deadline. All go through one
-FIFO, so that a cancel never overtakes its order. Quantities are lots, prices are decimal strings, times are
-Unix milliseconds.
+A request is framed as `deadline ms|request id|MAC|payload`, so that Lua can read the deadline. The MAC is
+made under the user's request key and covers the other parts and the user: who can only write to Valkey can
+neither make a request nor give a genuine one another deadline. All go through one FIFO, so that a cancel
+never overtakes its order. Quantities are lots, prices are decimal strings, times are Unix milliseconds by
+Valkey's clock.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from worker_runtime.protocol.authentication import MessageKeys, sign, verify
+from worker_runtime.protocol.bounds import LISTED, Counter, Id, Lots, SpanMs, TimeMs, Word, check_prices
 from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.exchange import Balance as Balance
 from worker_runtime.protocol.exchange import ExchangeOrder, Position
-from worker_runtime.protocol.messages import PlaceOrder, RequestMessage
+from worker_runtime.protocol.messages import (
+    ControlHeader,
+    PlaceOrder,
+    ReloadCredentials,
+    RequestMessage,
+    Shutdown,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +37,45 @@ class Frame:
     raw: bytes
     deadline_ms: int
     request_id: str
+    mac: str
     payload: bytes
+
+    def is_authentic(self, request_keys: MessageKeys, user_id: str) -> bool:
+        """Whether a holder of the user's request key made it, with this deadline."""
+        parts = _signed_parts(user_id, self.request_id, self.deadline_ms, self.payload)
+        return verify(request_keys, self.mac, *parts)
+
+
+def sign_request(
+    request_keys: MessageKeys, user_id: str, request_id: str, deadline_ms: int, payload: bytes
+) -> str:
+    """The MAC of a request."""
+    return sign(request_keys, *_signed_parts(user_id, request_id, deadline_ms, payload))
+
+
+def _signed_parts(user_id: str, request_id: str, deadline_ms: int, payload: bytes) -> tuple[bytes, ...]:
+    return b"request/1", user_id.encode(), request_id.encode(), b"%d" % deadline_ms, payload
 
 
 def parse_frame(raw: bytes) -> Frame:
     """Splits an item into its parts. Raises `MalformedMessage` if it is no frame."""
-    parts = raw.split(b"|", 2)
+    parts = raw.split(b"|", 3)
     # 15 digits of milliseconds reach the year 33658; `int` would raise ValueError for thousands of them.
-    if len(parts) != 3 or not parts[0].isdigit() or len(parts[0]) > 15 or not parts[1].isascii():
-        raise MalformedMessage("a queued item is not `deadline|request|payload`")
-    return Frame(raw, int(parts[0]), parts[1].decode("ascii"), parts[2])
+    if len(parts) != 4 or not parts[0].isdigit() or len(parts[0]) > 15 or not (parts[1] + parts[2]).isascii():
+        raise MalformedMessage("a queued item is not `deadline|request|MAC|payload`")
+    deadline_ms = int(parts[0])
+    if parts[0] != b"%d" % deadline_ms:
+        raise MalformedMessage("a deadline is written in one way only")
+    return Frame(raw, deadline_ms, parts[1].decode("ascii"), parts[2].decode("ascii"), parts[3])
 
 
 class ChangeMessage(RequestMessage, frozen=True, kw_only=True):
     """What a request carries that changes a working order."""
 
-    order_id: str
-    symbol: str
-    tag: str
-    broker_order_id: str | None
+    order_id: Id
+    symbol: Word
+    tag: Word
+    broker_order_id: Id | None
 
 
 class CancelOrder(ChangeMessage, frozen=True, kw_only=True, tag="cancel_order"):
@@ -57,8 +86,15 @@ class ReplaceOrder(ChangeMessage, frozen=True, kw_only=True, tag="replace_order"
     """Changes a working order to a smaller quantity or another price. At most once, like a submission."""
 
     #: New total quantity, at least the filled one; None: unchanged. It can only fall (Shioaji, TAIFEX).
-    quantity: int | None
+    quantity: Lots | None
     price: Decimal | None
+    #: The order's own, for the switch: another price is checked like a new order, a smaller quantity never.
+    reduce_only: bool = False
+    #: As in `PlaceOrder`.
+    price_band: Decimal | None = None
+
+    def __post_init__(self) -> None:
+        check_prices(price=self.price, price_band=self.price_band)
 
 
 class QueryAccount(RequestMessage, frozen=True, kw_only=True, tag="query_account"):
@@ -66,7 +102,7 @@ class QueryAccount(RequestMessage, frozen=True, kw_only=True, tag="query_account
 
     orders: bool = True
     #: Only the orders with these tags; empty: all. A report has room for some hundreds.
-    tags: tuple[str, ...] = ()
+    tags: Annotated[tuple[Word, ...], LISTED] = ()
     positions: bool = False
     balance: bool = False
 
@@ -77,27 +113,32 @@ Request = PlaceOrder | CancelOrder | ReplaceOrder | QueryAccount
 class AccountReport(msgspec.Struct, frozen=True, kw_only=True):
     """The broker's view of an account, as one session saw it."""
 
-    account_id: str
-    taken_at_ms: int
+    account_id: Id
+    taken_at_ms: TimeMs
     #: Whether the report has everything that was asked for.
     complete: bool
     #: Whether all orders that the broker took between `reaches_ms` and `behind_ms` before are certainly
     #: listed. False where a list may leave out any, such as those of earlier sessions (Shioaji's simulation,
     #: Sinotrade/Shioaji #218).
     absence_certain: bool
-    behind_ms: int = 0
+    behind_ms: SpanMs = 0
     #: None if the broker does not say.
-    reaches_ms: int | None = None
+    reaches_ms: SpanMs | None = None
     #: Whether the positions include the fills of all orders that are certainly listed.
     positions_agree: bool = False
-    orders: list[ExchangeOrder] = []
-    positions: list[Position] = []
+    orders: Annotated[list[ExchangeOrder], LISTED] = []
+    positions: Annotated[list[Position], LISTED] = []
+    #: Whether the positions have the shares beyond full lots. Workers of release 0.1.0 do not report them.
+    odd_shown: bool = False
     balance: Balance | None = None
 
 
 def decode_report(report: dict[str, Any]) -> AccountReport:
-    """Reads `Answer.report` or `AccountReported.report`; raises `msgspec.ValidationError`."""
-    return msgspec.convert(report, AccountReport)
+    """Reads `Answer.report` or `AccountReported.report`; raises `MalformedMessage`."""
+    try:
+        return msgspec.convert(report, AccountReport)
+    except msgspec.ValidationError as error:
+        raise MalformedMessage(str(error)) from None
 
 
 def encode_report(report: AccountReport) -> dict[str, Any]:
@@ -108,11 +149,12 @@ def encode_report(report: AccountReport) -> dict[str, Any]:
 
 # --- the switch -------------------------------------------------------------------------------------
 
-#: Fields of the hash: for all of a user's accounts, for the version, for the server to which it was written.
-#: The others are account ids, which begin with a letter or digit.
+#: Fields of the hash: for all of a user's accounts, for the version, for the server to which it was written,
+#: and the MAC over all others. The others are account ids, which begin with a letter or digit.
 EVERY_ACCOUNT = "*"
 SWITCH_VERSION = "*version"
 SWITCH_SERVER = "*server"
+SWITCH_MAC = "*mac"
 
 
 class SwitchState(StrEnum):
@@ -124,7 +166,6 @@ class SwitchState(StrEnum):
     HALTED = "halted"
 
 
-_STATES = {state.value.encode(): state for state in SwitchState}
 _STRICTNESS = (SwitchState.OPEN, SwitchState.REDUCING, SwitchState.HALTED)
 
 
@@ -150,14 +191,24 @@ class UserSwitch(msgspec.Struct, frozen=True, kw_only=True):
         """The state of one account."""
         return strictest(self.every, self.accounts.get(account_id, SwitchState.OPEN))
 
-    def words(self) -> list[str | int]:
-        """The arguments of `write_switch.lua`, and the last ones of `set_owner.lua`."""
-        found: list[str | int] = [self.version, EVERY_ACCOUNT, self.every.value]
+    def words(self, request_keys: MessageKeys, user_id: str) -> list[str | int]:
+        """The version, then signed fields and values, for `write_switch.lua` and `set_owner.lua`."""
+        mac = sign(request_keys, *self._signed(user_id))
+        found: list[str | int] = [self.version, EVERY_ACCOUNT, self.every.value, SWITCH_MAC, mac]
         if self.server:
             found += [SWITCH_SERVER, self.server]
         for account_id, state in sorted(self.accounts.items()):
             found += [account_id, state.value]
         return found
+
+    def is_authentic(self, mac: str, request_keys: MessageKeys, user_id: str) -> bool:
+        """Whether a holder of the user's request key wrote exactly this."""
+        return verify(request_keys, mac, *self._signed(user_id))
+
+    def _signed(self, user_id: str) -> list[bytes]:
+        states = [part for pair in sorted(self.accounts.items()) for part in pair]
+        texts = [user_id, str(self.version), self.server, self.every.value, *states]
+        return [b"switch/1", *(text.encode() for text in texts)]
 
 
 #: The switch of a user whom nobody ever switched.
@@ -166,20 +217,42 @@ OPEN_SWITCH = UserSwitch()
 HALTED_SWITCH = UserSwitch(every=SwitchState.HALTED)
 
 
-def switch_of(words: Sequence[bytes], server: str) -> tuple[UserSwitch, bool]:
+def switch_of(
+    words: Sequence[bytes], server: str, request_keys: MessageKeys, user_id: str
+) -> tuple[UserSwitch, bool]:
     """The switch that HGETALL returned at the server with this run id, and whether it is stale.
 
-    What is missing or makes no sense is halted. A stale switch was written to another server: it may be an
-    older copy of the last one, so it is halted, too, until it is written to this server.
+    What is missing, forged or makes no sense is `HALTED_SWITCH`. A stale switch was written to another
+    server: it may be an older copy of the last one, so it is halted, too, until it is written to this server.
     """
-    fields = {name.decode(): value for name, value in zip(words[::2], words[1::2], strict=True)}
-    version, every = fields.pop(SWITCH_VERSION, b""), fields.pop(EVERY_ACCOUNT, b"")
-    written_to = fields.pop(SWITCH_SERVER, b"").decode("utf-8", "replace")
+    texts = [word.decode("utf-8", "replace") for word in words]
+    fields = dict(zip(texts[::2], texts[1::2], strict=True))
+    version, every = fields.pop(SWITCH_VERSION, ""), fields.pop(EVERY_ACCOUNT, "")
+    written_to, mac = fields.pop(SWITCH_SERVER, ""), fields.pop(SWITCH_MAC, "")
+    try:
+        found = UserSwitch(
+            version=int(version[:18]),
+            every=SwitchState(every),
+            accounts={name: SwitchState(value) for name, value in fields.items()},
+            server=written_to,
+        )
+    except ValueError:
+        return HALTED_SWITCH, False
+    if not found.is_authentic(mac, request_keys, user_id):
+        return HALTED_SWITCH, False
     if written_to not in ("", server):
         return HALTED_SWITCH, True
-    return UserSwitch(
-        version=int(version) if version.isdigit() else 0,
-        every=_STATES.get(every, SwitchState.HALTED),
-        accounts={name: _STATES.get(value, SwitchState.HALTED) for name, value in fields.items()},
-        server=written_to,
-    ), False
+    return found, False
+
+
+class BooksCompared(ControlHeader, frozen=True, kw_only=True, tag="books_compared"):
+    """What the broker listed was compared with our books. It needs no number: a repeat says nothing new."""
+
+    account_id: Id
+    #: `AccountReported.at_ms` of the report.
+    at_ms: Counter
+    #: The books differ: the account takes no orders until a person has looked.
+    blocks: bool
+
+
+ControlMessage = Shutdown | ReloadCredentials | BooksCompared

@@ -1,10 +1,9 @@
 """The Lua scripts. Each is loaded once and begins with its table of KEYS and ARGV."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from hashlib import sha1
 from pathlib import Path
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +15,7 @@ class Script:
     sha: str
 
     @classmethod
-    def of(cls, name: str, *files: Path) -> Script:
+    def of(cls, name: str, *files: Path) -> Self:
         """The script of these files, one after the other."""
         source = "".join(file.read_text(encoding="utf-8") for file in files)
         return cls(name, source, sha1(source.encode(), usedforsecurity=False).hexdigest())
@@ -38,17 +37,22 @@ POP = _load("requests/pop")
 PUT_BACK = _load("requests/put_back")
 ANSWER = _load("requests/answer")
 RENEW_MARK = _load("workers/renew_mark")
+READ_BOUNDED = _load("workers/read_bounded")
 REMOVE_MARK = _load("workers/remove_mark")
 SET_OWNER = _load("workers/set_owner")
+PUMP_EVENTS = _load("workers/pump_events")
 WRITE_SWITCH = _load("workers/write_switch")
 ANNOUNCE_WORKER = _load("workers/announce_worker")
+ADMIT_WORKER = _load("workers/admit_worker")
 CLAIM = _load("workers/claim")
 SETTLE_CLAIM = _load("workers/settle_claim")
+DISCARD_ENTRY = _load("workers/discard_entry")
 JOIN_WAIT_QUEUE = _load("workers/join_wait_queue")
 RETIRE_WORKER = _load("workers/retire_worker")
 SPEND_BUDGET = _load("limits/spend_budget")
 TAKE_CONNECTION = _load("limits/take_connection")
 RENEW_CONNECTIONS = _load("limits/renew_connections")
+SPEND_REQUESTS = _load("limits/spend_requests")
 TAKE_LAUNCH = _load("workers/take_launch")
 
 ALL = tuple(script for script in list(globals().values()) if isinstance(script, Script))

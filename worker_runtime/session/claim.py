@@ -4,25 +4,27 @@ A claim counts because the orchestrator signed it, and is carried out because `s
 nobody has released it. A repeated claim gets the same answer and is carried out once.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from worker_runtime.process.clock import Backoff, wall_ms
-from worker_runtime.process.log import Log
 from worker_runtime.process.mark import WorkerMark
 from worker_runtime.process.replacement import WorkerExit, replacement_reason
-from worker_runtime.process.shared_state import SharedState, WorkerActivity
-from worker_runtime.process.valkey import Valkey, ValkeyFailed, ValkeyUnreachable
+from worker_runtime.process.shared_state import WorkerActivity
+from worker_runtime.process.valkey import ValkeyFailed, ValkeyUnreachable
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.errors import BerthError, ClaimRefused, Fenced, UnknownAccount, WorkerUnavailable
-from worker_runtime.protocol.launch import ExitCode, WorkerConfig
+from worker_runtime.protocol.errors import (
+    BerthError,
+    ClaimRefused,
+    Fenced,
+    InvalidSeal,
+    UnknownAccount,
+    WorkerUnavailable,
+)
+from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import (
+    AccountLogin,
     Claim,
     ClaimReply,
     Connect,
@@ -33,10 +35,9 @@ from worker_runtime.protocol.messages import (
     decode,
 )
 from worker_runtime.protocol.scripts import SETTLE_CLAIM
-from worker_runtime.protocol.sealing import verify
+from worker_runtime.session.control import SessionParts
 from worker_runtime.session.request_loop import RequestLoop
-from worker_runtime.session.send_buffer import SendBuffer
-from worker_runtime.trading.account_session import CredentialOpener
+from worker_runtime.trading.health import logins_of
 
 #: Seconds a claimed worker waits for `Connect` or `ReleaseClaim` after a failed connect: more than the
 #: orchestrator's longest backoff between attempts.
@@ -49,29 +50,15 @@ _SETTLE_ATTEMPTS = 3
 class InboxHandler(ABC):
     """What claiming and resuming share: reading the inbox, renewing the mark, answering a claim."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        shared_state: SharedState,
-        *,
-        client: Valkey,
-        mark: WorkerMark,
-        send_buffer: SendBuffer,
-        opener: CredentialOpener,
-        open_request_loop: Callable[[], RequestLoop],
-        log: Log,
-    ) -> None:
-        self._config = config
-        self._shared_state = shared_state
-        self._client = client
-        self._mark = mark
-        self._send_buffer = send_buffer
-        self._opener = opener
-        self._open_request_loop = open_request_loop
-        self._log = log
-        self._orchestrator_key = Ed25519PublicKey.from_public_bytes(config.orchestrator_key)
+    def __init__(self, parts: SessionParts) -> None:
+        self._parts = parts
+        self._config, self._shared_state, self._log = parts.config, parts.shared_state, parts.log
+        self._client, self._send_buffer, self._opener = parts.client, parts.send_buffer, parts.opener
+        self._mark = WorkerMark(parts.config, parts.shared_state)
         self._retry = Backoff(0.05, 1.0)
         self._claimed_at_ms = 0
+        #: How the logins of the last connect stand.
+        self._logins: list[AccountLogin] = []
         #: There from the moment that the claim is confirmed.
         self.request_loop: RequestLoop | None = None
         #: Whether the request loop may run.
@@ -83,7 +70,7 @@ class InboxHandler(ABC):
         Raises `WorkerExit` when this worker is not wanted or must not go on.
         """
         try:
-            message: InboxMessage = decode(verify(data, self._orchestrator_key), InboxMessage)
+            message: InboxMessage = decode(self._parts.verify(data), InboxMessage)
         except BerthError as error:
             self._log.warning("inbox_dropped", code=error.code)
             return
@@ -145,6 +132,8 @@ class InboxHandler(ABC):
             failure=Failure.of(failure) if failure else None,
             claimed_at_ms=self._claimed_at_ms,
             connected_at_ms=0 if failure else wall_ms(),
+            logins=self._logins,
+            at_ms=wall_ms(),
         )
         self._send_buffer.send_claim_reply(reply)
         return reply
@@ -183,8 +172,19 @@ class ClaimHandler(InboxHandler):
         if settled != "confirmed":
             self._refuse(claim, claim.epoch, ClaimRefused(f"the claim is {settled}"))
             raise WorkerExit(ExitCode.CLAIM_REFUSED, f"the claim is {settled}")
+        try:
+            # Before the assignment, so that the supervisor has them for its first renewal of the mark.
+            state.write_message_keys(
+                self._opener.open_message_keys(
+                    claim.sealed_keys, user_id=claim.user_id, epoch=claim.epoch, claim_id=claim.claim_id
+                )
+            )
+        except InvalidSeal as error:
+            self._refuse(claim, claim.epoch, error)
+            raise WorkerExit(ExitCode.CLAIM_REFUSED, "the message keys cannot be opened") from None
         self._claim = claim
         self._claimed_at_ms = state.last_activity_ms = wall_ms()
+        state.switch_version = claim.switch_version
         state.assign(claim.user_id, claim.claim_id, claim.epoch)
         self._log.info("claimed", claim_id=claim.claim_id, user_id=claim.user_id, epoch=claim.epoch)
         state.state = WorkerActivity.Connecting
@@ -194,7 +194,7 @@ class ClaimHandler(InboxHandler):
             failure = Fenced() if outcome == "fenced" else WorkerUnavailable("the user has no owner key")
             self._answer(claim, claim.attempt, failure)
             raise WorkerExit(ExitCode.FENCED, f"the mark was refused: {outcome}")
-        self.request_loop = self._open_request_loop()
+        self.request_loop = RequestLoop(self._parts)
         self.request_loop.load_open_orders(claim.open_orders)
         self._connect(claim, self.request_loop, claim.attempt, claim.connect_timeout)
 
@@ -202,7 +202,8 @@ class ClaimHandler(InboxHandler):
         claim = self._claim
         if claim is None or message.claim_id != claim.claim_id or self.request_loop is None:
             self._log.warning("connect_dropped", claim_id=message.claim_id)
-        elif self.active and self._last_reply is not None:
+        elif self._last_reply is not None and (self.active or message.attempt <= self._last_reply.attempt):
+            # A repeat: another login for it would spend the broker's limit of logins.
             self._send_buffer.send_claim_reply(self._last_reply)
         else:
             self._connect(claim, self.request_loop, message.attempt, message.connect_timeout)
@@ -229,6 +230,7 @@ class ClaimHandler(InboxHandler):
             request_loop.connect(accounts, min(max(timeout, 0.1), _LONGEST_CONNECT))
         except BerthError as error:
             failure = error
+        self._logins = logins_of(request_loop.broker_sessions.account_sessions())
         if failure is None:
             self.active = True
             self._shared_state.connected = 1
@@ -262,7 +264,7 @@ class ResumeHandler(InboxHandler):
         """Renews the mark, then announces the new key until the credentials are here. Raises `WorkerExit`."""
         if self.request_loop is None:
             self._shared_state.state = WorkerActivity.Reconnecting
-            self.request_loop = self._open_request_loop()
+            self.request_loop = RequestLoop(self._parts)
         if not self.active and self._retry.due():
             self._take_lease()
         if self.active and self._needs_credentials() and time.monotonic() >= self._next_event_at:

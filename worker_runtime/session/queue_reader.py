@@ -6,9 +6,8 @@ the same item, so no order is lost between the queue and the session. A pop that
 late has an older number and takes nothing.
 """
 
-from __future__ import annotations
-
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from worker_runtime.process.clock import NS_PER_MS, seconds_until
@@ -16,6 +15,7 @@ from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.valkey import Valkey, ValkeyFailed
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.authentication import RefusalCounter
 from worker_runtime.protocol.messages import PlaceOrder
 from worker_runtime.protocol.requests import HALTED_SWITCH, SWITCH_SERVER, UserSwitch, switch_of
 from worker_runtime.protocol.scripts import POP, PUT_BACK
@@ -45,8 +45,45 @@ class QueueItem:
         return seconds_until(self.deadline_ns)
 
 
+class SwitchReader:
+    """Reads the user's switch as Valkey returns it, and refuses one that is older than the newest seen."""
+
+    def __init__(self, shared_state: SharedState, log: Log) -> None:
+        self._shared_state = shared_state
+        self._log = log
+        self._refused = RefusalCounter()
+        #: The last words that were read, under which keys, and what they mean: as a rule they stay the same.
+        self._last: tuple[tuple[Sequence[bytes], str, int], tuple[UserSwitch, bool]] | None = None
+
+    def read(self, words: Sequence[bytes], server: str) -> tuple[UserSwitch, bool]:
+        """The switch and whether it is stale (`switch_of`). A missing, forged or older one is halted."""
+        shared_state = self._shared_state
+        asked = words, server, shared_state.message_keys_written
+        if self._last is not None and self._last[0] == asked:
+            found = self._last[1]
+        else:
+            request_keys = shared_state.message_keys().request
+            found = switch_of(words, server, request_keys, shared_state.user_id)
+            self._last = asked, found
+        switch, stale = found
+        if stale or switch is HALTED_SWITCH:
+            if words and not stale:
+                self._refuse("forged")
+            return found
+        if switch.version < shared_state.switch_version:
+            self._refuse("older than one before it")
+            return HALTED_SWITCH, False
+        shared_state.switch_version = switch.version
+        return found
+
+    def _refuse(self, reason: str) -> None:
+        if self._refused.add(reason):
+            self._log.error("switch_refused", reason=reason, count=self._refused.count)
+
+
 class RequestQueueReader:
-    def __init__(self, client: Valkey, shared_state: SharedState, worker_id: str) -> None:
+    def __init__(self, client: Valkey, shared_state: SharedState, worker_id: str, log: Log) -> None:
+        self._switches = SwitchReader(shared_state, log)
         self._client = client
         self._shared_state = shared_state
         self._worker_id = worker_id
@@ -108,7 +145,7 @@ class RequestQueueReader:
             ],
         )
         self._answered = True
-        current, stale = switch_of(switch[0], server) if switch else (HALTED_SWITCH, False)
+        current, stale = self._switches.read(switch[0], server) if switch else (HALTED_SWITCH, False)
         if stale:  # of a pop that was repeated at another server after its reply was lost
             self._current_server = ""
         return QueueItem(
@@ -134,12 +171,16 @@ class RequestQueueReader:
         became: bytes = self._client.run(PUT_BACK, names, [*caller, item])
         return became.decode()
 
-    def read_leftovers(self) -> list[bytes]:
-        """Items that a former worker of this user popped and never answered."""
-        items: list[bytes] = self._client.execute(
-            "LRANGE", keys.processing(self._shared_state.user_id), 0, -1
-        )
-        return items
+    def read_leftovers(self) -> tuple[list[bytes], str, int]:
+        """Items that a former worker of this user popped and never answered, the generation, as the owner key
+        holds it, and Unix ms by Valkey's clock."""
+        user_id = self._shared_state.user_id
+        items: list[bytes] = self._client.execute("LRANGE", keys.processing(user_id), 0, -1)
+        if not items:
+            return [], "", 0
+        generation = self._client.execute("HGET", keys.owner(user_id), "generation") or b""
+        seconds, micros = self._client.execute("TIME")
+        return items, generation.decode("utf-8", "replace"), int(seconds) * 1000 + int(micros) // 1000
 
 
 class PostponedOrder:
@@ -197,7 +238,11 @@ class PostponedOrder:
         if self._deadline_ns is None:
             return 0.0
         account_id = self._account_id
-        if broker_sessions.is_settled(account_id) or broker_sessions.has_other_session(account_id):
+        session = broker_sessions.find(account_id)
+        if session is not None and session.settled:
+            return 0.0
+        compared_soon = session is not None and session.broker is not None and session.books_awaited
+        if broker_sessions.has_other_session(account_id) and not compared_soon:
             return 0.0
         return max(0.0, seconds_until(self._deadline_ns))
 

@@ -1,14 +1,23 @@
 """Decodes each request, has it carried out, and always answers it, after its events."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 import msgspec
 
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState, WorkerActivity
+from worker_runtime.protocol.authentication import RefusalCounter
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, OutcomeUnknown, WorkerLost
 from worker_runtime.protocol.messages import Answer, Failure, PlaceOrder, decode
-from worker_runtime.protocol.requests import Frame, QueryAccount, Request, encode_report, parse_frame
+from worker_runtime.protocol.requests import (
+    Frame,
+    QueryAccount,
+    ReplaceOrder,
+    Request,
+    encode_report,
+    parse_frame,
+)
 from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.broker_sessions import BrokerSessions
@@ -17,59 +26,57 @@ from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitte
 from worker_runtime.trading.reconciliation import AccountReader
 
 
+@dataclass(eq=False, repr=False)
 class RequestHandler:
-    def __init__(
-        self,
-        submitter: OrderSubmitter,
-        changer: OrderChanger,
-        reader: AccountReader,
-        *,
-        broker_sessions: BrokerSessions,
-        send_buffer: SendBuffer,
-        shared_state: SharedState,
-        log: Log,
-    ) -> None:
-        self._submitter = submitter
-        self._changer = changer
-        self._reader = reader
-        self._broker_sessions = broker_sessions
-        self._send_buffer = send_buffer
-        self._shared_state = shared_state
-        self._log = log
-        #: The last request and its answer, until they are logged.
-        self._answered: tuple[Request, Answer] | None = None
+    submitter: OrderSubmitter
+    changer: OrderChanger
+    reader: AccountReader
+    _: KW_ONLY
+    broker_sessions: BrokerSessions
+    send_buffer: SendBuffer
+    shared_state: SharedState
+    log: Log
+    add_measures: Callable[[Answer], Answer] = lambda answer: answer
+    _refused: RefusalCounter = field(default_factory=RefusalCounter, init=False)
+    #: The request that was last put back into the queue.
+    _postponed_id: str = field(default="", init=False)
+    #: The last request and its answer, until they are logged.
+    _answered: tuple[Request, Answer] | None = field(default=None, init=False)
 
     def handle(self, item: QueueItem) -> None:
         """Executes one popped request and puts its events and its answer into the send buffer.
 
         Raises nothing but `OrderPostponed`.
         """
-        try:
-            frame = parse_frame(item.raw)
-        except MalformedMessage:
-            self._log.error("request_unreadable", size=len(item.raw))
-            self._send_buffer.discard_item(item.raw)
+        frame = self._authenticate(item.raw)
+        if frame is None:
             return
         try:
             request = self._read(frame)
         except MalformedMessage as error:
-            self._log.error("request_malformed", request_id=frame.request_id, code=error.code)
+            if item.seconds_left() <= 0:
+                self._discard(item.raw, "late", frame.request_id)
+                return
+            self.log.error("request_malformed", request_id=frame.request_id, code=error.code)
             answer = _refusal(frame.request_id, error)
-            self._send_buffer.add_answer(frame.raw, answer, _find_reply_channel(frame.payload))
+            self.send_buffer.add_answer(frame.raw, answer, _find_reply_channel(frame.payload))
             return
-        self._shared_state.state = WorkerActivity.Processing
+        if self._is_replay(request, item):
+            return
+        self.shared_state.state = WorkerActivity.Processing
         try:
             done = self._carry_out(request, item)
         except OrderPostponed:
+            self._postponed_id = request.request_id
             raise
         except BerthError as error:
             done = _refusal(request.request_id, error)
         except Exception as error:  # the boundary of one request: it is answered whatever happens
-            self._log.crash("request_crashed", error)
+            self.log.crash("request_crashed", error)
             done = _refusal(request.request_id, BerthError("the worker failed"))
         finally:
-            self._shared_state.state = self._broker_sessions.state()
-        self._send_buffer.add_answer(frame.raw, done, request.reply_to)
+            self.shared_state.state = self.broker_sessions.state()
+        self.send_buffer.add_answer(frame.raw, self.add_measures(done), request.reply_to)
         self._answered = request, done
 
     def log_answer(self) -> None:
@@ -78,50 +85,111 @@ class RequestHandler:
             return
         (request, answer), self._answered = self._answered, None
         code = answer.failure.code if answer.failure else ""
+        about = {"trace": request.trace} if request.trace else {}
         if isinstance(request, QueryAccount):
-            self._log.info("query_answered", account=request.account_id, code=code)
+            self.log.info("query_answered", account=request.account_id, code=code, **about)
             return
         event = "order_answered" if isinstance(request, PlaceOrder) else "change_answered"
         state = answer.outcome.state.value if answer.outcome else ""
-        self._log.info(event, order_id=request.order_id, state=state, code=code)
+        self.log.info(event, order_id=request.order_id, state=state, code=code, **about)
 
-    def answer_leftover(self, item: bytes) -> None:
-        """Answers an item that a former worker popped and left. It is never executed again."""
-        try:
-            frame = parse_frame(item)
-            request: Request = decode(frame.payload, Request)
-        except MalformedMessage:
-            self._log.error("leftover_unreadable", size=len(item))
-            self._send_buffer.discard_item(item)
+    def answer_leftover(self, item: bytes, generation: str | None = None, now_ms: int = 0) -> None:
+        """Answers an item that a former worker popped and left. It is never executed again.
+
+        Anybody can leave a genuine one again: one that is too old by the present `generation` and time (None:
+        this session popped it) has to be an order that is open by our books. The sweeper settles others.
+        """
+        frame = self._authenticate(item)
+        if frame is None:
             return
+        try:
+            request = self._read(frame)
+        except MalformedMessage:
+            self._discard(item, "unreadable", frame.request_id)
+            return
+        if generation is not None:
+            wrong = _find_replay(request, generation, late=frame.deadline_ms <= now_ms)
+            if wrong and not (isinstance(request, PlaceOrder) and self.submitter.had_open(request.order_id)):
+                self._discard(item, wrong, request.request_id)
+                return
         if isinstance(request, PlaceOrder):
-            self._log.warning("order_left_behind", order_id=request.order_id)
-            outcome, failure = self._submitter.settle_leftover(request)
+            self.log.warning("order_left_behind", order_id=request.order_id)
+            outcome, failure = self.submitter.settle_leftover(request)
             answer = Answer(request_id=request.request_id, outcome=outcome, failure=failure)
         else:
-            self._log.warning("request_left_behind", request_id=request.request_id)
+            self.log.warning("request_left_behind", request_id=request.request_id)
             queries = isinstance(request, QueryAccount)
             error = WorkerLost() if queries else OutcomeUnknown("the worker that had the request was lost")
             answer = _refusal(request.request_id, error)
-        self._send_buffer.add_answer(item, answer, request.reply_to)
+        self.send_buffer.add_answer(item, answer, request.reply_to)
+
+    def _authenticate(self, item: bytes) -> Frame | None:
+        """The parts of an item that a service or the user's own job made for this user; discards others.
+
+        What is discarded is never answered: the answer would be a genuine one about whichever order the item
+        names. The order's deadline and the sweeper settle it, if it is one.
+        """
+        try:
+            frame = parse_frame(item)
+        except MalformedMessage:
+            self._discard(item, "unreadable")
+            return None
+        if not frame.is_authentic(self.shared_state.message_keys().request, self.shared_state.user_id):
+            self._discard(item, "forged", frame.request_id)
+            return None
+        return frame
+
+    def _is_replay(self, request: Request, item: QueueItem) -> bool:
+        """Whether a genuine request may have been pushed again, which is then discarded: after its deadline,
+        an order of another generation of Valkey, or a change for the second time.
+
+        An order that this session knows gets its first answer again, and one that it has itself put back may
+        end in its hands. Within the deadline, an order is recognised by this worker's memory (also across a
+        restart of its session), by the journal, by the open orders in the claim, and by the broker's list at
+        the login. What remains: whoever deletes the journal entry and the event SUBMITTING within
+        milliseconds, and kills the worker, and pushes the order again before its deadline, gets it submitted
+        twice by the user's next worker where the broker's list is late.
+        """
+        if isinstance(request, PlaceOrder) and self.submitter.knows(request.order_id):
+            return False
+        late = item.seconds_left() <= 0 and request.request_id != self._postponed_id
+        wrong = _find_replay(request, item.generation, late=late)
+        if not wrong and isinstance(request, ReplaceOrder):
+            if request.request_id in self.shared_state.submissions:
+                wrong = "repeated"
+            self.shared_state.submissions.add(request.request_id)
+        if wrong:
+            self._discard(item.raw, wrong, request.request_id)
+        return wrong != ""
+
+    def _discard(self, item: bytes, reason: str, request_id: str = "") -> None:
+        if self._refused.add(reason):
+            self.log.error("request_refused", reason=reason, request_id=request_id, count=self._refused.count)
+        self.send_buffer.discard_item(item)
 
     def _read(self, frame: Frame) -> Request:
         request: Request = decode(frame.payload, Request)
         if request.request_id != frame.request_id:
             raise MalformedMessage("the request id of the frame is not the request's")
-        if request.user_id != self._shared_state.user_id:
+        if request.user_id != self.shared_state.user_id:
             raise MalformedMessage("the request belongs to another user")
         return request
 
     def _carry_out(self, request: Request, item: QueueItem) -> Answer:
         if isinstance(request, QueryAccount):
-            report = self._reader.read_account(request, item)
+            report = self.reader.read_account(request, item)
             return Answer(request_id=request.request_id, report=encode_report(report))
         if isinstance(request, PlaceOrder):
-            placed = self._submitter.submit_order(request, item)
+            placed = self.submitter.submit_order(request, item)
             return Answer(request_id=request.request_id, outcome=placed.outcome, failure=placed.failure)
-        outcome, failure = self._changer.change_order(request, item)
+        outcome, failure = self.changer.change_order(request, item)
         return Answer(request_id=request.request_id, outcome=outcome, failure=failure)
+
+
+def _find_replay(request: Request, generation: str, *, late: bool) -> str:
+    """Why the request must not be executed any more, or ''."""
+    other = isinstance(request, PlaceOrder) and request.generation != generation
+    return "late" if late else "another generation" if other else ""
 
 
 def _refusal(request_id: str, error: BerthError) -> Answer:

@@ -1,25 +1,21 @@
 """Serves one user: control messages first, then requests in order, and broker health in between."""
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import get_ident
 
-from worker_runtime.brokers.port import BrokerFactory, ConnectionKey
+from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.clock import Backoff, wall_ms
-from worker_runtime.process.log import Log
 from worker_runtime.process.replacement import WorkerExit
-from worker_runtime.process.shared_state import Lease, SharedState, WorkerActivity
-from worker_runtime.process.valkey import Valkey, ValkeyFailed
+from worker_runtime.process.shared_state import Lease, WorkerActivity
+from worker_runtime.process.valkey import ValkeyFailed
 from worker_runtime.protocol.exchange import OrderChanged
-from worker_runtime.protocol.launch import ExitCode, WorkerConfig
+from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import PlaceOrder, WorkerEventKind
-from worker_runtime.session.control import ControlHandler
+from worker_runtime.session.control import ControlHandler, SessionParts
 from worker_runtime.session.queue_reader import PostponedOrder, QueueItem, RequestQueueReader
 from worker_runtime.session.request_handler import RequestHandler
-from worker_runtime.session.send_buffer import SendBuffer
-from worker_runtime.trading.account_session import CredentialOpener, OpenedAccount
+from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.health import HealthMonitor
@@ -34,36 +30,22 @@ from worker_runtime.trading.session_recovery import SessionRecovery
 class RequestLoop:
     """Serves one user from the claim on. The session's loop calls `step` when anything happened."""
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        shared_state: SharedState,
-        *,
-        client: Valkey,
-        send_buffer: SendBuffer,
-        opener: CredentialOpener,
-        load_factory: Callable[[], BrokerFactory],
-        stopping: Callable[[], bool],
-        wake: Callable[[], None],
-        log: Log,
-    ) -> None:
-        self._config = config
-        self._shared_state = shared_state
-        self._send_buffer = send_buffer
-        self._stopping = stopping
-        self._wake = wake
-        self._log = log
+    def __init__(self, parts: SessionParts) -> None:
+        self._config, self._stopping, self._wake = parts.config, parts.stopping, parts.wake
+        config, shared_state, log = parts.config, parts.shared_state, parts.log
+        send_buffer = parts.send_buffer
+        self._shared_state, self._send_buffer, self._log = shared_state, send_buffer, log
         self._lease = Lease(shared_state)
         #: The session's thread, which applies the changes.
         self._thread = get_ident()
         self._changes: deque[tuple[ConnectionKey, OrderChanged]] = deque()
-        self._queue_reader = RequestQueueReader(client, shared_state, config.worker_id)
+        self._queue_reader = RequestQueueReader(parts.client, shared_state, config.worker_id, log)
         self._tracker = OrderTracker(shared_state.epoch, send_buffer.add_event, log)
         self._unknown_outcomes = UnknownOutcomes(self._tracker)
         self.health = HealthMonitor(shared_state, send_buffer.add_worker_event)
-        rate_limiter = SharedRateLimiter(client, config, shared_state, log)
+        rate_limiter = SharedRateLimiter(parts.client, config, shared_state, log)
         self.broker_sessions = BrokerSessions(
-            load_factory,
+            parts.load_brokers,
             client=f"{config.worker_id}/{shared_state.epoch}",
             lease=self._lease,
             shared_state=shared_state,
@@ -78,6 +60,7 @@ class RequestLoop:
                 log=log,
             ).reconcile,
             login_pause=config.login_pause,
+            wake=parts.wake,
             log=log,
         )
         self._postponed = PostponedOrder(self._queue_reader, self.broker_sessions, log)
@@ -101,24 +84,15 @@ class RequestLoop:
                 shared_state=shared_state,
                 log=log,
             ),
-            OrderChanger(broker_calls, self._tracker),
+            OrderChanger(broker_calls, self._tracker, send_buffer),
             AccountReader(broker_calls, self._tracker),
             broker_sessions=self.broker_sessions,
             send_buffer=send_buffer,
             shared_state=shared_state,
             log=log,
+            add_measures=broker_calls.add_measures,
         )
-        self._control = ControlHandler(
-            self.broker_sessions,
-            self._recovery,
-            self.load_open_orders,
-            orchestrator_key=config.orchestrator_key,
-            opener=opener,
-            send_buffer=send_buffer,
-            shared_state=shared_state,
-            worker_id=config.worker_id,
-            log=log,
-        )
+        self._control = ControlHandler(parts, self.broker_sessions, self._recovery, self.load_open_orders)
         self._retry = Backoff(0.05, 2.0)
         self._may_have_work = True
         #: Until the next check whether the switch was written to this server of Valkey.
@@ -133,8 +107,8 @@ class RequestLoop:
         self._unknown_outcomes.load_open_orders(open_orders)
 
     def connect(self, accounts: list[OpenedAccount], timeout: float) -> None:
-        """Logs in to every account, within `timeout` seconds; raises the first login's error."""
-        if accounts:
+        """Logs in to every account, within `timeout` seconds; raises an error if none gets a session."""
+        if not self.broker_sessions.loaded:
             self.broker_sessions.load(accounts)
         self.broker_sessions.connect_all(timeout)
 
@@ -146,6 +120,9 @@ class RequestLoop:
         """Does all that is due. Raises `WorkerExit` when this worker has to go."""
         self._check_lease()  # before anything that may wait for Valkey
         self._apply_order_changes()
+        if self.broker_sessions.collect_logins() and not self._parked:
+            self.health.update(self.broker_sessions.account_sessions())
+            self._shared_state.state = self.broker_sessions.state()
         self._send_buffer.flush_if_due()
         if not self._check_lease():
             return
@@ -248,8 +225,9 @@ class RequestLoop:
     def _answer_leftovers(self) -> None:
         """Answers what a former worker or session left in the processing list, which is never executed
         again."""
-        for item in self._queue_reader.read_leftovers():
-            self._request_handler.answer_leftover(item)
+        items, generation, now_ms = self._queue_reader.read_leftovers()
+        for item in items:
+            self._request_handler.answer_leftover(item, generation, now_ms)
         self._send_buffer.flush()
         self._leftovers_due = False
 

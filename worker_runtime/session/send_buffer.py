@@ -4,9 +4,10 @@ Everything may be sent twice: events are recognised by their ids, and `answer.lu
 lost reply never loses an answer.
 """
 
-from __future__ import annotations
-
 from collections import deque
+from collections.abc import Sequence
+
+from msgspec.structs import replace
 
 from worker_runtime.process.clock import Backoff, wall_ms
 from worker_runtime.process.log import Log
@@ -24,10 +25,14 @@ from worker_runtime.process.valkey import (
     raise_if_error,
 )
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.answers import sign_answer, worker_author
 from worker_runtime.protocol.launch import WorkerConfig
-from worker_runtime.protocol.messages import Answer, ClaimReply, Event, WorkerEventKind, encode
-from worker_runtime.protocol.requests import HALTED_SWITCH, switch_of
+from worker_runtime.protocol.messages import AccountLogin, Answer, ClaimReply, Event, WorkerEventKind
+from worker_runtime.protocol.requests import HALTED_SWITCH
 from worker_runtime.protocol.scripts import ANSWER
+from worker_runtime.protocol.sealing import prove_reply
+from worker_runtime.protocol.worker_reports import sign_event
+from worker_runtime.session.queue_reader import SwitchReader
 
 #: Entries. Without Valkey no order is taken, so only late fills gather here, of about 400 bytes each.
 MAX_ENTRIES = 10_000
@@ -45,6 +50,7 @@ class SendBuffer:
         self._config = config
         self._shared_state = shared_state
         self._log = log
+        self._switches = SwitchReader(shared_state, log)
         self._waiting: deque[Command] = deque()
         self._backoff = Backoff(0.05, 2.0)
         #: Whether the last journal entry is in Valkey and was written by this session.
@@ -63,7 +69,13 @@ class SendBuffer:
         return self._backoff.left() if self._waiting else None
 
     def add_event(self, event: Event) -> None:
-        self._put("XADD", keys.EVENTS, "*", "e", encode(event))
+        entry = sign_event(event, self._shared_state.message_keys().assignment)
+        worker_id = self._config.worker_id
+        bell = ("RPUSH", keys.EVENT_BELL, worker_id)
+        if self._waiting and self._waiting[-1] == bell:  # one ring is enough for both
+            self._waiting.pop()
+        self._put("RPUSH", keys.events_of(worker_id), entry)
+        self._put(*bell)
 
     def add_journal_entry(self, order_id: str) -> None:
         """Notes that an order is about to be submitted. Submit it only when `flush` has returned true and
@@ -75,20 +87,25 @@ class SendBuffer:
         key = keys.journal(self._shared_state.user_id, order_id)
         self._put("SET", key, str(wall_ms()), "NX", "GET", "EX", JOURNAL_TTL)
 
-    def add_worker_event(self, kind: WorkerEventKind, detail: str = "") -> None:
+    def add_worker_event(
+        self, kind: WorkerEventKind, detail: str = "", logins: Sequence[AccountLogin] = ()
+    ) -> None:
         """Adds an event in this worker's life, unless it belongs to nobody yet."""
         state = self._shared_state
         if state.assigned:
             self._log.info("worker_changed", kind=kind.value, detail=detail)
             sequence = state.next_session_event()
-            self.add_event(new_worker_event(self._config, state, sequence, kind, detail))
+            event = new_worker_event(self._config, state, sequence, kind, detail)
+            self.add_event(replace(event, logins=list(logins)))
 
     def add_answer(self, item: bytes, answer: Answer, channel: str) -> None:
         """Adds the answer to a popped item, which ends its processing."""
         user_id = self._shared_state.user_id
         self.more_to_pop = True
         names = keys.answering(user_id, answer.request_id)
-        self._put(*evalsha(ANSWER, names, [item, encode(answer), keys.ANSWER_TTL, channel]))
+        author = worker_author(self._shared_state.epoch, self._config.worker_id)
+        signed = sign_answer(self._shared_state.message_keys().assignment, user_id, author, answer)
+        self._put(*evalsha(ANSWER, names, [item, signed, keys.ANSWER_TTL, channel]))
 
     def read_switch(self) -> None:
         """Reads who may trade, together with the next flush; `switch` has it when `flush` has returned
@@ -102,8 +119,8 @@ class SendBuffer:
         self._put("LREM", keys.processing(self._shared_state.user_id), 1, item)
 
     def send_claim_reply(self, reply: ClaimReply) -> None:
-        key = keys.pool_reply(self._config.pool, reply.claim_id)
-        self._put("RPUSH", key, encode(reply))
+        key = keys.pool_reply(self._config.pool, self._config.worker_id, reply.claim_id)
+        self._put("RPUSH", key, prove_reply(reply, self._config.launch_token))
         self._put("EXPIRE", key, keys.CLAIM_TTL)
         self.flush()
 
@@ -147,7 +164,7 @@ class SendBuffer:
             elif command[0] == "SET":  # the reply is the earlier entry: our own, if the first reply was lost
                 self.journaled = reply is None or reply == str(command[2]).encode()
             elif command[0] == "HGETALL":
-                self.switch, self.switch_is_stale = switch_of(reply, self._client.server())
+                self.switch, self.switch_is_stale = self._switches.read(reply, self._client.server())
             self._waiting.popleft()
 
     def _keep(self, error: ValkeyFailed) -> None:

@@ -4,8 +4,6 @@ It runs a single-threaded loop around a selector. It writes its pulse into the s
 least once a second, and before each wait for Valkey; around a broker call it writes how long that may take.
 """
 
-from __future__ import annotations
-
 import selectors
 import signal
 import time
@@ -23,11 +21,8 @@ from worker_runtime.process.valkey import Valkey, ValkeyFailed
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
 from worker_runtime.protocol.messages import WorkerEventKind
-from worker_runtime.protocol.sealing import new_worker_key
 from worker_runtime.session.claim import ClaimHandler, InboxHandler, ResumeHandler
-from worker_runtime.session.request_loop import RequestLoop
-from worker_runtime.session.send_buffer import SendBuffer
-from worker_runtime.trading.account_session import CredentialOpener
+from worker_runtime.session.control import SessionParts
 
 #: Seconds that sending the last events and answers may take at the end.
 _LAST_FLUSH = 2.0
@@ -45,7 +40,6 @@ class Session:
     ) -> None:
         self._config = config
         self._shared_state = shared_state
-        self._load_brokers = cache(load_factory)
         self._log = log
         self._stopping = False
         #: Whether the pool knows of this worker. An assigned worker is not announced again.
@@ -56,21 +50,18 @@ class Session:
         self._lease = Lease(shared_state)
         self._client = self._new_client()
         self._mark = WorkerMark(config, shared_state)
-        self._send_buffer = SendBuffer(self._client, config, shared_state, log)
-        key = new_worker_key()
-        shared_state.publish_key(key.public_key().public_bytes_raw())
-        self._opener = CredentialOpener(key, shared_state, config.worker_id)
-        new_handler = ResumeHandler if shared_state.assigned else ClaimHandler
-        self._inbox_handler: InboxHandler = new_handler(
+        self._parts = SessionParts(
             config,
             shared_state,
-            client=self._client,
-            mark=self._mark,
-            send_buffer=self._send_buffer,
-            opener=self._opener,
-            open_request_loop=self._open_request_loop,
+            self._client,
+            cache(load_factory),
+            stopping=lambda: self._stopping,
+            wake=self._wake.set,
             log=log,
         )
+        self._send_buffer = self._parts.send_buffer
+        new_handler = ResumeHandler if shared_state.assigned else ClaimHandler
+        self._inbox_handler: InboxHandler = new_handler(self._parts)
         self._announcing = Backoff(0.05, 2.0)
         self._inbox = self._new_doorbell(keys.pool_inbox(config.pool, config.worker_id))
         self._doorbell: Doorbell | None = None
@@ -134,28 +125,15 @@ class Session:
             self._announcing.failed()
             return
         self._announced = True
-        self._load_brokers()  # now, while nobody waits: importing the adapters takes 2 to 4 ms
+        self._parts.load_brokers()  # now, while nobody waits: importing the adapters takes 2 to 4 ms
         took = wall_ms() - self._shared_state.launched_at_ms
         self._log.info("ready", state=state, session=self._shared_state.session_number, took_ms=took)
-
-    def _open_request_loop(self) -> RequestLoop:
-        return RequestLoop(
-            self._config,
-            self._shared_state,
-            client=self._client,
-            send_buffer=self._send_buffer,
-            opener=self._opener,
-            load_factory=self._load_brokers,
-            stopping=lambda: self._stopping,
-            wake=self._wake.set,
-            log=self._log,
-        )
 
     def _new_doorbell(self, key: str) -> Doorbell:
         return Doorbell(self._new_client(), (key,), self._selector, self._log)
 
     def _new_client(self) -> Valkey:
-        return Valkey(self._config.valkey_url, limit=self._may_wait)
+        return Valkey(self._config.valkey_url, limit=self._may_wait, busy=self._shared_state.busy)
 
     def _may_wait(self) -> float:
         """Seconds that a wait for Valkey may take. Renews the pulse, so that several waits in a row do not

@@ -3,17 +3,17 @@
 `CredentialOpener` is the one place where a user's secrets become readable (invariant *sealed*).
 """
 
-from __future__ import annotations
-
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from worker_runtime.brokers.port import Broker, ConnectionKey
-from worker_runtime.process.clock import Backoff
+from worker_runtime.process.clock import Backoff, wall_ms
 from worker_runtime.process.shared_state import SharedState
+from worker_runtime.protocol.authentication import AssignmentKeys
 from worker_runtime.protocol.errors import (
     BerthError,
     BrokerMaintenance,
@@ -24,10 +24,13 @@ from worker_runtime.protocol.errors import (
     LoginLimited,
     LoginRejected,
     MalformedMessage,
+    SessionDown,
 )
-from worker_runtime.protocol.messages import Credentials, SealedAccount, decode
-from worker_runtime.protocol.sealing import unseal
+from worker_runtime.protocol.messages import AccountLogin, Credentials, SealedAccount, decode
+from worker_runtime.protocol.sealing import open_message_keys, unseal
 
+#: Characters of what a broker says that are told about a login.
+DETAIL = 500
 #: Login errors that are no fault of this process: it tries again, however long that takes.
 _BROKER_AWAY = (BrokerUnreachable, LoginLimited, LeaseLost, Fenced)
 
@@ -39,6 +42,10 @@ class OpenedAccount:
     key: ConnectionKey
     version: int
     credentials: Credentials = field(repr=False)
+    #: Under which its person's calls are counted (`SealedAccount`).
+    budgets: Sequence[str]
+    #: As in `SealedAccount`.
+    books_first: bool = False
 
 
 class AccountSession:
@@ -53,6 +60,13 @@ class AccountSession:
         self.suspect = False
         #: Set when the broker refused these credentials: trying again could get the person banned.
         self.refused: LoginRejected | None = None
+        #: The newest version of the credentials that the broker refused, and why: these, or newer ones that
+        #: came while these have a session.
+        self.rejected: tuple[int, BerthError] | None = None
+        #: Stands for the login under way in another thread.
+        self.attempt: object = None
+        #: CLOCK_MONOTONIC seconds of the last login's end, or of the begin of the one under way.
+        self.changed_at = 0.0
         #: The error of the last login.
         self.error: BerthError | None = None
         #: Logins in a row that failed although the broker could be reached.
@@ -69,6 +83,16 @@ class AccountSession:
         self.login_backoff = Backoff(login_pause, 60.0)
         #: Tries to list the orders of a live session.
         self.listing_backoff = Backoff(0.2, 5.0)
+        #: Whether the positions were read since the login: only then are the books compared.
+        self.positions_known = False
+        #: Whether orders still wait for the orchestrator to compare what was listed since the login.
+        self.books_awaited = False
+        #: Unix ms of the login, by this process's clock: an earlier report says nothing of this session.
+        self.opened_ms = 0
+        #: CLOCK_MONOTONIC ns at which the books were found to differ; 0: they were not.
+        self.differs_since = 0
+        #: Tries to read them while orders are executed: each may hold up one for as long as a ping does.
+        self.positions_backoff = Backoff(1.0, 60.0)
         #: Tries to get room for a ping.
         self.ping_backoff = Backoff(0.5, 5.0)
         self._failing_since: float | None = None
@@ -87,17 +111,58 @@ class AccountSession:
         """Whether another login now would only count against the limit again."""
         return isinstance(self.error, LoginLimited) and not self.login_backoff.due()
 
+    @property
+    def settled(self) -> bool:
+        """Whether requests need not wait: it has a session with its orders listed, and compared where that is
+        awaited; or its login was refused, for good."""
+        listed = self.broker is not None and self.listed
+        return self.refused is not None or (listed and not self.books_awaited)
+
+    def listing_left(self) -> float:
+        """Seconds until orders or positions that could not be read are asked for again; `inf`: never."""
+        if not self.listed:
+            return self.listing_backoff.left()
+        done = self.positions_known and not self.books_awaited
+        return math.inf if done else self.positions_backoff.left()
+
+    def listing_succeeded(self, positions_known: bool) -> None:
+        self.listed = True
+        self.listing_backoff.reset()
+        self.positions_known = positions_known
+        if not positions_known or self.books_awaited:
+            self.positions_backoff.failed()
+
+    def books_compared(self, at_ms: int, blocks: bool) -> None:
+        """The orchestrator's answer to a report of this account."""
+        if at_ms >= self.opened_ms:
+            self.books_awaited = False
+            self.differs_since = time.monotonic_ns() if blocks else 0
+
     def listing_failed(self, code: str) -> None:
         self.listing_error = code
-        self.listing_backoff.failed()
+        (self.positions_backoff if self.listed else self.listing_backoff).failed()
 
     def failing_for(self) -> float:
         """Seconds since the first of the logins in a row that the broker did not answer, or not sensibly."""
         return 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
 
+    def login(self) -> AccountLogin | None:
+        """How its login stands; None before it was tried."""
+        error, code = self.refused or self.error, ""
+        if self.broker is None:
+            if error is None and not self.was_open:
+                return None
+            code = error.code if error else SessionDown.code
+        elif not self.listed:
+            code = self.listing_error
+        version, why = self.rejected or (0, error)
+        detail = why.detail if why else self.lost_because if code else ""
+        return AccountLogin(account_id=self.name, code=code, rejected=version, detail=detail[:DETAIL])
+
     def lost(self, reason: str) -> Broker | None:
         """Marks the session as lost and returns it, so that the caller can close it. Tries count anew."""
         broker, self.broker = self.broker, None
+        self.attempt = None
         self.suspect = False
         self.error = None
         self.failures = 0
@@ -107,8 +172,13 @@ class AccountSession:
 
     def opened(self, broker: Broker) -> None:
         self.broker = broker
-        self.listed = False
+        self.attempt = None
+        self.changed_at = time.monotonic()
+        self.listed = self.positions_known = False
+        self.books_awaited = self.account.books_first
+        self.opened_ms = wall_ms()
         self.listing_backoff.reset()
+        self.positions_backoff.reset()
         self.error = None
         self.failures = 0
         self._failing_since = None
@@ -118,8 +188,11 @@ class AccountSession:
 
     def failed(self, error: BerthError) -> None:
         self.error = error
+        self.attempt = None
+        self.changed_at = time.monotonic()
         if isinstance(error, LoginRejected):
             self.refused = error
+            self.rejected = self.account.version, error
             return
         self.login_backoff.failed()
         if not self.away:
@@ -141,6 +214,17 @@ class CredentialOpener:
         """The accounts with their credentials in clear; raises `InvalidSeal` if one cannot be opened."""
         return [self._open_one(one, claim_id) for one in sealed]
 
+    def open_message_keys(self, sealed: bytes, *, user_id: str, epoch: int, claim_id: str) -> AssignmentKeys:
+        """The keys of this worker's messages; raises `InvalidSeal`."""
+        return open_message_keys(
+            sealed,
+            self._private_key,
+            user_id=user_id,
+            epoch=epoch,
+            claim_id=claim_id,
+            worker_id=self._worker_id,
+        )
+
     def _open_one(self, sealed: SealedAccount, claim_id: str) -> OpenedAccount:
         clear = unseal(
             sealed.sealed,
@@ -156,5 +240,7 @@ class CredentialOpener:
         except MalformedMessage:
             # Without the cause: its text comes from what was sealed.
             raise InvalidSeal("what was sealed is no set of credentials") from None
-        key = ConnectionKey(sealed.broker, sealed.broker_type, sealed.simulation, sealed.account_id)
-        return OpenedAccount(key, sealed.version, credentials)
+        key = ConnectionKey(
+            sealed.broker, sealed.broker_type, sealed.simulation, sealed.account_id, sealed.number
+        )
+        return OpenedAccount(key, sealed.version, credentials, sealed.budgets, sealed.books_first)

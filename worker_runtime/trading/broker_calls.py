@@ -3,13 +3,15 @@
 Lease and deadline are checked in this thread right before each call (invariant *one-owner*).
 """
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeVar
 
-from worker_runtime.brokers.port import Broker, ConnectionKey
+from msgspec.structs import replace
+
+from worker_runtime.brokers.port import Broker
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease, SharedState
 from worker_runtime.protocol.errors import (
@@ -26,7 +28,9 @@ from worker_runtime.protocol.errors import (
     RateLimited,
     SessionDown,
 )
+from worker_runtime.protocol.messages import Answer
 from worker_runtime.session.queue_reader import QueueItem
+from worker_runtime.trading.account_session import AccountSession
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.rate_limiter import CallKind, RateLimiter
 
@@ -41,60 +45,62 @@ _PAUSE = 0.1
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class BrokerCalls:
-    def __init__(
-        self,
-        broker_sessions: BrokerSessions,
-        rate_limiter: RateLimiter,
-        *,
-        lease: Lease,
-        shared_state: SharedState,
-        broker_timeout: float,
-        log: Log,
-    ) -> None:
-        self._broker_sessions = broker_sessions
-        self._rate_limiter = rate_limiter
-        self._lease = lease
-        self._shared_state = shared_state
-        self._broker_timeout = broker_timeout
-        self._log = log
+    broker_sessions: BrokerSessions
+    rate_limiter: RateLimiter
+    _: KW_ONLY
+    lease: Lease
+    shared_state: SharedState
+    broker_timeout: float
+    log: Log
+    #: Nanoseconds that the present request has spent at the broker.
+    _spent_ns: int = field(default=0, init=False)
 
     def ensure_session(self, account_id: str, item: QueueItem, *, listed: bool = True) -> Broker:
         """A live session of the account. Raises if there is none until the request's deadline; no order has
         been sent then."""
         self.call_timeout(item)
-        return self._broker_sessions.ensure_session(
-            account_id, item.seconds_left(), at_most=self._broker_timeout, listed=listed
+        return self.broker_sessions.ensure_session(
+            account_id, item.seconds_left(), at_most=self.broker_timeout, listed=listed
         )
 
     def has_other_session(self, account_id: str) -> bool:
         """Whether another account of the user has a session."""
-        return self._broker_sessions.has_other_session(account_id)
+        return self.broker_sessions.has_other_session(account_id)
 
-    def key_of(self, account_id: str) -> ConnectionKey:
-        return self._broker_sessions.session(account_id).account.key
+    def session(self, account_id: str) -> AccountSession:
+        """Call it only for an account that has had a session."""
+        return self.broker_sessions.session(account_id)
 
     def call_timeout(self, item: QueueItem) -> float:
         """Seconds that a broker call may take now. Raises `Fenced`, `LeaseLost` or `DeadlineExceeded`."""
-        if self._shared_state.fenced:
+        if self.shared_state.fenced:
             raise Fenced
-        lease = self._lease.usable()
+        lease = self.lease.usable()
         if lease <= 0:
             raise LeaseLost
         remaining = item.seconds_left()
         if remaining <= 0:
             raise DeadlineExceeded
-        return min(remaining, lease, self._broker_timeout)
+        return min(remaining, lease, self.broker_timeout)
 
     @property
     def grant_is_fresh(self) -> bool:
         """Whether what `spend_budget` granted last may still be sent."""
-        return self._rate_limiter.grant_is_fresh()
+        return self.rate_limiter.grant_is_fresh()
+
+    def add_measures(self, answer: Answer) -> Answer:
+        """The answer to the present request, with the time that the broker took."""
+        spent_us, self._spent_ns = self._spent_ns // 1000, 0
+        if not spent_us:
+            return answer
+        return replace(answer, broker_us=spent_us, limit_used=self.rate_limiter.limit_used)
 
     def pause(self, item: QueueItem) -> None:
         """Sleeps a moment before another check. Raises as `call_timeout` does."""
         wait = min(_PAUSE, self.call_timeout(item))
-        with self._shared_state.busy(wait):
+        with self.shared_state.busy(wait):
             time.sleep(wait)
 
     def spend_budget(self, account_id: str, what: CallKind, item: QueueItem) -> None:
@@ -105,7 +111,7 @@ class BrokerCalls:
             self.call_timeout(item)
             return item.seconds_left()
 
-        self._rate_limiter.spend(self._broker_sessions.session(account_id).account, what, wait_limit)
+        self.rate_limiter.spend(self.session(account_id).account, what, wait_limit)
 
     def call_once(self, account_id: str, item: QueueItem, call: Callable[[float], T]) -> T:
         """Makes a call that changes something at the broker, once; `call` takes its timeout in seconds.
@@ -114,32 +120,40 @@ class BrokerCalls:
         """
         timeout = self.call_timeout(item)
         try:
-            with self._shared_state.busy(timeout):
+            with self.shared_state.busy(timeout), self._timed():
                 return call(timeout)
         except _NOT_DONE as error:
             if not isinstance(error, _KEEP_SESSION):
-                self._broker_sessions.drop(self._broker_sessions.session(account_id), error.code)
+                self.broker_sessions.drop(self.session(account_id), error.code)
             raise
         except Exception as error:  # a timeout, a lost connection, a fault in the adapter
-            self._broker_sessions.session(account_id).suspect = True
+            self.session(account_id).suspect = True
             if isinstance(error, OutcomeUnknown):
                 raise
             if not isinstance(error, BerthError):
-                self._log.crash("broker_call_crashed", error)
+                self.log.crash("broker_call_crashed", error)
             raise OutcomeUnknown(f"the call ended with {type(error).__name__}") from None
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self._spent_ns += time.monotonic_ns() - began
 
     def query(self, account_id: str, item: QueueItem, call: Callable[[float], T]) -> T:
         """Makes a call that changes nothing, after the wait for room. Raises the broker's error."""
         self.spend_budget(account_id, CallKind.QUERY, item)
         timeout = self.call_timeout(item)
         try:
-            with self._shared_state.busy(timeout):
+            with self.shared_state.busy(timeout), self._timed():
                 return call(timeout)
         except BerthError as error:
             if not isinstance(error, RateLimited):  # a ping would be one call more
-                self._broker_sessions.session(account_id).suspect = True
+                self.session(account_id).suspect = True
             raise
         except Exception as error:  # a fault in the adapter
-            self._broker_sessions.session(account_id).suspect = True
-            self._log.crash("broker_call_crashed", error)
+            self.session(account_id).suspect = True
+            self.log.crash("broker_call_crashed", error)
             raise BrokerUnreachable(f"the call ended with {type(error).__name__}") from None

@@ -5,19 +5,15 @@ call may outlast the lease less its margin, and the shared state says how long e
 seconds.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
-from threading import Thread
 
 from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease, SharedState, WorkerActivity
 from worker_runtime.protocol.errors import (
     BerthError,
-    BrokerError,
     BrokerUnreachable,
     LeaseLost,
     LoginLimited,
@@ -28,12 +24,19 @@ from worker_runtime.protocol.errors import (
 from worker_runtime.protocol.exchange import OrderChanged
 from worker_runtime.trading.account_session import AccountSession, OpenedAccount
 from worker_runtime.trading.health import HealthMonitor
+from worker_runtime.trading.login_attempts import LoginAttempts
 from worker_runtime.trading.rate_limiter import CallKind, RateLimiter, WaitLimit
 
 #: Seconds that a health ping may take.
 PING_TIMEOUT = 5.0
 #: Seconds that one listing of orders and positions may take.
 LISTING_TIMEOUT = 5.0
+#: Seconds that a connect waits for other accounts after one that connected: most are as quick.
+_TOGETHER = 0.2
+#: Seconds after its begin that a login of another account is waited for: more than most need (1 to 6 s).
+_OTHERS_WAIT = 5.0
+#: Seconds that the end waits for logins under way in other threads.
+_LOGIN_END = 1.0
 
 
 class BrokerSessions:
@@ -47,20 +50,19 @@ class BrokerSessions:
         health: HealthMonitor,
         rate_limiter: RateLimiter,
         on_order: Callable[[ConnectionKey, OrderChanged], None],
-        reconcile: Callable[[ConnectionKey, Broker, float], None],
+        reconcile: Callable[[ConnectionKey, Broker, float], bool],
         login_pause: float,
+        wake: Callable[[], None],
         log: Log,
     ) -> None:
-        self._load_factory = load_factory
-        self._client = client
         self._lease = lease
         self._shared_state = shared_state
         self._health = health
         self._rate_limiter = rate_limiter
-        self._on_order = on_order
         self._reconcile = reconcile
         self._login_pause = login_pause
         self._log = log
+        self._attempts = LoginAttempts(load_factory, client, lease, on_order, wake, log)
         self._account_sessions: dict[str, AccountSession] = {}
 
     @property
@@ -68,18 +70,13 @@ class BrokerSessions:
         """Whether there are credentials. A fresh session has none until the orchestrator sends them."""
         return bool(self._account_sessions)
 
-    def is_settled(self, account_id: str) -> bool:
-        """Whether this account has a session with its orders listed, or its login was refused, for good."""
-        session = self._account_sessions.get(account_id)
-        if session is None:
-            return False
-        return session.refused is not None or (session.broker is not None and session.listed)
+    def find(self, account_id: str) -> AccountSession | None:
+        """The user's account of this name."""
+        return self._account_sessions.get(account_id)
 
     def has_other_session(self, account_id: str) -> bool:
         """Whether another account has a session."""
-        return any(
-            session.broker is not None for session in self.account_sessions() if session.name != account_id
-        )
+        return any(session.broker for session in self.account_sessions() if session.name != account_id)
 
     def account_sessions(self) -> Collection[AccountSession]:
         """One for each account, connected or not."""
@@ -96,21 +93,84 @@ class BrokerSessions:
         return {name: session.account.version for name, session in self._account_sessions.items()}
 
     def connect_all(self, timeout: float) -> None:
-        """Logs in to every account without a session; raises the first error. A failed listing is tried again
-        before the first request."""
+        """Logs in to every account without a session, to several at once. Returns when one has a session: the
+        others go on. Raises an error, rather one that may pass, if none gets one."""
         until = time.monotonic() + timeout
-        for session in self._account_sessions.values():
+        missing = [one for one in self.account_sessions() if one.broker is None and one.refused is None]
+        for session in missing:
+            self._begin(session, until - time.monotonic(), here=len(missing) == 1)
+        last = until
+        while self._attempts.under_way and (left := last - time.monotonic()) > 0:
+            self.collect_logins(left)
+            if self._connected():
+                last = min(last, time.monotonic() + _TOGETHER)
+        for session in missing:
+            self._list(session, until - time.monotonic())
+        if not self._connected():
+            errors = [one.error or one.refused or BrokerUnreachable() for one in self.account_sessions()]
+            raise min(errors, key=lambda error: not error.retryable)
+
+    def collect_logins(self, wait: float = 0.0) -> bool:
+        """Takes up logins that have ended in their threads; waits up to `wait` seconds for the first one."""
+        found = False
+        while self._attempts.under_way:
+            with self._shared_state.busy(wait):
+                session = self._attempts.collect(0.0 if found else wait)
+            if session is None:
+                break
+            found = True
             if session.broker is None:
-                session.opened(self._login(session.account, until - time.monotonic()))
-                self._list(session, until - time.monotonic())
+                self._rate_limiter.release_connections([session.account])
+            self._show_open()
+        return found
+
+    def _show_open(self) -> None:
+        """A login under way may succeed: the supervisor ends it with the lease."""
+        self._shared_state.broker_open = int(self._connected() or self._attempts.under_way > 0)
+
+    def retry(self, session: AccountSession, timeout: float, at_most: float = math.inf) -> None:
+        """Tries a login again, in at most `at_most` seconds after the wait for room within the limits; in its
+        own thread while other accounts have a session. Raises its error, or the last one at once where
+        another try would do harm."""
+        if session.refused is not None:
+            raise session.refused
+        if session.limited and session.error is not None:
+            raise LoginLimited(session.error.detail, retry_after=session.login_backoff.left())
+        until = time.monotonic() + timeout
+        try:
+            if self.has_other_session(session.name):
+                return self._begin(session, timeout)
+            session.opened(self._login(session.account, timeout, at_most))
+            self._list(session, min(until - time.monotonic(), at_most))
+        except BerthError as error:
+            session.failed(error)
+            raise
+        finally:
+            self._health.update(self.account_sessions(), session.name)
+
+    def _connected(self) -> bool:
+        return any(session.broker for session in self.account_sessions())
+
+    def _begin(self, session: AccountSession, timeout: float, *, here: bool = False) -> None:
+        """Begins a login in its own thread, or makes it `here`. Waits for room only if nobody else would."""
+        wait = 0.0 if self._connected() or self._attempts.under_way else timeout
+        try:
+            if here:
+                session.opened(self._login(session.account, timeout))
+            else:
+                self._attempts.begin(session, self._reserve(session.account, timeout, wait))
+        except BerthError as error:
+            session.failed(error)
 
     def ensure_session(
         self, account_id: str, timeout: float, *, at_most: float = math.inf, listed: bool = True
     ) -> Broker:
         """A live session of this account, rebuilt if necessary, with its orders listed if `listed`.
 
-        Waits up to `timeout` for room within the broker's limits, and then up to `at_most` for a login.
-        Raises `UnknownAccount`, `LeaseLost`, `RateLimited` or the login's error; no order has been sent then.
+        Waits up to `timeout` for room within the broker's limits, and then up to `at_most` for a login. While
+        other accounts, whose requests would wait, have a session: for one that began a moment ago, and for
+        none that failed. Raises `UnknownAccount`, `LeaseLost`, `RateLimited` or the login's error; no order
+        has been sent then.
         """
         session = self._account_sessions.get(account_id)
         if session is None:
@@ -119,17 +179,26 @@ class BrokerSessions:
         self.drop_if_ended(session)
         if session.suspect:
             self.ping(session, until - time.monotonic())
-        if session.broker is None:
-            self.rebuild(session, until - time.monotonic(), at_most)
+        others = [one.changed_at for one in self.account_sessions() if one.broker and one is not session]
+        if session.broker is None and session.attempt is None:
+            if others and session.error is not None and max(others) < session.changed_at:
+                raise session.error
+            self.retry(session, until - time.monotonic(), at_most)
+        begun_lately = session.changed_at + _OTHERS_WAIT if others else math.inf
+        last_try = min(until, time.monotonic() + at_most, begun_lately)
+        while session.attempt is not None:
+            if not self.collect_logins(last_try - time.monotonic()):
+                raise BrokerUnreachable("the login of this account is under way")
+            self._health.update(self.account_sessions(), session.name)
         if listed:
             self._await_listing(session, until, at_most)
         if session.broker is None:
-            raise BrokerUnreachable
+            raise session.error or BrokerUnreachable()
         session.used_at = time.monotonic()
         return session.broker
 
     def relist(self, session: AccountSession, timeout: float) -> BerthError | None:
-        """Tries again to list the orders of a live session; returns the error, if it failed."""
+        """Tries again to list the orders and positions of a live session; returns the error, if it failed."""
         error = self._list(session, timeout)
         self._health.update(self.account_sessions(), session.name)
         return error
@@ -144,10 +213,11 @@ class BrokerSessions:
             [session.account for session in self.account_sessions() if session.broker is not None]
         )
 
-    def drop_if_ended(self, session: AccountSession) -> None:
-        """Drops a session that has ended, as its adapter knows."""
-        if session.broker is not None and not session.broker.alive():
-            self.drop(session, "the broker ended the session")
+    def drop_if_ended(self, *sessions: AccountSession) -> None:
+        """Drops sessions that have ended, as their adapters know. All that ended together make one event."""
+        ended = [session for session in sessions if session.broker is not None and not session.broker.alive()]
+        for session in ended:
+            self.drop(session, "the broker ended the session", tell=session is ended[-1])
 
     def ping(self, session: AccountSession, timeout: float) -> None:
         """Checks a session; closes it if it is dead. Raises `RateLimited` if no query may be made in time."""
@@ -167,98 +237,69 @@ class BrokerSessions:
         session.suspect = False
         session.used_at = time.monotonic()
 
-    def rebuild(self, session: AccountSession, timeout: float, at_most: float = math.inf) -> None:
-        """Logs in once, in at most `at_most` seconds after the wait for room within the limits. Raises the
-        login's error, or the last one at once where another try would do harm."""
-        if session.refused is not None:
-            raise session.refused
-        if session.limited and session.error is not None:
-            raise LoginLimited(session.error.detail, retry_after=session.login_backoff.left())
-        until = time.monotonic() + timeout
-        try:
-            session.opened(self._login(session.account, timeout, at_most))
-            self._list(session, min(until - time.monotonic(), at_most))
-        except BerthError as error:
-            session.failed(error)
-            raise
-        finally:
-            self._health.update(self.account_sessions(), session.name)
-
     def state(self) -> WorkerActivity:
-        """`Active` unless an account that could have a session is without one."""
-        missing = [session for session in self.account_sessions() if session.broker is None]
-        whole = all(session.refused for session in missing) and len(missing) < len(self._account_sessions)
-        return WorkerActivity.Active if whole else WorkerActivity.Reconnecting
+        """`Active` if an account has a session."""
+        return WorkerActivity.Active if self._connected() else WorkerActivity.Reconnecting
 
     def replace(self, accounts: Collection[OpenedAccount], timeout: float) -> None:
         """Takes new credentials: each logs in before the old session is closed.
 
         Tries accounts whose version changed and those without a session. An account whose login fails keeps
-        its old session; the first error is raised when all have been tried.
-
-        To a fresh session all accounts are new, and the worker goes on with those that connect. Then it
-        raises an error only if that is retryable or if no account connected.
+        its old session; the first error is raised when all have been tried, but not that of an account whose
+        credentials are the same while others have a session. To a fresh session all accounts are new.
         """
         until = time.monotonic() + timeout
         errors: list[BerthError] = []
-        tried: set[str] = set()
-        fresh = not self._account_sessions
-        if fresh:  # these are its accounts, even if the logins fail
+        tried = {account.key.account_id for account in accounts}
+        if not self._account_sessions:  # these are its accounts, even if the logins fail
             self.load(accounts)
             accounts = ()
+            try:
+                self.connect_all(timeout)
+            except BerthError as error:
+                errors.append(error)
         for account in accounts:
-            tried.add(account.key.account_id)
             try:
                 self._renew(account, until - time.monotonic())
             except BerthError as error:
                 errors.append(error)
         for session in self.account_sessions():
-            if session.broker is None and session.name not in tried:
+            if session.broker is None and session.refused is None and session.name not in tried:
                 try:
-                    self.rebuild(session, until - time.monotonic())
+                    self.retry(session, until - time.monotonic())
                 except BerthError as error:
-                    errors.append(error)
+                    errors += [] if self.has_other_session(session.name) else [error]
         self._health.update(self.account_sessions(), "new credentials")
-        if fresh:
-            retryable = [error for error in errors if error.retryable]
-            some = any(session.broker for session in self.account_sessions())
-            errors = retryable or ([] if some else errors)
         if errors:
             raise errors[0]
 
     def close_all(self) -> None:
-        """Closes every session; the shared state says so when none is left open.
-
-        Closes all at once: a broker that does not answer costs a second, and the lease's margin does not grow
-        with the number of accounts.
-        """
-        closing: list[Thread] = []
-        closed: list[OpenedAccount] = []
-        for session in self._account_sessions.values():
-            if (broker := session.lost("closed")) is not None:
-                closed.append(session.account)
-                closing.append(Thread(target=self._close, args=(broker,), daemon=True))
-                closing[-1].start()
-        for thread in closing:
-            thread.join()
-        self._shared_state.broker_open = 0
-        self._rate_limiter.release_connections(closed)
+        """Closes every session; the shared state says so when none is left open."""
+        held = [one for one in self.account_sessions() if one.broker is not None or one.attempt is not None]
+        self._attempts.close(*[session.lost("closed") for session in self.account_sessions()])
+        until = time.monotonic() + _LOGIN_END
+        while self._attempts.under_way and until > time.monotonic():
+            self.collect_logins(until - time.monotonic())
+        self._show_open()
+        self._rate_limiter.release_connections([session.account for session in held])
 
     def _renew(self, account: OpenedAccount, timeout: float) -> None:
         name = account.key.account_id
         old = self._account_sessions.get(name)
         if old is not None and old.account.version == account.version:
             return
+        if old is not None:
+            old.attempt = None  # whatever comes of it is closed
         new = AccountSession(account, self._login_pause)
         until = time.monotonic() + timeout
         try:
             new.opened(self._login(account, timeout))
-        except LoginRejected:
-            raise
         except BerthError as error:
-            if old is not None and old.broker is None:  # nothing to keep: the new credentials are tried again
+            if old is None or old.broker is None:  # nothing to keep: the new credentials are tried again
                 new.failed(error)
                 self._account_sessions[name] = new
+            elif isinstance(error, LoginRejected):
+                old.rejected = account.version, error
             raise
         if old is not None and old.broker is not None:
             self._end(old.broker, old.account)
@@ -266,31 +307,28 @@ class BrokerSessions:
         self._list(new, until - time.monotonic())
 
     def _login(self, account: OpenedAccount, timeout: float, at_most: float = math.inf) -> Broker:
+        limit = min(self._reserve(account, timeout, timeout), at_most)
+        try:
+            with self._shared_state.busy(limit):
+                return self._attempts.open(account, limit)
+        except BerthError:
+            self._rate_limiter.release_connections([account])
+            raise
+
+    def _reserve(self, account: OpenedAccount, timeout: float, wait: float) -> float:
+        """Takes the room for one login, for which it waits up to `wait`; returns the seconds it may take."""
+        until = time.monotonic() + timeout
         if self._lease.usable() <= 0:
             raise LeaseLost
         if timeout <= 0:
             raise BrokerUnreachable("no time was left to connect")
-        until = time.monotonic() + timeout
-        self._rate_limiter.connect(account, self._patience(timeout))
-        limit = min(until - time.monotonic(), self._lease.usable(), at_most)
+        self._rate_limiter.connect(account, self._patience(wait))
+        limit = min(until - time.monotonic(), self._lease.usable())
         if limit <= 0:
             self._rate_limiter.release_connections([account])
             raise LoginLimited("no time was left to connect after the wait for the budget")
-        key = account.key
-        broker: Broker | None = None
         self._shared_state.broker_open = 1  # before the attempt, which may succeed at the broker alone
-        try:
-            with self._shared_state.busy(limit):
-                broker = self._load_factory()(key, self._client, lambda change: self._on_order(key, change))
-                broker.login(account.credentials, limit)
-        except BerthError:
-            self._end(broker, account)
-            raise
-        except Exception as error:  # an adapter's fault must not end the session
-            self._end(broker, account)
-            self._log.crash("login_crashed", error)
-            raise BrokerError(f"the adapter failed with {type(error).__name__}") from None
-        return broker
+        return limit
 
     def _await_listing(self, session: AccountSession, until: float, at_most: float) -> None:
         """Tries for `at_most` seconds, besides the wait for room, until the orders are listed. Raises
@@ -329,24 +367,24 @@ class BrokerSessions:
             return None
         try:
             with self._shared_state.busy(limit):
-                self._reconcile(session.account.key, session.broker, limit)
+                positions_known = self._reconcile(session.account.key, session.broker, limit)
         except Exception as error:  # an adapter's fault must not end the session
             code = error.code if isinstance(error, BerthError) else type(error).__name__
             self._log.warning("listing_failed", account=session.name, code=code)
             session.listing_failed(code)
             session.suspect = not isinstance(error, RateLimited)  # a ping would be one call more
             return error if isinstance(error, BerthError) else None
-        session.listed = True
-        session.listing_backoff.reset()
+        session.listing_succeeded(positions_known)
         return None
 
-    def drop(self, session: AccountSession, reason: str) -> None:
+    def drop(self, session: AccountSession, reason: str, *, tell: bool = True) -> None:
         """Closes a session that has ended. The next call that needs it rebuilds it."""
         broker = session.lost(reason)
         if broker is not None:
             self._end(broker, session.account)
             self._log.warning("broker_session_lost", account=session.name, reason=reason)
-            self._health.update(self.account_sessions())
+            if tell:
+                self._health.update(self.account_sessions())
 
     def _patience(self, seconds: float) -> WaitLimit:
         """Seconds that a call may wait for room, out of `seconds` from now; 0 when the lease is not
@@ -355,13 +393,5 @@ class BrokerSessions:
         return lambda: until - time.monotonic() if self._lease.usable() > 0 else 0.0
 
     def _end(self, broker: Broker | None, account: OpenedAccount) -> None:
-        self._close(broker)
+        self._attempts.close(broker)
         self._rate_limiter.release_connections([account])
-
-    def _close(self, broker: Broker | None) -> None:
-        if broker is None:
-            return
-        try:
-            broker.close()
-        except Exception as error:  # the port forbids it, but the other sessions must be closed anyway
-            self._log.crash("close_crashed", error)

@@ -3,15 +3,15 @@
 The answer says what the call did; the order's further life follows from the broker's events and lists.
 """
 
-from __future__ import annotations
-
 from worker_runtime.brokers.port import Broker
 from worker_runtime.protocol.errors import BerthError, OrderRejected, OutcomeUnknown
 from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Failure, OrderOutcome
 from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
 from worker_runtime.session.queue_reader import QueueItem
+from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.broker_calls import BrokerCalls
+from worker_runtime.trading.order_submitter import check_price, pass_switch
 from worker_runtime.trading.order_tracker import OrderTracker, order_outcome_of
 from worker_runtime.trading.rate_limiter import CallKind
 
@@ -19,9 +19,10 @@ from worker_runtime.trading.rate_limiter import CallKind
 class OrderChanger:
     """Carries out `CancelOrder` and `ReplaceOrder`."""
 
-    def __init__(self, broker_calls: BrokerCalls, tracker: OrderTracker) -> None:
+    def __init__(self, broker_calls: BrokerCalls, tracker: OrderTracker, send_buffer: SendBuffer) -> None:
         self._broker_calls = broker_calls
         self._tracker = tracker
+        self._send_buffer = send_buffer
 
     def change_order(
         self, request: CancelOrder | ReplaceOrder, item: QueueItem
@@ -32,7 +33,7 @@ class OrderChanger:
         except BerthError as error:
             known = self._tracker.known_outcome(request.order_id)
             return known[0] if known else None, Failure.of(error)
-        key = self._broker_calls.key_of(request.account_id)
+        key = self._broker_calls.session(request.account_id).account.key
         self._tracker.apply_change(key, OrderChanged(event_id="", order=changed))
         return order_outcome_of(request.order_id, changed), None
 
@@ -43,8 +44,13 @@ class OrderChanger:
             raise OutcomeUnknown("the change was queued under another generation of Valkey")
         broker = self._broker_calls.ensure_session(request.account_id, item, listed=False)
         order_id = self._broker_order_id(request, broker, item)
+        if isinstance(request, ReplaceOrder) and request.price is not None:
+            check_price(request, broker)
         kind = CallKind.QUERY_AND_CHANGE if broker.queries_before_change(order_id) else CallKind.ORDER
         self._broker_calls.spend_budget(request.account_id, kind, item)
+        if isinstance(request, ReplaceOrder) and request.price is not None:  # as a new order at that price
+            calls, buffer = self._broker_calls, self._send_buffer
+            pass_switch(request, item, kind, broker_calls=calls, send_buffer=buffer)
 
         def call(timeout: float) -> ExchangeOrder:
             if isinstance(request, CancelOrder):
@@ -59,7 +65,7 @@ class OrderChanger:
         if known is not None:
             return known
         listed = self._broker_calls.query(request.account_id, item, broker.orders).orders
-        self._tracker.reconcile_list(self._broker_calls.key_of(request.account_id), listed)
+        self._tracker.reconcile_list(self._broker_calls.session(request.account_id).account.key, listed)
         known = self._tracker.broker_id_of(request.order_id)
         if known is not None:
             return known

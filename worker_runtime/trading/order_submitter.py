@@ -4,24 +4,26 @@ Invariants: *submit-once* (nothing here repeats a submission; what may have reac
 *nothing-lost* (the journal entry and the event SUBMITTING are in Valkey before the broker is called).
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterable
+from dataclasses import KW_ONLY, dataclass
 
 from worker_runtime.brokers.port import Broker
 from worker_runtime.process.clock import NS_PER_MS, SECOND, wall_ms
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol.errors import (
+    AccountBlocked,
     BerthError,
     BrokerMaintenance,
     BrokerUnreachable,
     DeadlineExceeded,
     LeaseLost,
     LoginLimited,
+    NotionalLimit,
     OutcomeUnknown,
+    PriceBand,
     ReducingOnly,
     SymbolBlocked,
     TradingHalted,
@@ -29,7 +31,7 @@ from worker_runtime.protocol.errors import (
 )
 from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import Failure, OrderEvent, OrderOutcome, OrderState, PlaceOrder
-from worker_runtime.protocol.requests import SwitchState, UserSwitch
+from worker_runtime.protocol.requests import ReplaceOrder, SwitchState, UserSwitch
 from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.broker_calls import BrokerCalls
@@ -61,13 +63,61 @@ class OrderPostponed(Exception):
         self.order = order
 
 
-def check_switch(switch: UserSwitch, order: PlaceOrder) -> None:
-    """Raises `TradingHalted` or `ReducingOnly`. Cancels and queries pass every switch."""
+def check_switch(switch: UserSwitch, order: PlaceOrder | ReplaceOrder) -> None:
+    """Raises `TradingHalted` or `ReducingOnly`. Cancels, smaller quantities and queries pass every switch."""
     state = switch.of(order.account_id)
     if state is SwitchState.HALTED:
         raise TradingHalted
     if state is SwitchState.REDUCING and not order.reduce_only:
         raise ReducingOnly
+
+
+def check_price(request: PlaceOrder | ReplaceOrder, broker: Broker) -> None:
+    """Raises `PriceBand` or `NotionalLimit`. Without a reference price nothing is refused."""
+    most = request.most_price if isinstance(request, PlaceOrder) else None
+    if request.price_band is None and most is None:
+        return
+    reference = broker.reference_price(request.symbol)
+    if not reference:
+        return
+    if request.price is None:
+        if most is not None and reference > most:
+            raise NotionalLimit(f"at the reference price {reference} it is above the account's limit")
+    elif request.price_band is not None and abs(request.price - reference) > reference * request.price_band:
+        raise PriceBand(f"{request.price} is over {request.price_band:.1%} off the reference {reference}")
+
+
+def pass_switch(
+    request: PlaceOrder | ReplaceOrder,
+    item: QueueItem,
+    kind: CallKind,
+    *,
+    broker_calls: BrokerCalls,
+    send_buffer: SendBuffer,
+    wait: float = SWITCH_WAIT,
+) -> None:
+    """Sends what is buffered (an order's journal entry) and reads the switch in the same round trip, right
+    before the broker is called. Raises what forbids the call. `wait`: seconds for a switch that is stale."""
+    until = time.monotonic() + wait
+    while True:
+        send_buffer.read_switch()
+        if not send_buffer.flush():
+            raise WorkerUnavailable("Valkey did not record the submission; it was not made")
+        if isinstance(request, PlaceOrder) and not send_buffer.journaled:
+            raise OutcomeUnknown("a submission of the order was begun before")
+        if send_buffer.switch_is_stale:
+            if time.monotonic() >= until:
+                raise WorkerUnavailable(
+                    "this server of Valkey does not know who may trade yet; the submission was not made"
+                )
+            broker_calls.pause(item)
+            continue
+        check_switch(send_buffer.switch, request)  # once more: a reconnect may have taken seconds
+        if broker_calls.grant_is_fresh:
+            return
+        # Valkey took long: the grant is void, and the order may be too late.
+        broker_calls.call_timeout(item)
+        broker_calls.spend_budget(request.account_id, kind, item)
 
 
 class UnknownOutcomes:
@@ -104,7 +154,7 @@ class UnknownOutcomes:
                 del self._unknown[order_id]  # the broker has reported it since
             elif accepted < since + _RECORDED_AFTER and _blocks(other, order):
                 raise SymbolBlocked(
-                    f"the outcome of order {order_id} in this account is unknown; settle it first"
+                    f"the outcome of order {order_id} in this account is unknown; Berth asks the broker"
                 )
 
 
@@ -120,55 +170,56 @@ def may_be_same_contract(one: str, other: str) -> bool:
     return one == other or (rolling is not None and one[:3] == other[:3])
 
 
+@dataclass(eq=False, repr=False)
 class OrderSubmitter:
     """Carries out `PlaceOrder` for one user."""
 
-    def __init__(
-        self,
-        broker_calls: BrokerCalls,
-        tracker: OrderTracker,
-        unknown_outcomes: UnknownOutcomes,
-        *,
-        send_buffer: SendBuffer,
-        shared_state: SharedState,
-        log: Log,
-        switch_wait: float = SWITCH_WAIT,
-    ) -> None:
-        self._broker_calls = broker_calls
-        self._tracker = tracker
-        self._unknown_outcomes = unknown_outcomes
-        self._send_buffer = send_buffer
-        self._shared_state = shared_state
-        self._log = log
-        self._switch_wait = switch_wait
+    broker_calls: BrokerCalls
+    tracker: OrderTracker
+    unknown_outcomes: UnknownOutcomes
+    _: KW_ONLY
+    send_buffer: SendBuffer
+    shared_state: SharedState
+    log: Log
+    switch_wait: float = SWITCH_WAIT
+
+    def knows(self, order_id: str) -> bool:
+        """Whether this session has an outcome of the order."""
+        return self.tracker.known_outcome(order_id) is not None
+
+    def had_open(self, order_id: str) -> bool:
+        """Whether our books had the order as open, or this worker has begun to submit it."""
+        return order_id in self.tracker or order_id in self.shared_state.submissions
 
     def submit_order(self, order: PlaceOrder, item: QueueItem) -> OrderResult:
         """Submits the order, unless something forbids it, and returns what became of it. Raises nothing but
         `OrderPostponed`."""
-        known = self._tracker.known_outcome(order.order_id)
+        known = self.tracker.known_outcome(order.order_id)
         if known is not None:  # submit-once: this session or a former one has taken it
             return known
         try:
-            if order.order_id in self._shared_state.submissions:
+            if order.order_id in self.shared_state.submissions:
                 raise OutcomeUnknown("an earlier session process had begun to submit the order")
             self._check_item(order, item)
             broker = self._ensure_session(order, item)
-            known = self._tracker.known_outcome(order.order_id)
+            self._check_books(order, item)
+            known = self.tracker.known_outcome(order.order_id)
             if known is not None:  # the new session's list of orders has it
                 return known
-            self._unknown_outcomes.check_order(order, item)  # after that list, which may have settled some
+            self.unknown_outcomes.check_order(order, item)  # after that list, which may have settled some
+            check_price(order, broker)
             self._spend_budget(order, item)
             outcome = self._submit(order, item, broker)
             if outcome.state is OrderState.UNKNOWN:
-                self._unknown_outcomes.add(order)
+                self.unknown_outcomes.add(order)
             return OrderResult(outcome)
         except OrderPostponed:
             raise
         except BerthError as error:
             reason = error
         except Exception as error:  # the boundary of one request: it is answered whatever happens
-            self._log.crash("order_crashed", error)
-            taken = self._tracker.known_outcome(order.order_id) is not None
+            self.log.crash("order_crashed", error)
+            taken = self.tracker.known_outcome(order.order_id) is not None
             reason = OutcomeUnknown("the worker failed") if taken else BerthError("the worker failed")
         state = OrderState.REJECTED
         if isinstance(reason, OutcomeUnknown):
@@ -180,7 +231,7 @@ class OrderSubmitter:
     def settle_leftover(self, order: PlaceOrder) -> OrderResult:
         """The outcome of an order that a former worker popped and left. It may have been submitted, so it is
         unknown unless the broker's list has said otherwise."""
-        known = self._tracker.known_outcome(order.order_id)
+        known = self.tracker.known_outcome(order.order_id)
         if known is not None and known.outcome.state is not OrderState.UNKNOWN:
             return known
         return self._settle(
@@ -190,10 +241,6 @@ class OrderSubmitter:
     def _check_item(self, order: PlaceOrder, item: QueueItem) -> None:
         """Raises what forbids the order as it was popped, or `OrderPostponed` while the server that it came
         from does not know who may trade."""
-        if order.generation != item.generation:
-            # Valkey has lost data, or this is a lagging copy of it: an earlier copy of this request may have
-            # been executed.
-            raise OutcomeUnknown("the order was queued under another generation of Valkey")
         if self._may_be_a_copy(order, item):
             raise OutcomeUnknown(
                 "the order was queued before this server of Valkey came, and before this worker did: the "
@@ -202,7 +249,7 @@ class OrderSubmitter:
         if item.switch_is_stale:
             if item.seconds_left() <= 0:
                 raise DeadlineExceeded
-            self._log.warning("order_postponed", order_id=order.order_id, code="SWITCH_OF_ANOTHER_SERVER")
+            self.log.warning("order_postponed", order_id=order.order_id, code="SWITCH_OF_ANOTHER_SERVER")
             raise OrderPostponed(order)
         check_switch(item.switch, order)
 
@@ -213,90 +260,88 @@ class OrderSubmitter:
         order. This worker knows what it has submitted itself; its predecessor, which ended before the claim,
         does not say any more.
         """
-        if not order.lifetime_ms or self._shared_state.epoch <= 1:
+        if not order.lifetime_ms or self.shared_state.epoch <= 1:
             return False
         accepted = item.deadline_ns - order.lifetime_ms * NS_PER_MS
-        before = accepted < self._shared_state.assigned_ns + _ROUNDING
+        before = accepted < self.shared_state.assigned_ns + _ROUNDING
         return before and accepted < item.server_since_ns + _CLOCK_DIFFERENCE
 
     def _ensure_session(self, order: PlaceOrder, item: QueueItem) -> Broker:
         """A broker session for the order. Raises `OrderPostponed` if it is worth waiting for one, unless
         orders of other accounts, which have a session, would wait with it."""
         try:
-            return self._broker_calls.ensure_session(order.account_id, item)
+            return self.broker_calls.ensure_session(order.account_id, item)
         except BrokerMaintenance:
             raise
         except _PASSING_ERRORS as error:
-            if item.seconds_left() > 0 and self._broker_calls.has_other_session(order.account_id):
+            if item.seconds_left() > 0 and self.broker_calls.has_other_session(order.account_id):
                 raise
             raise self._postponed(order, item, error) from None
         except CountUnavailable as error:
             raise self._postponed(order, item, error) from None
 
+    def _check_books(self, order: PlaceOrder, item: QueueItem) -> None:
+        """Raises `OrderPostponed` until the books were compared, where orders wait for that, and
+        `AccountBlocked` for an order that was accepted before they were found to differ. PostgreSQL refuses
+        later ones, until a person has looked."""
+        session = self.broker_calls.session(order.account_id)
+        if session.books_awaited:
+            raise self._postponed(order, item, AccountBlocked("the books are not compared yet"))
+        if item.deadline_ns - order.lifetime_ms * NS_PER_MS < session.differs_since:
+            raise AccountBlocked(AccountBlocked.title())
+
     def _spend_budget(self, order: PlaceOrder, item: QueueItem) -> None:
         """Waits for room within the broker's limits. Raises `OrderPostponed` while Valkey cannot count."""
         try:
-            self._broker_calls.spend_budget(order.account_id, CallKind.ORDER, item)
+            self.broker_calls.spend_budget(order.account_id, CallKind.ORDER, item)
         except CountUnavailable as error:
             raise self._postponed(order, item, error) from None
 
     def _postponed(self, order: PlaceOrder, item: QueueItem, error: BerthError) -> Exception:
         if item.seconds_left() <= 0:
             return DeadlineExceeded(f"until then: {error.code}: {error.detail}")
-        self._log.warning("order_postponed", order_id=order.order_id, code=error.code)
+        self.log.warning("order_postponed", order_id=order.order_id, code=error.code)
         return OrderPostponed(order)
 
     def _submit(self, order: PlaceOrder, item: QueueItem, broker: Broker) -> OrderOutcome:
         """Journals the order and calls the broker. Raises `OutcomeUnknown` if the order may have reached it;
         any other `BerthError` means that it was not placed."""
-        until = time.monotonic() + self._switch_wait
-        self._send_buffer.add_journal_entry(order.order_id)
+        self.send_buffer.add_journal_entry(order.order_id)
         self._add_event(order, OrderState.SUBMITTING)
-        while True:
-            self._send_buffer.read_switch()
-            if not self._send_buffer.flush():
-                raise WorkerUnavailable("Valkey did not record the submission; it was not made")
-            if not self._send_buffer.journaled:
-                raise OutcomeUnknown("a submission of the order was begun before")
-            if self._send_buffer.switch_is_stale:
-                if time.monotonic() >= until:
-                    raise WorkerUnavailable(
-                        "this server of Valkey does not know who may trade yet; the submission was not made"
-                    )
-                self._broker_calls.pause(item)
-                continue
-            check_switch(self._send_buffer.switch, order)  # once more: a reconnect may have taken seconds
-            if self._broker_calls.grant_is_fresh:
-                break
-            # Valkey took long: the grant is void, and the order may be too late.
-            self._broker_calls.call_timeout(item)
-            self._broker_calls.spend_budget(order.account_id, CallKind.ORDER, item)
+        pass_switch(
+            order,
+            item,
+            CallKind.ORDER,
+            broker_calls=self.broker_calls,
+            send_buffer=self.send_buffer,
+            wait=self.switch_wait,
+        )
 
         def place(timeout: float) -> ExchangeOrder:
-            self._tracker.mark_submitting(order)
-            self._shared_state.submissions.add(order.order_id)
+            self.tracker.mark_submitting(order)
+            self.shared_state.submissions.add(order.order_id)
             return broker.place(order, timeout)
 
-        return self._tracker.record_placement(
-            order, self._broker_calls.call_once(order.account_id, item, place)
+        return self.tracker.record_placement(
+            order, self.broker_calls.call_once(order.account_id, item, place)
         )
 
     def _settle(self, order: PlaceOrder, state: OrderState, error: BerthError) -> OrderResult:
         outcome = OrderOutcome(order_id=order.order_id, state=state, reason=f"{error.code}: {error.detail}")
         failure = Failure.of(error)
-        self._tracker.record_outcome(order, outcome, failure)
+        self.tracker.record_outcome(order, outcome, failure)
         if state is OrderState.UNKNOWN:
-            self._unknown_outcomes.add(order)
+            self.unknown_outcomes.add(order)
         self._add_event(order, state, outcome.reason)
         return OrderResult(outcome, failure)
 
     def _add_event(self, order: PlaceOrder, state: OrderState, reason: str | None = None) -> None:
-        self._send_buffer.add_event(
+        self.send_buffer.add_event(
             OrderEvent(
                 event_id=f"{order.order_id}:{state.value}",
                 order_id=order.order_id,
                 user_id=order.user_id,
-                epoch=self._shared_state.epoch,
+                epoch=self.shared_state.epoch,
                 state=state,
                 at_ms=wall_ms(),
                 reason=reason,

@@ -5,8 +5,6 @@ The broker reports the same thing more than once: `place` returns the fills so f
 and each id is sent once.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -80,6 +78,9 @@ class OrderTracker:
         """What is known of an order that this session or a former one has taken; None if nothing says so."""
         entry = self._entries.get(order_id)
         return OrderResult(entry.outcome, entry.failure) if entry and entry.taken else None
+
+    def __contains__(self, order_id: str) -> bool:
+        return order_id in self._entries
 
     def broker_id_of(self, order_id: str) -> str | None:
         entry = self._entries.get(order_id)

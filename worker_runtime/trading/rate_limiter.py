@@ -3,16 +3,16 @@
 Valkey counts for all workers of a person together (`spend_budget.lua`, `take_connection.lua`). A call beyond
 the limit waits while its caller can wait; then it is refused, and nothing has been sent.
 
-Keys hold no person id but a keyed hash of it: who reads Valkey alone does not have the key.
+Keys hold no person id but a keyed hash of it: neither a worker nor who reads Valkey has the key. After a
+rotation of that key a claim brings a name under the new one and under the one before, and the worker counts
+under both: with workers claimed before under the older, with those claimed after the older is gone under the
+newer.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
 from enum import StrEnum
-from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
@@ -59,43 +59,24 @@ class CountUnavailable(RateLimited):
 class RateLimiter(Protocol):
     """What the session needs of a rate limiter. Times in seconds."""
 
+    #: Permille of the fullest limit that were in use after the last granted call.
+    limit_used: int | None
+
     def grant_is_fresh(self) -> bool:
         """Whether the last granted call may still be sent."""
-        ...
 
     def spend(self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1) -> None:
         """Waits for room for `cost` calls. Raises `RateLimited` (`LoginLimited` for a login) if there is none
         in time, `CountUnavailable` if Valkey cannot count; nothing may be sent then."""
-        ...
 
     def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None:
         """Takes one of the person's connections and the room for one login. Raises `LoginLimited`."""
-        ...
 
     def release_connections(self, accounts: Iterable[OpenedAccount]) -> None:
         """Frees the connections of ended broker sessions. Never raises: a lease ends by itself."""
-        ...
 
     def renew_connections(self, open_accounts: Iterable[OpenedAccount]) -> None:
         """Renews the leases of the open connections when due. Called about once a second; never raises."""
-        ...
-
-
-class UnlimitedRateLimiter:
-    """Grants every call at once, for tests."""
-
-    def grant_is_fresh(self) -> bool:
-        return True
-
-    def spend(
-        self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1
-    ) -> None: ...
-
-    def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None: ...
-
-    def release_connections(self, accounts: Iterable[OpenedAccount]) -> None: ...
-
-    def renew_connections(self, open_accounts: Iterable[OpenedAccount]) -> None: ...
 
 
 class _BudgetWindow(NamedTuple):
@@ -108,9 +89,7 @@ class _BudgetWindow(NamedTuple):
     reserve: int
 
     @classmethod
-    def of(
-        cls, what: CallKind, cost: int, limits: BrokerLimits, share: float, persons: int = 1
-    ) -> _BudgetWindow:
+    def of(cls, what: CallKind, cost: int, limits: BrokerLimits, share: float, persons: int = 1) -> Self:
         number, span = {
             CallKind.LOGIN: (limits.logins_per_day, _DAY),
             CallKind.ORDER: (limits.orders_per_10s, _ms(10.0 + GRANT_LIFETIME)),
@@ -131,11 +110,22 @@ _WINDOWS = {
 }
 
 
+class _BudgetOwner(NamedTuple):
+    """Whose calls are counted, under one key."""
+
+    name: str
+    #: How many persons it stands for.
+    persons: int = 1
+    #: Whether the calls are counted under an older key as well, which is asked first: then a missing count is
+    #: not a lost one.
+    counted_before: bool = False
+
+
 class _BudgetQuery(NamedTuple):
     """One question for Valkey: a script, and who asks for what. `words` and `numbers` are its arguments."""
 
     script: Script
-    owner: str
+    owner: _BudgetOwner
     what: str
     names: list[str]
     words: list[Argument]
@@ -148,12 +138,12 @@ class SharedRateLimiter:
     def __init__(self, client: Valkey, config: WorkerConfig, shared_state: SharedState, log: Log) -> None:
         self._client = client
         self._allowance = config.allowance
-        self._secret = config.orchestrator_key
         self._mark_period = config.mark_period
         self._shared_state = shared_state
         self._log = log
         self._holder = f"{config.worker_id}:{shared_state.session_number}"
         self._calls = 0
+        self.limit_used: int | None = None
         #: The count id under which a window was granted last, and the first count id of each owner.
         self._known: dict[tuple[str, str], str] = {}
         self._first: dict[str, str] = {}
@@ -170,25 +160,28 @@ class SharedRateLimiter:
         error = LoginLimited if what is CallKind.LOGIN else RateLimited
         self._calls += 1
         call = f"{self._holder}:{self._calls}"
-        for owner, persons in self._owners(account):
+        for owner in self._owners(account):
+            share, persons = self._allowance.share, owner.persons
             windows = [
-                _BudgetWindow.of(each, cost * weight, self._limits(account), self._allowance.share, persons)
+                _BudgetWindow.of(each, cost * weight, self._limits(account), share, persons)
                 for each, weight in _WINDOWS[what].items()
             ]
-            names = [keys.budget(owner, "since"), *(keys.budget(owner, each.what) for each in windows)]
+            names = [keys.budget(owner.name, name) for name in ("since", *(each.what for each in windows))]
             numbers = [number for each in windows for number in each[1:]]
             query = _BudgetQuery(SPEND_BUDGET, owner, what, names, [call], numbers)
             self._await(query, wait_limit, error, f"the budget of {what.value} is used up")
         self._granted_at = self._asked_at
 
     def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None:
-        owner = self._person(account)
-        names = [keys.budget(owner, name) for name in ("since", "connections", "holders")]
         words: list[Argument] = [self._connection(account), self._holder, _ms(CONNECTION_LEASE)]
         words += [self._limits(account).connections, _ms(2 * self._mark_period)]
-        query = _BudgetQuery(TAKE_CONNECTION, owner, "connections", names, words, [])
-        self._await(query, wait_limit, LoginLimited, "no connection of the person is known to be free")
         try:
+            for owner in self._person(account):
+                names = [keys.budget(owner.name, name) for name in ("since", "connections", "holders")]
+                query = _BudgetQuery(TAKE_CONNECTION, owner, "connections", names, words, [])
+                self._await(
+                    query, wait_limit, LoginLimited, "no connection of the person is known to be free"
+                )
             self.spend(account, CallKind.LOGIN, wait_limit)
         except BerthError:
             self.release_connections([account])
@@ -234,9 +227,9 @@ class SharedRateLimiter:
 
     def _ask(self, query: _BudgetQuery) -> int:
         """Asks once; returns the milliseconds to wait, 0 if granted. Raises `ValkeyFailed`."""
-        owner = query.owner
+        owner = query.owner.name
         # Whether the owner never had a count, and the id of the known one, or ''.
-        fresh = self._never_served and owner not in self._first
+        fresh = (self._never_served or query.owner.counted_before) and owner not in self._first
         known = self._known.get((owner, query.what)) or self._first.get(owner, "")
         arguments: list[Argument] = [*query.words, known, int(fresh), *query.numbers]
         self._asked_at = time.monotonic()
@@ -244,9 +237,11 @@ class SharedRateLimiter:
             reply = self._client.run(query.script, query.names, arguments)
         except ValkeyUnreachable:  # a broken connection; a repeat is recognised, and counted once
             reply = self._client.run(query.script, query.names, arguments)
-        granted, wait_ms, count = reply
+        granted, wait_ms, count, *used = reply
         if not granted:
             return max(1, int(wait_ms))
+        if used:  # no connection was asked for
+            self.limit_used = int(used[0])
         if fresh:
             self._first[owner] = count.decode()
         self._known[owner, query.what] = count.decode()
@@ -260,25 +255,19 @@ class SharedRateLimiter:
         state = self._shared_state
         return state.epoch == 1 and state.claimed_session == state.session_number
 
-    def _owners(self, account: OpenedAccount) -> list[tuple[str, int]]:
-        """The owners that the account's calls count for, each with the number of persons that it stands
-        for."""
-        owners = [(self._person(account), 1)]
-        if self._allowance.egress:
-            address = self._hash(account.key.broker, "address", self._allowance.egress)
-            owners.append((address, self._allowance.egress_persons))
-        return owners
+    def _owners(self, account: OpenedAccount) -> list[_BudgetOwner]:
+        """The owners that the account's calls count for."""
+        owners = self._person(account)
+        address = (f"{account.key.broker}-{name}" for name in self._allowance.egress)
+        return owners + self._named(address, self._allowance.egress_persons)
 
-    def _person(self, account: OpenedAccount) -> str:
-        key, credentials = account.key, account.credentials
-        if credentials.person_id:
-            return self._hash(key.broker, "person", credentials.person_id)
-        if key.broker == "paper":  # there, an account without a person is a person of its own
-            return self._hash(key.broker, "account", key.account_id)
-        return self._hash(key.broker, "api key", credentials.api_key)
+    def _person(self, account: OpenedAccount) -> list[_BudgetOwner]:
+        return self._named(account.budgets)
 
-    def _hash(self, *parts: str) -> str:
-        return blake2b("\0".join(parts).encode(), key=self._secret, digest_size=16).hexdigest()
+    @staticmethod
+    def _named(names: Iterable[str], persons: int = 1) -> list[_BudgetOwner]:
+        """`names`: of one owner, the oldest first."""
+        return [_BudgetOwner(name, persons, counted_before=number > 0) for number, name in enumerate(names)]
 
     def _limits(self, account: OpenedAccount) -> BrokerLimits:
         # Shioaji's numbers for any other broker: facts of one that bans are a safe start for the next.
@@ -292,7 +281,8 @@ class SharedRateLimiter:
     def _renew_leases(self, accounts: Iterable[OpenedAccount], lease: float) -> None:
         by_owner: dict[str, list[str]] = {}
         for account in accounts:
-            by_owner.setdefault(self._person(account), []).append(self._connection(account))
+            for person in self._person(account):
+                by_owner.setdefault(person.name, []).append(self._connection(account))
         for owner, connections in by_owner.items():
             names = [keys.budget(owner, name) for name in ("connections", "holders")]
             try:

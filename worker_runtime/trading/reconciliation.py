@@ -5,11 +5,10 @@ becomes events. After a login, the orders that it cannot match and the positions
 has all our books.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from worker_runtime.brokers.port import Broker, ConnectionKey, Listing
@@ -28,68 +27,64 @@ from worker_runtime.trading.order_tracker import OrderTracker
 MAX_ORDER_BYTES = 128 * 1024
 
 
+@dataclass(eq=False, repr=False)
 class AccountReconciler:
-    def __init__(
-        self,
-        tracker: OrderTracker,
-        *,
-        worker_id: str,
-        shared_state: SharedState,
-        add_event: Callable[[AccountReported], None],
-        log: Log,
-    ) -> None:
-        self._tracker = tracker
-        self._worker_id = worker_id
-        self._shared_state = shared_state
-        self._add_event = add_event
-        self._log = log
+    tracker: OrderTracker
+    _: KW_ONLY
+    worker_id: str
+    shared_state: SharedState
+    add_event: Callable[[AccountReported], None]
+    log: Log
 
-    def reconcile(self, key: ConnectionKey, broker: Broker, timeout: float) -> None:
+    def reconcile(self, key: ConnectionKey, broker: Broker, timeout: float) -> bool:
         """Lists the account once within `timeout` seconds and reports it. Raises the broker's error if the
-        orders cannot be listed; without the positions the report is not complete."""
+        orders cannot be listed; without the positions the report is not complete. Returns whether they are
+        known."""
         until = time.monotonic() + timeout
         taken_at = wall_ms()
         listing = broker.orders(timeout)
-        unmatched = self._tracker.reconcile_list(key, listing.orders)
+        unmatched = self.tracker.reconcile_list(key, listing.orders)
         positions: list[Position] = []
-        complete = True
+        positions_known = True
         try:
             positions = broker.positions(max(0.0, until - time.monotonic()))
         except BerthError as error:
-            self._log.warning("positions_unknown", account=key.account_id, code=error.code)
-            complete = False
+            self.log.warning("positions_unknown", account=key.account_id, code=error.code)
+            positions_known = False
         kept = newest_within(unmatched)
         report = build_report(
             key.account_id,
             listing,
             taken_at_ms=taken_at,
-            complete=complete and len(kept) == len(unmatched),
+            complete=positions_known and len(kept) == len(unmatched),
             orders=kept,
             positions=positions,
         )
-        self._log.info("account_listed", account=key.account_id, unmatched=len(unmatched))
-        self._add_event(
+        self.log.info("account_listed", account=key.account_id, unmatched=len(unmatched))
+        self.add_event(
             AccountReported(
-                worker_id=self._worker_id,
-                user_id=self._shared_state.user_id,
+                worker_id=self.worker_id,
+                user_id=self.shared_state.user_id,
                 account_id=key.account_id,
-                epoch=self._shared_state.epoch,
+                epoch=self.shared_state.epoch,
                 at_ms=taken_at,
                 report=encode_report(report),
             )
         )
+        return positions_known
 
 
 def build_report(account_id: str, listing: Listing | None, **seen: Any) -> AccountReport:
     """A report of an account. `listing` is None if the orders were not asked for."""
     if listing is None or listing.behind is None:
-        return AccountReport(account_id=account_id, absence_certain=False, **seen)
+        return AccountReport(account_id=account_id, absence_certain=False, odd_shown=True, **seen)
     return AccountReport(
         account_id=account_id,
         absence_certain=True,
         behind_ms=math.ceil(listing.behind * 1000),
         reaches_ms=int(listing.reaches * 1000),
         positions_agree=listing.positions_agree,
+        odd_shown=True,
         **seen,
     )
 
@@ -121,7 +116,9 @@ class AccountReader:
         orders: list[ExchangeOrder] = []
         if query.orders:
             listing = query_broker(query.account_id, item, broker.orders)
-            self._tracker.reconcile_list(self._broker_calls.key_of(query.account_id), listing.orders)
+            self._tracker.reconcile_list(
+                self._broker_calls.session(query.account_id).account.key, listing.orders
+            )
             orders = [one for one in listing.orders if not query.tags or one.tag in query.tags]
         kept = newest_within(orders)
         return build_report(

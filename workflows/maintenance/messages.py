@@ -1,7 +1,5 @@
 """The messages of maintenance; the rules are those of `user_worker/messages.py`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 
@@ -11,11 +9,15 @@ class MaintenanceInput:
     batch: int = 100
     #: Children at the same time.
     abreast: int = 4
+    #: A person has looked: the pass acts though much looks odd at once.
+    override_guard: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScanFleet:
-    """Activity `scan_fleet`."""
+    """Activity `scan_fleet`; `override_guard` as in `MaintenanceInput`."""
+
+    override_guard: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,6 @@ A Schedule starts it every minute. The rules are in `activities/maintenance/anom
 when two passes in quiet times have found it, and the clean-up checks it once more.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 
@@ -17,14 +15,13 @@ with workflow.unsafe.imports_passed_through():
     from workflows.maintenance import messages as mm
 
 from workflows import calls
-from workflows.calls import cause
 
 
 @workflow.defn(name=names.MAINTENANCE)
 class MaintenanceWorkflow:
     @workflow.run
     async def run(self, given: mm.MaintenanceInput) -> mm.Maintained:
-        scanned = await calls.scan_fleet(mm.ScanFleet())
+        scanned = await calls.scan_fleet(mm.ScanFleet(override_guard=given.override_guard))
         if not scanned.number:
             return mm.Maintained(scanned=scanned, outcomes={})
         abreast = asyncio.Semaphore(given.abreast)
@@ -41,7 +38,7 @@ class MaintenanceWorkflow:
                         static_summary=f"clean up {count} anomalies",
                     )
                 except FailureError as error:  # the next pass finds them again
-                    workflow.logger.warning("anomalies_left", extra={"reason": cause(error)})
+                    workflow.logger.warning("anomalies_left", extra={"reason": calls.cause(error)})
                     return {"failed": count}
             return cleaned.outcomes
 

@@ -1,8 +1,10 @@
-"""The morning: users who traded on recent days get their workers before the market opens.
+"""The morning: users who traded on recent days get their workers before their market's bell.
 
-A Schedule starts it on weekdays; on a holiday it ends at once. The work of a day is one workflow,
-`morning-{day}`, so a second start on the same day does nothing. Logins are spread over a window, with a
-limited rate and concurrency; the workers keep the brokers' own limits. A failed login is tried once more.
+A Schedule starts it every day, another one the same for the evening session; without trading it ends at once.
+The work of a day is one workflow, `morning-{day}`, so a second start on the same day does nothing. Logins are
+spread over a window before each bell, with a limited rate and concurrency; the workers keep the brokers' own
+limits. A failed login is tried again after 30, 60, 120 … s until the last bell, and at least once, while
+others have their turns. No worker counts as idle before the last bell.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ with workflow.unsafe.imports_passed_through():
 from workflows import calls
 from workflows.calls import cause
 
+#: Seconds after the first failed login until it is tried again; then twice as many.
+RETRY = 30.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class MorningProgress:
@@ -30,38 +35,69 @@ class MorningProgress:
     day: str
     users: int
     since: float
-    #: When the first user is due, and how many seconds lie between two.
+    #: When the first user of the present group is due, and how many seconds lie between two.
     begins_at: float
     pause: float
-    #: Users whose turn has come.
+    #: The last bell.
+    stay_until: float = 0.0
+    #: Of the present group.
+    market: str = ""
+    later: tuple[mo.BellGroup, ...] = ()
+    #: Users whose turn has come; of them, in earlier groups.
     begun: int = 0
+    before: int = 0
     after: str = ""
     connected: int = 0
     #: Code → users.
     codes: dict[str, int] = field(default_factory=dict)
+    #: Who waits for another try.
+    again: tuple[mo.LaterTry, ...] = ()
 
     @classmethod
     def planned(cls, plan: mo.MorningPlan, given: mo.MorningInput, now: float) -> MorningProgress:
-        """Spreads the users over the window before the bell, or what is left of it."""
-        begins_at = max(now, plan.bell - given.window)
-        left = max(plan.bell - begins_at, 0.0)
-        pause = max(left / plan.users if plan.users else 0.0, 1.0 / given.rate)
-        return cls(day=plan.day, users=plan.users, since=plan.since, begins_at=begins_at, pause=pause)
+        groups = plan.groups or (mo.BellGroup(bell=plan.bell, users=plan.users),)
+        before_all = cls(
+            day=plan.day,
+            users=plan.users,
+            since=plan.since,
+            begins_at=now,
+            pause=0.0,
+            stay_until=plan.bell,
+            later=groups,
+        )
+        return before_all.next_group(given, now)
+
+    def next_group(self, given: mo.MorningInput, now: float) -> MorningProgress:
+        """Spreads the next group's users over the window before its bell, or what is left of it."""
+        group, *later = self.later
+        begins_at = max(now, group.bell - given.window)
+        left = max(group.bell - begins_at, 0.0)
+        pause = max(left / group.users if group.users else 0.0, 1.0 / given.rate)
+        return replace(
+            self,
+            begins_at=begins_at,
+            pause=pause,
+            market=group.market,
+            later=tuple(later),
+            before=self.begun,
+            after="",
+        )
 
     @property
     def due(self) -> float:
         """When the next user's turn comes."""
-        return self.begins_at + self.begun * self.pause
+        return self.begins_at + (self.begun - self.before) * self.pause
 
     def began(self, user_id: str) -> MorningProgress:
         return replace(self, begun=self.begun + 1, after=user_id)
 
-    def ended(self, outcomes: Sequence[mo.Connected]) -> MorningProgress:
+    def ended(self, outcomes: Sequence[mo.Connected], again: Sequence[mo.LaterTry]) -> MorningProgress:
         codes = dict(self.codes)
         for one in outcomes:
             if not one.ok:
                 codes[one.code] = codes.get(one.code, 0) + 1
-        return replace(self, connected=self.connected + sum(one.ok for one in outcomes), codes=codes)
+        connected = self.connected + sum(one.ok for one in outcomes)
+        return replace(self, connected=connected, codes=codes, again=tuple(again))
 
     def result(self, now: float) -> mo.MorningResult:
         return mo.MorningResult(
@@ -76,58 +112,96 @@ class MorningProgress:
 
 @workflow.defn(name=names.MORNING)
 class MorningWorkflow:
+    def __init__(self) -> None:
+        self._stay_until = 0.0
+        #: Who waits for another try, and how it ended for the others of this run.
+        self._again: list[mo.LaterTry] = []
+        self._outcomes: list[mo.Connected] = []
+        self._under_way: set[asyncio.Task[None]] = set()
+
     @workflow.run
     async def run(self, given: mo.MorningInput) -> mo.MorningResult:
         if given.carried is not None:
             return await self._connect(given, carried_state(MorningProgress, given.carried))
-        plan = await calls.plan_morning(mo.PlanMorning(day=given.day, days=given.days))
+        wanted = mo.PlanMorning(day=given.day, days=given.days, evening=given.evening, at=workflow.time())
+        plan = await calls.plan_morning(wanted)
         done = await day_elsewhere(
             MorningWorkflow.run,
             given,
             plan,
             mo.MorningResult,
-            id=names.morning_id(plan.day),
-            begun="this day's morning has begun already",
+            id=names.morning_id(plan.day, given.evening),
+            begun=f"this day's {'evening' if given.evening else 'morning'} has begun already",
             summary=f"connects the users of recent days ahead of the bell of {plan.day}",
         )
         return done or await self._connect(given, MorningProgress.planned(plan, given, workflow.time()))
 
     async def _connect(self, given: mo.MorningInput, progress: MorningProgress) -> mo.MorningResult:
-        """One page of users, then the next in a new run."""
-        users = await calls.recent_users(
-            mo.RecentUsers(since=progress.since, after=progress.after, limit=given.page)
-        )
-        if not users:
-            self._show(progress)
-            return progress.result(workflow.time())
+        """One page of users beside those who are tried again, then the next in a new run."""
+        while True:
+            wanted = mo.RecentUsers(
+                since=progress.since,
+                after=progress.after,
+                limit=given.page,
+                market=progress.market,
+                evening=given.evening,
+            )
+            users = await calls.recent_users(wanted)
+            if users or not progress.later:
+                break
+            progress = progress.next_group(given, workflow.time())
+        self._again, self._stay_until = list(progress.again), progress.stay_until
         abreast = asyncio.Semaphore(given.abreast)
-        tasks = []
+        repeating = asyncio.create_task(self._repeat(1.0 / given.rate, abreast))
         for user_id in users:
             self._show(progress)
             wait = progress.due - workflow.time()
             if wait > 0:
                 await workflow.sleep(wait, summary="until the next user's turn")
             progress = progress.began(user_id)
-            # A wait here delays all later users.
-            await abreast.acquire()
-            tasks.append(asyncio.create_task(self._one(user_id, abreast)))
-        outcomes = dict(zip(users, await asyncio.gather(*tasks), strict=True))
-        for user_id in [user for user, one in outcomes.items() if not one.ok and one.retryable]:
-            await workflow.sleep(1.0 / given.rate, summary="until the next second try")
-            await abreast.acquire()
-            outcomes[user_id] = await self._one(user_id, abreast)
-        progress = progress.ended(list(outcomes.values()))
+            await abreast.acquire()  # a wait here delays all later users
+            self._begin(mo.LaterTry(user_id=user_id), abreast)
+        if not users:  # nobody is left but those who are tried again
+            self._show(progress)
+            full = workflow.info().is_continue_as_new_suggested
+            await workflow.wait_condition(lambda: not (self._again or self._under_way) or full())
+        await workflow.wait_condition(lambda: not self._under_way)
+        repeating.cancel()
+        progress = progress.ended(self._outcomes, self._again)
         self._show(progress)
+        if not users and not progress.again:
+            return progress.result(workflow.time())
         continue_as_new(replace(given, carried=asdict(progress)))
 
-    async def _one(self, user_id: str, abreast: asyncio.Semaphore) -> mo.Connected:
+    async def _repeat(self, pause: float, abreast: asyncio.Semaphore) -> None:
+        """Tries again who failed, one each `pause` seconds at the most, until cancelled."""
+        while True:
+            await workflow.wait_condition(lambda: bool(self._again))
+            one = min(self._again, key=lambda later: later.due)
+            await workflow.sleep(max(one.due - workflow.time(), pause), summary="until the next repeat")
+            await abreast.acquire()
+            self._again.remove(one)
+            self._begin(one, abreast)
+
+    def _begin(self, one: mo.LaterTry, abreast: asyncio.Semaphore) -> None:
+        task = asyncio.create_task(self._one(one, abreast))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def _one(self, one: mo.LaterTry, abreast: asyncio.Semaphore) -> None:
         try:
-            return await calls.connect_user(mo.ConnectUser(user_id=user_id))
+            wanted = mo.ConnectUser(user_id=one.user_id, stay_until=self._stay_until)
+            outcome = await calls.connect_user(wanted)
         except FailureError as error:  # no orchestrator, or it took too long
             code, _, detail = cause(error).partition(": ")
-            return mo.Connected(ok=False, code=code, detail=detail, retryable=True)
+            outcome = mo.Connected(ok=False, code=code, detail=detail, retryable=True)
         finally:
             abreast.release()
+        due = workflow.time() + RETRY * 2.0**one.tries
+        if outcome.ok or not outcome.retryable or (one.tries and due > self._stay_until):
+            self._outcomes.append(outcome)
+        else:
+            self._again.append(replace(one, tries=one.tries + 1, due=due))
 
     def _show(self, progress: MorningProgress) -> None:
         failed = sum(progress.codes.values())

@@ -1,7 +1,5 @@
 """The messages of an order's workflow; the rules are those of `user_worker/messages.py`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any

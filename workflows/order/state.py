@@ -26,6 +26,14 @@ STORY_LINES = 20
 UNCONFIRMED = frozenset({"accepted", "queued", "submitting", "unknown", "needs_attention"})
 
 
+#: What a verification found, for people.
+_FOUND: dict[str, str] = {
+    VerificationFinding.LISTED: "the broker lists it",
+    VerificationFinding.MISSING: "the broker does not list it",
+    VerificationFinding.UNASKED: "the broker could not be asked",
+}
+
+
 class OrderStep(StrEnum):
     END = "end"
     SETTLE = "settle"
@@ -73,9 +81,9 @@ class FollowedOrder:
         )
         if not changed:
             return replace(after, unchanged=self.unchanged + 1)
-        line = f"check {after.checks}: {after.finding}, {after.state}"
-        if after.why_unasked:
-            line += f" ({after.why_unasked})"
+        line = f"check {after.checks}: {_FOUND.get(after.finding, after.finding)}"
+        line += f" ({after.why_unasked})" if after.why_unasked else ""
+        line += f", and the order is {after.state}"
         return replace(after, unchanged=0, story=(*self.story, line)[-STORY_LINES:])
 
     def _missed(self, seen: Verified, now: float, settings: FollowSettings) -> FollowedOrder:

@@ -5,8 +5,6 @@ by then, and the broker's own list. What makes no progress is put on the list fo
 it again until the order is final.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import asdict, replace
 from typing import Any
@@ -21,7 +19,6 @@ with workflow.unsafe.imports_passed_through():
     from workflows.order.state import FollowedOrder, OrderStep
 
 from workflows import calls
-from workflows.calls import cause
 
 
 @workflow.defn(name=names.ORDER)
@@ -76,7 +73,7 @@ class OrderWorkflow:
             seen = await calls.verify_order(request)
         except FailureError as error:
             seen = om.Verified(
-                finding=om.VerificationFinding.UNASKED, code="NOT_VERIFIED", detail=cause(error)
+                finding=om.VerificationFinding.UNASKED, code="NOT_VERIFIED", detail=calls.cause(error)
             )
         self._order = self._order.after_check(seen, workflow.time(), self._given.settings)
 

@@ -1,6 +1,4 @@
-"""The messages of the daily statements; the rules are those of `user_worker/messages.py`."""
-
-from __future__ import annotations
+"""Messages of the daily statements and the daily report; the rules are those of `user_worker/messages.py`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +27,8 @@ class PlanStatements:
 
     #: Empty: the last one that has ended.
     day: str
+    #: Unix seconds by Temporal's clock; 0 (before 0.2): our own clock.
+    at: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +77,26 @@ class StatementsResult(StatementCounts):
     reason: str = ""
     #: Unix seconds of the end.
     ended_at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DailyReportInput:
+    #: Empty: the last trading day that has ended, if today is one, too.
+    day: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeReport(DailyReportInput):
+    """Activity `make_report`."""
+
+    #: When the workflow began, in Unix seconds: a repeat after midnight is about the same day.
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportResult:
+    day: str
+    #: Why nothing was done; empty: it was.
+    reason: str = ""
+    #: Mails that were put on their queue.
+    mails: int = 0

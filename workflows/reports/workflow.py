@@ -1,8 +1,12 @@
-"""The daily statements: a job for each user with an address, after the day's orders have ended.
+"""The daily statements and the daily report, both started by a Schedule every day.
 
-A Schedule starts it every day; for a day without trading it ends at once. The work of a day is one workflow,
-`statements-{day}`, so a second start for the same day does nothing. Users come page by page, at the given
-rate. A job's key is made of user and day, so a repeated page sends nothing twice.
+Statements: a job for each user with an address, after the day's orders have ended. For a day without trading
+the workflow ends at once. The work of a day is one workflow, `statements-{day}`, so a second start for the
+same day does nothing. Users come page by page, at the given rate. A job's key is made of user and day, so a
+repeated page sends nothing twice.
+
+The report: PostgreSQL has one of a day, and the ids of its mails are made of the day, so a second run for the
+same day does nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ class StatementsWorkflow:
     async def run(self, given: sm.StatementsInput) -> sm.StatementsResult:
         if given.carried is not None:
             return await self._send(given, carried_state(StatementsProgress, given.carried))
-        plan = await calls.plan_statements(sm.PlanStatements(day=given.day))
+        plan = await calls.plan_statements(sm.PlanStatements(day=given.day, at=workflow.time()))
         done = await day_elsewhere(
             StatementsWorkflow.run,
             given,
@@ -80,3 +84,12 @@ class StatementsWorkflow:
         if progress.refused:
             text += f", {progress.refused} jobs were refused"
         workflow.set_current_details(text)
+
+
+@workflow.defn(name=names.DAILY_REPORT)
+class DailyReportWorkflow:
+    @workflow.run
+    async def run(self, given: sm.DailyReportInput) -> sm.ReportResult:
+        made = await calls.make_report(sm.MakeReport(day=given.day, at=workflow.time()))
+        workflow.set_current_details(f"### {made.day}\n\n{made.reason or f'{made.mails} mails enqueued'}")
+        return made

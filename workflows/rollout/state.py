@@ -10,16 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from workflows.entity import copied_fields
-from workflows.rollout.messages import (
-    ENDED,
-    Release,
-    ReleaseSnapshot,
-    RolloutInput,
-    RolloutPhase,
-    RolloutView,
-)
+from workflows.rollout import messages as rm
 
-P = RolloutPhase
+P = rm.RolloutPhase
 
 #: The phases in which free workers are replaced, each with the one that follows.
 _REPLACING = {P.REPLACING: P.MOVING, P.ROLLING_BACK: P.MOVING_BACK}
@@ -37,13 +30,13 @@ class RolloutStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutState(RolloutView):
+class RolloutState(rm.RolloutView):
     """What is shown of a rollout, and what only its workflow needs.
 
     Carried from run to run: a field may be added with a default.
     """
 
-    phase: RolloutPhase = RolloutPhase.REPLACING
+    phase: rm.RolloutPhase = rm.RolloutPhase.REPLACING
     #: The first round has found what the pool had before.
     known: bool = False
     surge: int = 0
@@ -53,13 +46,13 @@ class RolloutState(RolloutView):
     unproven_since: float = 0.0
 
     @classmethod
-    def begun(cls, given: RolloutInput, now: float) -> RolloutState:
+    def begun(cls, given: rm.RolloutInput, now: float) -> RolloutState:
         return cls(
             pool=given.pool, release=given.release, began_at=now, deadline=now + given.deadline, surge=1
         )
 
     @property
-    def target(self) -> Release:
+    def target(self) -> rm.Release:
         """The release of new workers."""
         return self.before if self.going_back else self.release
 
@@ -69,7 +62,7 @@ class RolloutState(RolloutView):
 
     @property
     def ended(self) -> bool:
-        return self.phase in ENDED
+        return self.phase in rm.ENDED
 
     # --- changes --------------------------------------------------------------------------------------
 
@@ -79,7 +72,9 @@ class RolloutState(RolloutView):
             return self
         return replace(self, phase=P.ROLLING_BACK, reason=reason, surge=0, condemned=condemned)
 
-    def after_check(self, seen: ReleaseSnapshot, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+    def after_check(
+        self, seen: rm.ReleaseSnapshot, given: rm.RolloutInput
+    ) -> tuple[RolloutState, RolloutStep]:
         """The state after a check of the pool, and what to do. The first check comes before any change."""
         state = replace(
             self, new=seen.new, old=seen.old, users=seen.users, wanted=seen.wanted, held=_held_reason(seen)
@@ -98,7 +93,9 @@ class RolloutState(RolloutView):
             return state._moving(seen, given)
         return state, RolloutStep()
 
-    def _replacing(self, seen: ReleaseSnapshot, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+    def _replacing(
+        self, seen: rm.ReleaseSnapshot, given: rm.RolloutInput
+    ) -> tuple[RolloutState, RolloutStep]:
         # A pool whose old workers were all claimed proves nothing: a new one must be ready.
         if not seen.old and (seen.new or not seen.wanted):
             return replace(self, phase=_REPLACING[self.phase], surge=0), RolloutStep(move=bool(seen.users))
@@ -110,7 +107,7 @@ class RolloutState(RolloutView):
         state = replace(self, surge=min(given.batch, left) or int(not seen.new))
         return state, RolloutStep(retire=retire)
 
-    def _moving(self, seen: ReleaseSnapshot, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
+    def _moving(self, seen: rm.ReleaseSnapshot, given: rm.RolloutInput) -> tuple[RolloutState, RolloutStep]:
         if seen.old:  # launched before the pool knew, and ready since
             back = P.ROLLING_BACK if self.going_back else P.REPLACING
             return replace(self, phase=back)._replacing(seen, given)
@@ -123,11 +120,11 @@ class RolloutState(RolloutView):
             return replace(self, unproven_since=since, asked=0, held=held), RolloutStep()
         return replace(self, phase=_MOVING[self.phase], asked=0), RolloutStep()
 
-    def view(self) -> RolloutView:
-        return RolloutView(**copied_fields(self, RolloutView) | {"phase": str(self.phase)})
+    def view(self) -> rm.RolloutView:
+        return rm.RolloutView(**copied_fields(self, rm.RolloutView) | {"phase": str(self.phase)})
 
 
-def _held_reason(seen: ReleaseSnapshot) -> str:
+def _held_reason(seen: rm.ReleaseSnapshot) -> str:
     if seen.failed:
         return f"{seen.failed} users in a row got a worker that did not serve them"
     if seen.mode != "running":

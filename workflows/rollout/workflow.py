@@ -5,8 +5,6 @@ surge; the pool launches, and this workflow ends free workers of other versions 
 Users move when they are quiet, by their own workflow. A pool has one rollout at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import asdict, replace
 from typing import Any
@@ -21,7 +19,6 @@ with workflow.unsafe.imports_passed_through():
     from workflows.rollout.state import RolloutState, RolloutStep
 
 from workflows import calls
-from workflows.calls import cause
 
 #: Characters of a reason that somebody gives.
 REASON_MAX = 200
@@ -104,7 +101,7 @@ class RolloutWorkflow:
             self._check_failed = ""
             await self._apply(step)
         except FailureError as error:  # nothing is known: nothing is changed
-            self._check_failed = cause(error)
+            self._check_failed = calls.cause(error)
 
     async def _apply(self, step: RolloutStep) -> None:
         state = self._state

@@ -4,8 +4,6 @@ Events come at least once, late, and from earlier workers. An event counts only 
 and epoch, and newer than the last one that counted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from worker_runtime.protocol.messages import WorkerEventKind

@@ -3,8 +3,6 @@
 `ClaimWorkerGone`, `WorkOutdated` and `StartFailed` end a step; none leaves the workflow.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
@@ -25,7 +23,6 @@ with workflow.unsafe.imports_passed_through():
     from workflows.worker_pool import messages as pm
 
 from workflows import calls
-from workflows.calls import cause
 from workflows.user_worker.visibility import Timeline
 
 #: Longest pause, in seconds, between two tries to have a worker's end confirmed.
@@ -93,8 +90,8 @@ class WorkerLifecycle:
         self.reload_cause = ""
         #: The worker has to be checked.
         self.suspect = False
-        #: The generation of Valkey under which the watcher saw the mark expire; empty: it did not.
-        self.unmarked = ""
+        #: What the watcher said when it saw the mark expire; None: it did not.
+        self.unmarked: m.WorkerUnmarked | None = None
         #: Why the worker cannot get its broker back, as it reported; empty: it did not.
         self.given_up = ""
         #: Times in a row that nobody could give a fresh session its credentials.
@@ -102,6 +99,10 @@ class WorkerLifecycle:
         #: The end that is to be confirmed counts as a crash, even if a later request asks for it.
         self._crashed = False
         self._ended: dict[str, int | None] = {}
+        #: Those of them that somebody ended, or that went with their host.
+        self._planned: set[str] = set()
+        #: The worker whose end counted as an outage, because its launcher had not reported it yet.
+        self.unreported = ""
         self._early: list[m.WorkerEventSignal] = []
         self._shown: UserWorkerState | None = None
         self._signalling: set[asyncio.Task[None]] = set()
@@ -140,10 +141,13 @@ class WorkerLifecycle:
         for event in early:
             self.take_event(event)
 
-    def worker_ended(self, worker_id: str, exit_code: int | None) -> None:
+    def worker_ended(self, worker_id: str, exit_code: int | None, *, planned: bool = False) -> None:
         self._ended[worker_id] = exit_code
         while len(self._ended) > EARLY_EVENTS_MAX:
             del self._ended[next(iter(self._ended))]
+        self._planned = {*self._planned, worker_id} & self._ended.keys() if planned else self._planned
+        if planned and worker_id == self.unreported:
+            self.state, self.unreported = self.state.uncounted(), ""
 
     # --- interruptions --------------------------------------------------------------------------------
 
@@ -151,6 +155,11 @@ class WorkerLifecycle:
     def lost(self) -> bool:
         """The launcher reported the end of the present worker."""
         return self.state.worker is not None and self.state.worker.worker_id in self._ended
+
+    @property
+    def ended_as_planned(self) -> bool:
+        """The present worker ended because somebody asked for it, or with its host: that is no crash."""
+        return self.state.worker is not None and self.state.worker.worker_id in self._planned
 
     @property
     def ending(self) -> bool:
@@ -243,14 +252,14 @@ class WorkerLifecycle:
                 break
             except FailureError as error:
                 self.note_cancellation(error)
-                why = f"the end of the worker is not confirmed: {cause(error)}"
+                why = f"the end of the worker is not confirmed: {calls.cause(error)}"
                 self.start_failed(Failure(code=errors.WorkerUnavailable.code, detail=why, retryable=True))
                 self.state = self.state.with_note(why).postponed(self.now() + pause)
                 self.show()
                 await workflow.sleep(pause, summary="until the launcher is asked again")
                 pause = min(pause * 2, STOP_PAUSE_MAX)
         self.state = self.state.stopped().with_note("")
-        self.suspect, self.unmarked, self.given_up, self._crashed = False, "", "", False
+        self.suspect, self.unmarked, self.given_up, self._crashed = False, None, "", False
         return stopped.waiting
 
     # --- showing and signalling -----------------------------------------------------------------------

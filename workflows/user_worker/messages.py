@@ -4,8 +4,6 @@ The rules for all `messages.py`: new fields get defaults, so that histories of t
 durations are seconds, times are Unix seconds; no message carries a credential.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -14,6 +12,8 @@ from typing import Any
 STOP_TIMEOUT = 20.0
 #: Seconds that a crash of a user's worker counts for backoff and parking.
 CRASH_WINDOW = 600.0
+#: Why a worker is replaced that ran no more when somebody looked, before its launcher reported an end.
+WAS_GONE = "the worker was gone"
 
 
 class WorkerState(StrEnum):
@@ -58,6 +58,7 @@ class UserWorkerSettings:
     connect_attempts: int = 3
     connect_timeout: float = 20.0
     claim_timeout: float = 30.0
+    launch_timeout: float = 90.0
     drain_timeout: float = 30.0
 
 
@@ -77,6 +78,9 @@ class EnsureActive:
     request_id: str = ""
     #: The caller saw no mark: an Active state is checked before it is believed.
     mark_missing: bool = False
+    #: Unix seconds before which the worker does not count as idle: its idle time counts from there at the
+    #: earliest.
+    stay_until: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +108,8 @@ class WorkerLostSignal:
     worker_id: str
     exit_code: int | None = None
     reason: str = ""
+    #: Somebody asked for the end, or its host went away: no crash.
+    planned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +131,8 @@ class WorkerUnmarked:
     worker_id: str
     epoch: int
     generation: str
+    #: The infrastructure is the cause: it makes later starts wait, and parks nobody.
+    outage: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +319,10 @@ class WorkerHealth:
     generation: str = ""
     #: The state that the worker reports itself, such as `Active` or `Reconnecting`.
     worker_state: str = ""
+    #: It is gone, and nobody has reported how it ended: no worker's own crash goes without a report.
+    unreported: bool = False
+    #: It has an order in hand, and its lease may not have ended.
+    in_flight: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,13 @@
 """The start of a user's worker: claim or launch, then log in, with limited tries for each."""
 
-from __future__ import annotations
-
 from temporalio import workflow
 from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol import errors
     from workflows.user_worker import messages as m
-    from workflows.user_worker.state import LAUNCH_TIMEOUT
 
 from workflows import calls
-from workflows.calls import cause, failure_type
 from workflows.user_worker.lifecycle import ClaimWorkerGone, StartFailed, WorkerLifecycle
 
 #: Claim ids tried for one start, each after its worker turned out dead or unusable.
@@ -45,7 +41,7 @@ async def start_worker(life: WorkerLifecycle) -> None:
                 failed = (*failed, life.state.worker.version)
             # A worker that died during its login counts like one that died in service. Else a library that
             # crashes there would cost three logins an order, for ever.
-            crashed = life.lost and life.state.state in (S.CONNECTING, S.FAILED)
+            crashed = life.lost and life.state.state in (S.CONNECTING, S.FAILED) and not life.ended_as_planned
             life.state = life.state.crashed(why, now) if crashed else life.state.failed(why, now)
             life.show()
             await life.confirm_stop(why, grace=0.0, crashed=crashed)
@@ -81,16 +77,16 @@ async def _claim(life: WorkerLifecycle, failed: tuple[str, ...]) -> m.ClaimResul
             user_id=state.user_id,
             pool=state.pool,
             claim_id=state.claim_id,
-            timeout=LAUNCH_TIMEOUT,
+            timeout=state.settings.launch_timeout,
             failed=failed,
         )
         try:
             await life.unless_interrupted(calls.launch_for_claim(launch))
         except FailureError as error:
-            if failure_type(error) == errors.PoolExhausted.code:
-                why = cause(error).partition(": ")[2]
+            if calls.failure_type(error) == errors.PoolExhausted.code:
+                why = calls.cause(error).partition(": ")[2]
                 raise StartFailed(errors.PoolExhausted.code, why, retryable=True) from error
-            raise ClaimWorkerGone(f"launch: {cause(error)}") from error
+            raise ClaimWorkerGone(f"launch: {calls.cause(error)}") from error
         result = await _try_claim(life, failed)
     if result.worker is not None:
         life.assigned(result.worker)
@@ -115,7 +111,7 @@ async def _try_claim(life: WorkerLifecycle, failed: tuple[str, ...]) -> m.ClaimR
         result = await calls.claim_worker(request, state.settings.claim_timeout)
     except FailureError as error:
         life.note_cancellation(error)
-        why = f"claim: {cause(error)}"
+        why = f"claim: {calls.cause(error)}"
         raise StartFailed(errors.WorkerUnavailable.code, why, retryable=True) from error
     life.state = life.state.answered()
     if result.status == m.ClaimStatus.BACK_OFF:
@@ -143,7 +139,7 @@ async def _connect(life: WorkerLifecycle, result: m.ClaimResult) -> m.ClaimResul
             life.show()
             result = await life.unless_interrupted(calls.connect_again(_connect_request(life, attempt)))
     except FailureError as error:
-        raise ClaimWorkerGone(f"connect: {cause(error)}") from error
+        raise ClaimWorkerGone(f"connect: {calls.cause(error)}") from error
     return result
 
 

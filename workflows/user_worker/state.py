@@ -11,18 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from workflows.entity import copied_fields
-from workflows.user_worker.messages import (
-    CRASH_WINDOW,
-    STOP_TIMEOUT,
-    UserWorkerSettings,
-    UserWorkerView,
-    WorkerRef,
-    WorkerState,
-)
+from workflows.user_worker import messages as m
 
-#: Seconds a launched worker may take until it is ready; a process takes under 1 s, an ECS task on a warm
-#: host 5 to 20 s.
-LAUNCH_TIMEOUT = 30.0
 #: Seconds after the end of an activity's own time until its state counts as stuck.
 MARGIN = 5.0
 #: Seconds a parked user waits for a person; then the run ends and the next order starts afresh.
@@ -37,13 +27,15 @@ CHECK_AGAIN = 1200.0
 CHECKS_MAX = 3
 #: Shortest pause in seconds between two checks of a worker that is to move.
 MOVE_PAUSE = 5.0
+#: Longest time in seconds that a worker may be asked to stay: from the earliest morning to the last bell.
+STAY_MAX = 4 * 3600.0
 #: Times that a fresh session process is given its credentials before it counts as dead.
 RELOAD_TRIES = 3
 
-S = WorkerState
+S = m.WorkerState
 
 #: What may follow a state. Everything before Active may be cut short by a shutdown (Draining).
-ALLOWED: dict[WorkerState, frozenset[WorkerState]] = {
+ALLOWED: dict[m.WorkerState, frozenset[m.WorkerState]] = {
     S.POOL_IDLE: frozenset({S.CLAIMED, S.DRAINING}),
     S.CLAIMED: frozenset({S.CONNECTING, S.FAILED, S.DRAINING}),
     S.CONNECTING: frozenset({S.ACTIVE, S.FAILED, S.DRAINING}),
@@ -56,7 +48,7 @@ ALLOWED: dict[WorkerState, frozenset[WorkerState]] = {
     S.TERMINATED: frozenset(),
 }
 
-NEXT_STEP: dict[WorkerState, str] = {
+NEXT_STEP: dict[m.WorkerState, str] = {
     S.POOL_IDLE: "waits for someone to need a worker",
     S.CLAIMED: "gets a worker from the pool, or launches one",
     S.CONNECTING: "waits for the worker's broker login",
@@ -80,12 +72,12 @@ class UserWorkerState:
 
     user_id: str
     pool: str
-    settings: UserWorkerSettings
-    state: WorkerState = WorkerState.POOL_IDLE
+    settings: m.UserWorkerSettings
+    state: m.WorkerState = m.WorkerState.POOL_IDLE
     since: float = 0.0
     deadline: float | None = None
     #: The worker that belongs to the user, or did and is not yet confirmed to have stopped.
-    worker: WorkerRef | None = None
+    worker: m.WorkerRef | None = None
     #: The claim under way or fulfilled.
     claim_id: str = ""
     #: Connects tried with the present worker.
@@ -93,10 +85,14 @@ class UserWorkerState:
     claimed_at: float = 0.0
     connected_at: float = 0.0
     last_activity: float = 0.0
+    #: The idle time counts from here at the earliest: a worker of the morning stays beyond the bell.
+    stay_until: float = 0.0
     #: Number of the worker's last event.
     sequence: int = 0
     #: Times of the worker's deaths while it was in service, within CRASH_WINDOW.
     crashes: tuple[float, ...] = ()
+    #: Those of them that the infrastructure caused.
+    outages: tuple[float, ...] = ()
     #: The first claim of this run asked PostgreSQL for the crashes of earlier runs.
     crashes_known: bool = False
     #: Times of the last checks of the serving worker.
@@ -148,24 +144,28 @@ class UserWorkerState:
             return "waits for the worker, which tries the broker again by itself"
         return NEXT_STEP[self.state]
 
-    def deadline_of(self, state: WorkerState, now: float, extra: float = 0.0) -> float | None:
+    def deadline_of(self, state: m.WorkerState, now: float, extra: float = 0.0) -> float | None:
         """The deadline of `state`, entered now; `extra` seconds are a wait within it."""
         own = self.settings
-        spans: dict[WorkerState, float | None] = {
+        spans: dict[m.WorkerState, float | None] = {
             S.POOL_IDLE: own.claim_timeout,
             # A claim, a launch, and the claim of what was launched.
-            S.CLAIMED: own.claim_timeout + LAUNCH_TIMEOUT + MARGIN,
+            S.CLAIMED: own.claim_timeout + own.launch_timeout + MARGIN,
             S.CONNECTING: own.connect_timeout + MARGIN,
-            S.FAILED: STOP_TIMEOUT + MARGIN,
-            S.ACTIVE: own.idle_timeout,
+            S.FAILED: m.STOP_TIMEOUT + MARGIN,
+            S.ACTIVE: self.idle_at(now) - now,
             S.RECONNECTING: own.connect_timeout * own.connect_attempts,
             S.IDLE_TIMEOUT: own.drain_timeout,
-            S.DRAINING: own.drain_timeout + STOP_TIMEOUT + MARGIN,
+            S.DRAINING: own.drain_timeout + m.STOP_TIMEOUT + MARGIN,
             S.PARKED: PARKED_TIMEOUT,
             S.TERMINATED: None,
         }
         span = spans[state]
         return None if span is None else now + span + extra
+
+    def idle_at(self, last: float) -> float:
+        """When a worker that was last used at `last` has been idle for long enough to end."""
+        return max(last, self.stay_until) + self.settings.idle_timeout
 
     def crash_backoff(self) -> float:
         """Seconds before a crashed worker is replaced: at once the first time, then 1, 2, 4 …"""
@@ -173,11 +173,11 @@ class UserWorkerState:
 
     @property
     def crashes_too_often(self) -> bool:
-        return len(self.crashes) >= CRASH_LIMIT
+        return len(set(self.crashes) - set(self.outages)) >= CRASH_LIMIT
 
     # --- changes --------------------------------------------------------------------------------------
 
-    def _to(self, state: WorkerState, now: float, *, extra: float = 0.0, **changes: Any) -> UserWorkerState:
+    def _to(self, state: m.WorkerState, now: float, *, extra: float = 0.0, **changes: Any) -> UserWorkerState:
         if state not in ALLOWED[self.state]:
             raise IllegalTransition(f"{self.state} → {state}")
         deadline = self.deadline_of(state, now, extra)
@@ -213,7 +213,7 @@ class UserWorkerState:
         """The first claim was answered: the crashes of earlier runs are known."""
         return replace(self, crashes_known=True)
 
-    def assigned(self, worker: WorkerRef) -> UserWorkerState:
+    def assigned(self, worker: m.WorkerRef) -> UserWorkerState:
         """The claim found its worker."""
         if self.worker is not None and self.worker.claim_id != worker.claim_id:
             raise IllegalTransition("two workers for one user (one-owner)")
@@ -252,7 +252,7 @@ class UserWorkerState:
     def reconnected(self, now: float) -> UserWorkerState:
         """All connections are well again. That is no use of the worker: its idle time goes on."""
         back = self._to(S.ACTIVE, now, connected_at=now, reason="", health="well", health_at=now)
-        deadline = max(self.last_activity + self.settings.idle_timeout, now)
+        deadline = max(self.idle_at(self.last_activity), now)
         return replace(back, deadline=deadline, needs_credentials=False, unanswered=0)
 
     def session_replaced(self, reason: str, now: float) -> UserWorkerState:
@@ -283,13 +283,20 @@ class UserWorkerState:
 
     def _counting(self, crashes: Sequence[float], now: float) -> UserWorkerState:
         """With these crashes beside the known ones, and without those that are too old."""
-        recent = sorted(at for at in {*self.crashes, *crashes} if now - at < CRASH_WINDOW)
+        recent = sorted(at for at in {*self.crashes, *crashes} if now - at < m.CRASH_WINDOW)
         return replace(self, crashes=tuple(recent))
 
-    def crashed(self, reason: str, now: float) -> UserWorkerState:
-        """The worker died while it was in service."""
+    def crashed(self, reason: str, now: float, *, outage: bool = False) -> UserWorkerState:
+        """The worker died while it was in service; `outage`: by the infrastructure's fault."""
         counted = self._counting((now,), now)
+        recent = {*self.outages, *((now,) if outage else ())}.intersection(counted.crashes)
+        counted = replace(counted, outages=tuple(sorted(recent)))
         return counted.failed(reason, now, backoff=counted.crash_backoff())
+
+    def uncounted(self) -> UserWorkerState:
+        """The last outage was an end that somebody asked for."""
+        crashes = tuple(at for at in self.crashes if at not in self.outages[-1:])
+        return replace(self, crashes=crashes, outages=self.outages[:-1])
 
     def gave_up(self, reason: str, now: float) -> UserWorkerState:
         """The worker cannot get its broker back: it ends, and counts like a crash."""
@@ -303,20 +310,29 @@ class UserWorkerState:
         return counted.failed(f"{len(counted.crashes)} recent crashes", now, backoff=left)
 
     def parked(self, now: float) -> UserWorkerState:
-        return self._to(S.PARKED, now, reason=f"{len(self.crashes)} crashes in {CRASH_WINDOW / 60:.0f} min")
+        return self._to(S.PARKED, now, reason=f"{len(self.crashes)} crashes in {m.CRASH_WINDOW / 60:.0f} min")
 
     def resumed(self, now: float) -> UserWorkerState:
         """An operator found the cause. The run stays until the crashes are too old to count: a new run would
         read them from PostgreSQL and be parked again."""
-        again = self._to(S.POOL_IDLE, now, crashes=(), crashes_known=True, reason="")
-        return replace(again, deadline=now + CRASH_WINDOW)
+        again = self._to(S.POOL_IDLE, now, crashes=(), outages=(), crashes_known=True, reason="")
+        return replace(again, deadline=now + m.CRASH_WINDOW)
 
     def idle(self, now: float) -> UserWorkerState:
         return self._to(S.IDLE_TIMEOUT, now, reason="idle")
 
     def used(self, at: float, now: float) -> UserWorkerState:
         """The worker was last used at `at`: its idle time counts from there."""
-        return replace(self, last_activity=at).checked(at + self.settings.idle_timeout, now)
+        return replace(self, last_activity=at).checked(self.idle_at(at), now)
+
+    def stays(self, until: float, now: float) -> UserWorkerState:
+        """It does not count as idle before `until`; a time that is no one's bell is ignored."""
+        if not max(self.stay_until, now) < until <= now + STAY_MAX:  # also what is no number
+            return self
+        longer = replace(self, stay_until=until)
+        if self.state != S.ACTIVE or self.deadline is None:
+            return longer
+        return replace(longer, deadline=max(self.deadline, longer.idle_at(self.last_activity)))
 
     def checked(self, wanted: float, now: float) -> UserWorkerState:
         """A check is over; the next is at `wanted`, or later if that were one too many (`CHECKS_MAX`)."""
@@ -349,6 +365,6 @@ class UserWorkerState:
             raise IllegalTransition("the run may not end while its worker may still run (one-owner)")
         return self._to(S.TERMINATED, now)
 
-    def view(self) -> UserWorkerView:
-        shown = copied_fields(self, UserWorkerView)
-        return UserWorkerView(**shown | {"state": str(self.state), "crashes": len(self.crashes)})
+    def view(self) -> m.UserWorkerView:
+        shown = copied_fields(self, m.UserWorkerView)
+        return m.UserWorkerView(**shown | {"state": str(self.state), "crashes": len(self.crashes)})

@@ -3,8 +3,6 @@
 Each check returns a `WorkerDecision`, which the workflow carries out.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +17,6 @@ with workflow.unsafe.imports_passed_through():
     from workflows.user_worker.state import CHECK_AGAIN, RELOAD_TRIES
 
 from workflows import calls
-from workflows.calls import cause
 from workflows.user_worker.lifecycle import (
     ClaimWorkerGone,
     SharedFuture,
@@ -40,6 +37,8 @@ class WorkerDecision:
 
     #: It is dead or useless, for this reason: another one takes its place.
     replace: str = ""
+    #: The cause of that is the infrastructure.
+    outage: bool = False
     #: It cannot get its broker back, for this reason: it ends, and so does the run.
     give_up: str = ""
     #: Nobody used it for the idle timeout.
@@ -56,17 +55,20 @@ async def check_suspect(life: WorkerLifecycle) -> WorkerDecision:
 
     A running worker keeps its user, unless the watcher saw its mark expire and the mark is still missing
     under the same generation of Valkey: then it is cut off or frozen, and useless even if the launcher still
-    lists it. A check that fails changes nothing (no-healthy-kill).
+    lists it. With an order in hand it stays until its lease has ended. A check that fails changes nothing
+    (no-healthy-kill).
     """
-    unmarked, life.unmarked = life.unmarked, ""
+    unmarked, life.unmarked = life.unmarked, None
     life.suspect = False
     health = await _read_health(life)
     if not life.state.serving:
         return KEEP
     if health is not None and health.running is False:
-        return WorkerDecision(replace="the worker was gone")
-    if health is not None and not health.marked and unmarked and health.generation == unmarked:
-        return WorkerDecision(replace="the worker's mark expired")
+        return WorkerDecision(replace=m.WAS_GONE, outage=health.unreported)
+    if health is None or health.marked or health.in_flight:
+        unmarked = None  # it is there, or must not be stopped yet, or nobody knows
+    if health and unmarked and health.generation == unmarked.generation:
+        return WorkerDecision(replace="the worker's mark expired", outage=unmarked.outage)
     if not life.ending:
         life.start_succeeded()
     return KEEP
@@ -81,15 +83,14 @@ async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
     last = max(state.last_activity, health.last_activity if health else 0.0)
     if health is None or (not health.marked and health.running is not False):
         life.state = state.checked(now + CHECK_AGAIN, now)
-    elif last + state.settings.idle_timeout <= now:
+    elif state.idle_at(last) <= now:
         return WorkerDecision(idle=True)
     elif health.running is False:
-        return WorkerDecision(replace="the worker was gone")
+        return WorkerDecision(replace=m.WAS_GONE, outage=health.unreported)
     elif state.state == S.RECONNECTING and health.worker_state == S.ACTIVE:
         life.state = state.reconnected(now).used(last, now)  # its event was lost with Valkey's data
     elif state.state == S.RECONNECTING:
-        idle = last + state.settings.idle_timeout
-        life.state = state.checked(min(now + CHECK_AGAIN, idle), now)
+        life.state = state.checked(min(now + CHECK_AGAIN, state.idle_at(last)), now)
     else:
         life.state = state.used(last, now)
     return KEEP
@@ -140,7 +141,7 @@ async def restore_credentials(life: WorkerLifecycle) -> WorkerDecision:
         return KEEP  # the next step sees why
     except FailureError as error:
         life.restore_failures += 1
-        life.state = life.state.with_note(f"credentials not given: {cause(error)}")
+        life.state = life.state.with_note(f"credentials not given: {calls.cause(error)}")
         await _pause_restore(life, min(2.0 ** min(life.restore_failures - 1, 10), RESTORE_PAUSE_MAX))
         return KEEP
     life.restore_failures = 0
@@ -192,7 +193,7 @@ async def serve_reload(life: WorkerLifecycle, ticket: SharedFuture[m.ReloadResul
         ticket.succeed(m.ReloadResult(ok=False, failure_code=code, failure_detail="the run was cancelled"))
         raise
     except (FailureError, ClaimWorkerGone, StartFailed) as error:
-        why = cause(error) if isinstance(error, FailureError) else str(error)
+        why = calls.cause(error) if isinstance(error, FailureError) else str(error)
         result = m.ReloadResult(ok=False, failure_code=code, failure_detail=why)
     refused = f"credentials refused: {result.failure_code}: {result.failure_detail}"
     life.state = life.state.with_note("" if result.ok else refused)

@@ -5,8 +5,6 @@ and one activity at a time writes what has come together. What is not written ye
 run.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -24,7 +22,6 @@ with workflow.unsafe.imports_passed_through():
     from workflows.user_worker.state import CRASH_LIMIT, UserWorkerState
 
 from workflows import calls
-from workflows.calls import cause
 
 #: Transitions that one activity writes.
 BATCH_MAX = 100
@@ -150,6 +147,6 @@ class Timeline:
                 await calls.record_timeline(request)
                 self._pending = [item for item in self._pending if item.number > batch[-1].number]
         except FailureError as error:  # after an hour; the next transition has it tried again
-            workflow.logger.warning("timeline_not_written", extra={"reason": cause(error)})
+            workflow.logger.warning("timeline_not_written", extra={"reason": calls.cause(error)})
         finally:
             self._task = None

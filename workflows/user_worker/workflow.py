@@ -4,8 +4,6 @@ Handlers only write down what is wanted; `run` does one step after the other. `s
 means and what may follow it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from dataclasses import asdict
@@ -22,16 +20,9 @@ with workflow.unsafe.imports_passed_through():
     from workflows.user_worker import messages as m
     from workflows.user_worker.state import UserWorkerState
 
+from workflows.user_worker import supervision
 from workflows.user_worker.lifecycle import SharedFuture, StartFailed, WorkerLifecycle
 from workflows.user_worker.startup import CrashedTooOften, start_worker
-from workflows.user_worker.supervision import (
-    WorkerDecision,
-    check_deadline,
-    check_quiet,
-    check_suspect,
-    restore_credentials,
-    serve_reload,
-)
 from workflows.user_worker.visibility import Timeline
 
 #: Characters of a reason that somebody gives.
@@ -82,6 +73,7 @@ class UserWorkerWorkflow:
     async def ensure_active(self, request: m.EnsureActive) -> m.ActiveWorker:
         """Returns when the worker is Active; callers share one start. Fails with the reason's code."""
         life = self._life
+        life.state = life.state.stays(request.stay_until, life.now())
         if life.state.serving and not life.ending:
             if not request.mark_missing:
                 return life.answer()
@@ -144,14 +136,14 @@ class UserWorkerWorkflow:
         """Carries a `WorkerLostSignal`: the launcher saw a worker end, perhaps an earlier one."""
         lost = read_payload("worker_lost", payload, m.WorkerLostSignal)
         if lost is not None:
-            self._life.worker_ended(lost.worker_id, lost.exit_code)
+            self._life.worker_ended(lost.worker_id, lost.exit_code, planned=lost.planned)
 
     @workflow.signal(name="worker_unmarked")
     def worker_unmarked(self, *payload: Any) -> None:
         """Carries a `WorkerUnmarked`: the watcher saw a worker's mark expire."""
         unmarked = read_payload("worker_unmarked", payload, m.WorkerUnmarked)
         if unmarked is not None and self._serves(unmarked.worker_id, unmarked.epoch):
-            self._life.unmarked = unmarked.generation
+            self._life.unmarked = unmarked
 
     def _serves(self, worker_id: str, epoch: int) -> bool:
         """Whether this worker is the user's present one, and in service."""
@@ -224,34 +216,34 @@ class UserWorkerWorkflow:
         if life.shutdown:
             await self._drain(life.shutdown, reopen=state.serving)
         elif state.serving and life.broker_failed:
-            await self._follow(WorkerDecision(give_up=life.broker_failed))
+            await self._follow(supervision.WorkerDecision(give_up=life.broker_failed))
         elif state.serving and life.lost:
-            await self._replace("the worker ended")
+            await self._follow(supervision.WorkerDecision(replace="the worker ended"))
         elif state.serving and (life.suspect or life.unmarked):
-            await self._follow(await check_suspect(life))
+            await self._follow(await supervision.check_suspect(life))
         elif state.serving and state.needs_credentials:
-            await self._follow(await restore_credentials(life))
+            await self._follow(await supervision.restore_credentials(life))
         elif state.serving and 0.0 < state.move_at <= life.now():
-            await self._follow(await check_quiet(life))
+            await self._follow(await supervision.check_quiet(life))
         elif state.state == S.PARKED and self._resume:
             self._resume = False
             life.state = state.resumed(life.now())
         elif state.state == S.POOL_IDLE and life.start:
             await self._begin()
         elif life.reload:
-            await serve_reload(life, life.reload)
+            await supervision.serve_reload(life, life.reload)
         elif self._may_renew():
             self._continue_as_new()
         elif state.deadline is not None and life.now() >= state.deadline:
             if state.serving:
-                await self._follow(await check_deadline(life))
+                await self._follow(await supervision.check_deadline(life))
             else:
                 await self._drain(f"nobody came while {state.state}", reopen=False)
 
-    async def _follow(self, decision: WorkerDecision) -> None:
+    async def _follow(self, decision: supervision.WorkerDecision) -> None:
         life = self._life
         if decision.replace:
-            await self._replace(decision.replace)
+            await self._replace(decision.replace, outage=decision.outage)
         elif decision.give_up:
             await self._give_up(decision.give_up)
         elif decision.idle:
@@ -276,16 +268,25 @@ class UserWorkerWorkflow:
             life.suspect = False
             life.start_succeeded()
 
-    async def _replace(self, reason: str) -> None:
-        """A new worker for one that died in service. Its end is confirmed first (one-owner)."""
+    async def _replace(self, reason: str, *, outage: bool) -> None:
+        """A new worker for one that died in service. Its end is confirmed first (one-owner).
+
+        An end that somebody asked for is no crash. One that the infrastructure caused makes the next start
+        wait, and parks nobody.
+        """
         life = self._life
-        life.state = life.state.crashed(reason, life.now())
+        planned = life.ended_as_planned
+        if planned:
+            life.state = life.state.failed(reason, life.now())
+        else:
+            life.unreported = life.state.worker.worker_id if outage and life.state.worker else ""
+            life.state = life.state.crashed(reason, life.now(), outage=outage)
         life.show()
-        await life.confirm_stop(reason, grace=0.0, crashed=True)
+        await life.confirm_stop(reason, grace=0.0, crashed=not (planned or outage))
         if life.state.crashes_too_often:
             self._park()
             return
-        backoff = life.state.crash_backoff()
+        backoff = 0.0 if planned else life.state.crash_backoff()
         if backoff:
             # Only a shutdown interrupts this; the next step handles it.
             with contextlib.suppress(StartFailed):
@@ -326,7 +327,7 @@ class UserWorkerWorkflow:
             return
         life.state = life.state.terminated(life.now())
         if life.reload:
-            await serve_reload(life, life.reload)
+            await supervision.serve_reload(life, life.reload)
 
     def _continue_as_new(self) -> NoReturn:
         state = self._life.state

@@ -4,8 +4,6 @@ All counts are of free workers, those that wait for a claim; only `limit` counts
 says how many workers the numbers make together.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,10 +22,8 @@ _BUFFER = re.compile(r"(\d{1,6})(%?)")
 _CLOCK = re.compile(r"([01]\d|2[0-3]):[0-5]\d")
 
 
-class PoolPolicyInvalid(BerthError):
+class PoolPolicyInvalid(BerthError, code="POOL_POLICY_INVALID", status=422):
     """The pool cannot be sized like this."""
-
-    code = "POOL_POLICY_INVALID"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,6 @@ It counts the workers after every claim, launch or end of a worker, when a windo
 stays under way until it is settled under its own token.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import asdict, replace
 from typing import Any
@@ -23,7 +21,6 @@ with workflow.unsafe.imports_passed_through():
     from workflows.worker_pool.state import BACKOFF_MAX, REPORT_AFTER, PoolState, pool_details
 
 from workflows import calls
-from workflows.calls import cause
 
 #: Most free workers that one call stops: each may take its grace of some seconds.
 SHRINK_MAX = 50
@@ -45,6 +42,8 @@ class WorkerPoolWorkflow:
         self._uncounted = 0
         self._renew = False
         self._shown = ""
+        #: Shown by the SDK's metrics, which leave out replays.
+        self._wanted = workflow.metric_meter().create_gauge("berth_pool_wanted", "Free workers wanted.")
 
     @workflow.run
     async def run(self, given: pm.PoolInput) -> None:
@@ -163,10 +162,11 @@ class WorkerPoolWorkflow:
         except FailureError as error:  # nothing is known: nothing is launched
             self._uncounted += 1
             self._resized = self._resized or resized
-            self._state = replace(self._state, last_failure=f"count: {cause(error)}")
+            self._state = replace(self._state, last_failure=f"count: {calls.cause(error)}")
             return
         self._uncounted = 0
         self._state = self._state.counted(count, self._given.policy)
+        self._wanted.set(self._state.wanted, {"pool": self._given.pool})
         if self._state.paused:
             return
         gap = self._state.gap(len(under_way))
@@ -214,7 +214,7 @@ class WorkerPoolWorkflow:
 
     def _failed(self, token: str, error: FailureError, seen: int) -> None:
         """Logs an episode of failures once, and once more when refilling stops."""
-        why, before = cause(error), self._state
+        why, before = calls.cause(error), self._state
         kind = why.partition(":")[0]
         state = before.failed(why, workflow.time(), seen=seen, never_ready=kind == pm.NEVER_READY)
         if not _nothing_runs(error):
@@ -224,7 +224,7 @@ class WorkerPoolWorkflow:
             workflow.logger.error("pool_refilling_stopped", extra=details)
             state = replace(state, failures_reported=True)
         elif state.failing >= REPORT_AFTER and not before.failures_reported:
-            workflow.logger.warning("pool_launches_fail", extra=details)
+            workflow.logger.error("pool_launches_fail", extra=details)
             state = replace(state, failures_reported=True)
         self._state = state
 
@@ -250,7 +250,7 @@ class WorkerPoolWorkflow:
             )
             self._state = replace(self._state, ready=max(0, self._state.ready - stopped))
         except FailureError as error:
-            self._state = replace(self._state, last_failure=f"shrink: {cause(error)}")
+            self._state = replace(self._state, last_failure=f"shrink: {calls.cause(error)}")
 
     def _seconds_until_count(self) -> float:
         """Until the next count when nothing is signalled."""

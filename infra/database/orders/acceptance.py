@@ -1,52 +1,51 @@
 """Acceptance of an order: one statement writes it, its tag, its first event and its audit entry."""
 
-from __future__ import annotations
-
 import uuid
 from dataclasses import dataclass
-from datetime import date, datetime
-from decimal import Decimal
 from typing import Any
 
-from sqlalchemy import String, bindparam, select, text
+from sqlalchemy import Float, String, bindparam, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database.engine import Database, SingleStatement
+from infra.database.engine import Database, SingleRow, SingleStatement
 from infra.database.models import Order
-from infra.database.orders.checks import UNSETTLED_ORDERS, find_refusal
+from infra.database.orders.checks import UNSETTLED_ORDERS, CheckedTerms, find_refusal
+from infra.database.trading.models import OrderTwin
+from infra.database.workers.sessions import FIRST_EPOCH
+from worker_runtime.protocol.errors import DuplicateOrder, SymbolBlocked
 from worker_runtime.protocol.messages import PlaceOrder, PriceType, Side, TimeInForce
+from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewOrder:
-    """An order as a client asked for it. `trading_day` is the date in Taipei."""
+class NewOrder(CheckedTerms):
+    """An order as a client asked for it."""
 
-    user_id: str
-    account_id: str
     client_order_id: str
     fingerprint: str
-    symbol: str
     side: str
-    quantity: int
-    price_type: str
-    price: Decimal | None
-    time_in_force: str
     generation: str
-    deadline_at: datetime
-    trading_day: date
+    #: Seconds until it must not be sent any more, from its acceptance by PostgreSQL's clock.
+    lasts: float
     actor: str = "api"
-    #: The order can only make a position smaller.
-    reduce_only: bool = False
     #: The request that this order is a part of, if there was one: a reversal, a webhook, a closed position.
     origin: str = ""
     #: What an order of unknown outcome blocks: further orders of its account in its `symbol`, of the whole
     #: `account`, or nothing (`off`).
     unknown_blocks: str = "symbol"
+    #: The context of its trace (`traceparent`); '' if it is not traced. Kept with its first event.
+    trace: str = ""
+
+
+#: An order as PostgreSQL has it, with the columns of `Order`.
+StoredOrder = Order | SingleRow
 
 
 @dataclass(frozen=True)
 class AcceptedOrder:
-    order: Order
+    order: StoredOrder
+    #: Seconds until its deadline.
+    left: float
     #: False: the client order id was used before, and `order` is that first order.
     new: bool
     same_request: bool
@@ -59,6 +58,12 @@ _TAG = " || ".join(
     f"substr('0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ', cast(number.tag / {36**place} % 36 as int) + 1, 1)"
     for place in reversed(range(6))
 )
+#: Nine for each second of the day: an order's number is never below this, so that none comes twice after an
+#: earlier state of the database was restored (unless an account has more than nine orders a second).
+_BY_CLOCK = (
+    "cast(least(greatest(9 * extract(epoch from clock_timestamp() at time zone 'Asia/Taipei'"
+    " - :trading_day), 1), 777600) as bigint)"
+)
 #: One statement and one round trip. A client order id that was used before makes no row and only uses up a
 #: tag number. A tag is the day in two characters and the order's number on that day in four (1.6 million), so
 #: none repeats within 1,296 days. Numbers alone could not restart each day: a broker may list orders of
@@ -70,40 +75,58 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
   select 1 from reconciliations
    where user_id = :user_id and account_id = :account_id and blocks and resolved_at is null
   union all
+  select 1 from users where id = :user_id and disabled_at is not null
+  union all
   select 1 from switches
    where (state = 'halted' or state = 'reducing' and not :reduce_only)
      and scope in ('all', 'user\\:' || :user_id, 'self\\:' || :user_id,
                    'account\\:' || :user_id || '\\:' || :account_id,
                    'self\\:' || :user_id || '\\:' || :account_id)
 ), counter as (
-  insert into order_tags (user_id, account_id, trading_day, last)
-  select user_id, account_id, :trading_day, 1 from broker_accounts
-   where user_id = :user_id and account_id = :account_id and not exists (select from blocked)
-  on conflict (user_id, account_id, trading_day) do update set last = order_tags.last + 1
+  insert into order_tags (user_id, account_id, trading_day, last, used)
+  select user_id, account_id, :trading_day, {_BY_CLOCK}, 1 from broker_accounts
+   where user_id = :user_id and account_id = :account_id and not login_rejected
+     and not exists (select from blocked)
+  on conflict (user_id, account_id, trading_day) do update
+     set last = greatest(order_tags.last + 1, excluded.last), used = order_tags.used + 1
   returning last
+), twin as (
+  insert into order_twins (user_id, fingerprint, client_order_id, at)
+  select :user_id, :fingerprint, :client_order_id, clock_timestamp() from counter where :window > 0
+  on conflict (user_id, fingerprint) do update
+     set client_order_id = excluded.client_order_id, at = excluded.at
+   where order_twins.at < excluded.at - :window * interval '1 second'
+      or order_twins.client_order_id = excluded.client_order_id
+      or exists (select from orders as ended
+                  where ended.user_id = :user_id and ended.client_order_id = order_twins.client_order_id
+                    and ended.state in ('rejected', 'expired', 'cancelled') and ended.filled_quantity = 0)
+  returning 1
 ), number as (
   select cast((cast(:trading_day as date) - date '2026-01-01') % 1296 as bigint) * 1679616
          + last % 1679616 as tag
-    from counter
+    from counter where :window = 0 or exists (select from twin)
 ), placed as (
   insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity,
-                      price_type, price, time_in_force, tag, trading_day, state, generation, deadline_at,
-                      reduce_only, origin)
+                      price_type, price, time_in_force, lot, condition, open_close,
+                      tag, trading_day, state, generation, first_epoch, deadline_at, reduce_only, origin)
   select :id, :user_id, :account_id, :client_order_id, :fingerprint, :symbol, :side, :quantity,
-         :price_type, :price, :time_in_force,
+         :price_type, :price, :time_in_force, :lot, :condition, :open_close,
          {_TAG},
-         :trading_day, 'accepted', :generation, :deadline_at, :reduce_only, :origin
+         :trading_day, 'accepted', :generation, {FIRST_EPOCH},
+         clock_timestamp() + :lasts * interval '1 second', :reduce_only, :origin
   from number
   on conflict on constraint orders_client_order_id do nothing
   returning *
 ), noted as (
   insert into order_events (event_id, order_id, state, at, data)
-  select id || '\\:accepted', id, 'accepted', created_at, cast('{{}}' as jsonb) from placed
+  select id || '\\:accepted', id, 'accepted', created_at,
+         jsonb_strip_nulls(jsonb_build_object('trace', nullif(:trace, '')))
+    from placed
 ), audited as (
   insert into audit_trail (actor, action, subject, data)
   select :actor, 'order.accepted', 'order\\:' || id,
          jsonb_build_object('user', user_id, 'account', account_id, 'client_order_id', client_order_id,
-                            'symbol', symbol, 'side', side, 'quantity', quantity)
+                            'symbol', symbol, 'side', side, 'quantity', quantity, 'lot', lot)
   from placed
 )
 select {_COLUMNS} from placed
@@ -111,6 +134,9 @@ select {_COLUMNS} from placed
 # asyncpg wants a type for each parameter; they are those of the columns.
 _ACCEPT_TYPED = _ACCEPT.bindparams(
     bindparam("actor", type_=String),
+    bindparam("lasts", type_=Float),
+    bindparam("window", type_=Float),
+    bindparam("trace", type_=String),
     bindparam("unknown_blocks", type_=String),
     *(
         bindparam(column.name, type_=column.type)
@@ -123,50 +149,63 @@ _ACCEPT_TYPED = _ACCEPT.bindparams(
 _ACCEPT_ALONE = SingleStatement(_ACCEPT_TYPED)
 
 
-async def accept_order(session: AsyncSession, new: NewOrder) -> AcceptedOrder:
+async def accept_order(session: AsyncSession, new: NewOrder, window: float = 0.0) -> AcceptedOrder:
     """Writes an order before it is sent anywhere; a repeated client order id returns the first order.
 
-    Raises `UnknownAccount` if the user has no such account; `TradingHalted` or `ReducingOnly` by the switches
-    (the worker checks again, right before the broker); `SymbolBlocked` while an order of unknown outcome
-    blocks it; `AccountBlocked` while the account differs from the broker's books. A repeat is never blocked.
+    `window`: seconds in which a second order for the same is refused, unless the first one came to nothing.
+    Raises `UnknownAccount` if the user has no such account; `LoginRejected` if the broker has rejected its
+    credentials; `UserDisabled`; `TradingHalted` or `ReducingOnly` by the switches (the worker checks again,
+    right before the broker); `SymbolBlocked` while an order of unknown outcome blocks it; `AccountBlocked`
+    while the account differs from the broker's books; `DuplicateOrder`. A repeat is never blocked.
     """
-    row = (await session.execute(_ACCEPT_TYPED, _values_of(new))).one_or_none()
+    row = (await session.execute(_ACCEPT_TYPED, _values_of(new, window))).one_or_none()
     if row is None:
-        return await _repeat_or_refusal(session, new)
-    return AcceptedOrder(Order(**row._asdict()), new=True, same_request=True)
+        return await _repeat_or_refusal(session, new, window)
+    return AcceptedOrder(Order(**row._asdict()), new.lasts, new=True, same_request=True)
 
 
-async def accept_order_alone(database: Database, new: NewOrder) -> AcceptedOrder:
+async def accept_order_alone(database: Database, new: NewOrder, window: float = 0.0) -> AcceptedOrder:
     """`accept_order` as one statement without a session. Raises `DatabaseUnavailable`, too."""
-    row = await database.row(_ACCEPT_ALONE, _values_of(new))
+    row = await database.row(_ACCEPT_ALONE, _values_of(new, window))
     if row is not None:
-        return AcceptedOrder(Order(**row), new=True, same_request=True)
+        return AcceptedOrder(row, new.lasts, new=True, same_request=True)
     async with database.session(autocommit=True) as session:
-        return await _repeat_or_refusal(session, new)
+        return await _repeat_or_refusal(session, new, window)
 
 
-def _values_of(new: NewOrder) -> dict[str, Any]:
-    return {"id": uuid.uuid4(), **{name: getattr(new, name) for name in new.__dataclass_fields__}}
+def _values_of(new: NewOrder, window: float) -> dict[str, Any]:
+    values = {name: getattr(new, name) for name in new.__dataclass_fields__}
+    return {"id": uuid.uuid4(), "window": window, **values}
 
 
-async def _repeat_or_refusal(session: AsyncSession, new: NewOrder) -> AcceptedOrder:
-    first = await session.scalar(
-        select(Order).where(Order.user_id == new.user_id, Order.client_order_id == new.client_order_id)
+async def _repeat_or_refusal(session: AsyncSession, new: NewOrder, window: float) -> AcceptedOrder:
+    left = func.extract("epoch", Order.deadline_at - func.clock_timestamp())
+    found = await session.execute(
+        select(Order, left).where(Order.user_id == new.user_id, Order.client_order_id == new.client_order_id)
     )
-    if first is None:
-        raise await find_refusal(
-            session,
-            user_id=new.user_id,
-            account_id=new.account_id,
-            symbol=new.symbol,
-            reduce_only=new.reduce_only,
-            unknown_blocks=new.unknown_blocks,
+    if (row := found.one_or_none()) is None:
+        refusal = await find_refusal(session, new, new.unknown_blocks)
+        twin = select(OrderTwin.client_order_id).where(
+            OrderTwin.user_id == new.user_id, OrderTwin.fingerprint == new.fingerprint
         )
-    return AcceptedOrder(first, new=False, same_request=first.fingerprint == new.fingerprint)
+        if window and refusal is None and (other := await session.scalar(twin)) is not None:
+            raise DuplicateOrder(f"{other} asked for the same less than {window:g} s ago")
+        # None: what blocked the order was settled since.
+        raise refusal or SymbolBlocked("another order had to be settled; it is now: place the order again")
+    first: Order = row[0]
+    return AcceptedOrder(first, float(row[1]), new=False, same_request=first.fingerprint == new.fingerprint)
+
+
+#: Lot, condition and type of an order that a worker of release 0.1.0 understands.
+_USUAL = (OrderLot.COMMON, OrderCondition.CASH, OpenClose.AUTO)
 
 
 def place_request(
-    order: Order, reply_to: str, unknown_blocks: str = "symbol", lasts: float | None = None
+    order: StoredOrder,
+    reply_to: str,
+    unknown_blocks: str = "symbol",
+    lasts: float | None = None,
+    trace: str = "",
 ) -> PlaceOrder:
     """Makes the request of an order's row. `reply_to` is the channel of the waiting process, or ''.
 
@@ -175,7 +214,9 @@ def place_request(
     if lasts is None:
         lasts = (order.deadline_at - order.created_at).total_seconds()
     order_id = str(order.id)
+    usual = (order.lot, order.condition, order.open_close) == _USUAL
     return PlaceOrder(
+        v=1 if usual else 2,
         request_id=order_id,
         order_id=order_id,
         user_id=order.user_id,
@@ -186,8 +227,12 @@ def place_request(
         price_type=PriceType(order.price_type),
         price=order.price,
         time_in_force=TimeInForce(order.time_in_force),
+        lot=OrderLot(order.lot),
+        condition=OrderCondition(order.condition),
+        open_close=OpenClose(order.open_close),
         tag=order.tag,
         reply_to=reply_to,
+        trace=trace,
         generation=order.generation,
         reduce_only=order.reduce_only,
         unknown_blocks=unknown_blocks,

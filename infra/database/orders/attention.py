@@ -4,38 +4,32 @@
 the broker, a recheck, or the person.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 
-from sqlalchemy import func, select, tuple_, update
+from sqlalchemy import func, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
 from infra.database.models import Order, OrderEventRow
 from infra.database.orders.recording import get_order
-from infra.database.orders.states import OPEN_STATES
-from worker_runtime.protocol.errors import BerthError
+from infra.database.orders.states import IN_QUEUE, OPEN_STATES
+from worker_runtime.protocol.errors import BerthError, OutcomeUnknown
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
 #: Characters of a reason that are kept.
 REASON_LIMIT = 2_000
 
 
-class OrderSettled(BerthError):
+class OrderSettled(BerthError, code="ORDER_SETTLED", status=409):
     """The order is final already."""
 
-    code = "ORDER_SETTLED"
 
-
-class ResolutionInvalid(BerthError):
+class ResolutionInvalid(BerthError, code="RESOLUTION_INVALID", status=422):
     """An order cannot have ended like this."""
-
-    code = "RESOLUTION_INVALID"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +66,59 @@ async def demand_attention(session: AsyncSession, order_id: uuid.UUID, reason: s
     return True
 
 
+async def take_over(session: AsyncSession, order_id: uuid.UUID, tag: str, reason: str) -> None:
+    """Makes an order stand for an earlier one of its client order id, which a restored database has lost.
+
+    It gets that order's tag, by which the broker knows it, is unknown until the broker was asked, and is
+    never sent itself. If another order has the tag, a person has to look. Safe to repeat.
+    """
+    order = await session.get_one(Order, order_id, with_for_update=True, populate_existing=True)
+    if order.tag == tag or order.state not in IN_QUEUE:
+        return
+    taken = await session.scalar(
+        select(Order.id).where(
+            Order.user_id == order.user_id,
+            Order.account_id == order.account_id,
+            Order.trading_day == order.trading_day,
+            Order.tag == tag,
+        )
+    )
+    order.state, order.updated_at = OrderState.UNKNOWN.value, datetime.now(UTC)
+    order.reason_code, order.reason = OutcomeUnknown.code, reason
+    _note_step(session, order_id, OrderState.UNKNOWN, f"{OutcomeUnknown.code}: {reason}")
+    if taken is None:
+        order.tag = tag
+    else:
+        await demand_attention(session, order_id, f"{reason}; its tag {tag} belongs to order {taken} now")
+    await session.flush()
+
+
 async def orders_for_a_person(
-    session: AsyncSession, *, after: tuple[datetime, uuid.UUID] | None = None, limit: int = 100
+    session: AsyncSession,
+    *,
+    after: tuple[datetime, uuid.UUID] | None = None,
+    limit: int = 100,
+    unknown: bool = False,
 ) -> Sequence[Order]:
-    """Returns a page of the list, the longest waiting first; `after` is the end of the page before."""
+    """Returns a page of the list, the longest waiting first; `after` is the end of the page before.
+
+    `unknown`: with the orders of unknown outcome about which Berth still asks the broker by itself.
+    """
     # The index by state serves this: few orders are open.
-    wanted = select(Order).where(Order.state.in_(OPEN_STATES), Order.attention.is_not(None))
+    wanted = select(Order).where(Order.state.in_(OPEN_STATES))
+    listed = Order.attention.is_not(None)
+    wanted = wanted.where(or_(listed, Order.state == OrderState.UNKNOWN.value) if unknown else listed)
+    since = func.coalesce(Order.attention_at, Order.created_at)
     if after is not None:
-        wanted = wanted.where(tuple_(Order.attention_at, Order.id) > after)
-    return (await session.scalars(wanted.order_by(Order.attention_at, Order.id).limit(limit))).all()
+        wanted = wanted.where(tuple_(since, Order.id) > after)
+    return (await session.scalars(wanted.order_by(since, Order.id).limit(limit))).all()
+
+
+def next_step(order: Order) -> str:
+    """What will happen to an order of this list."""
+    if order.attention is not None:
+        return "an operator finds out at the broker and resolves it; Berth asks on until its trading day ends"
+    return "Berth asks the broker by itself, in growing pauses; what stays unknown comes to an operator"
 
 
 async def recheck_order(session: AsyncSession, order_id: uuid.UUID, *, actor: str) -> Order:
@@ -94,7 +132,7 @@ async def recheck_order(session: AsyncSession, order_id: uuid.UUID, *, actor: st
     if order is None:
         await get_order(session, order_id)
         raise OrderSettled
-    audit.append_entry(session, actor=actor, action="order.recheck", subject=f"order:{order_id}")
+    audit.append_entry(session, actor, "order.recheck", f"order:{order_id}")
     return order
 
 
@@ -123,9 +161,9 @@ async def resolve_order(
     _note_step(session, order_id, found.state, f"resolved by {actor}: {found.reason}")
     audit.append_entry(
         session,
-        actor=actor,
-        action="order.resolved",
-        subject=f"order:{order_id}",
+        actor,
+        "order.resolved",
+        f"order:{order_id}",
         before=before,
         state=found.state.value,
         filled_quantity=found.filled_quantity,
@@ -145,11 +183,13 @@ def _check_resolution(order: Order, found: Resolution) -> None:
     if filled < order.filled_quantity:
         raise ResolutionInvalid(f"the broker has reported {order.filled_quantity} filled lots")
     if (found.state == OrderState.FILLED) != (filled == order.quantity):
-        raise ResolutionInvalid("an order is filled when all its lots are, and not before")
+        needed = f"`filled` needs all its lots: `--filled {order.quantity} --price …` (their average price)"
+        raise ResolutionInvalid(f"{filled} of {order.quantity} lots are filled; {needed}")
     if found.state == OrderState.REJECTED and filled:
         raise ResolutionInvalid("a rejected order has no fills")
     if (filled > 0) != (found.average_price is not None):
-        raise ResolutionInvalid("the average price belongs to the filled lots")
+        pass_both = f"--filled {filled or 1} --price …"
+        raise ResolutionInvalid(f"filled lots and their average price go together: pass `{pass_both}`")
 
 
 def _note_step(session: AsyncSession, order_id: uuid.UUID, state: OrderState, reason: str) -> None:

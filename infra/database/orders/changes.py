@@ -3,12 +3,11 @@
 A request is stored as an event of its order under the caller's request id.
 """
 
-from __future__ import annotations
-
 import uuid
 from dataclasses import dataclass, replace
 from datetime import datetime
 from decimal import Decimal
+from typing import Self
 
 import msgspec
 from sqlalchemy import func, or_, select, update
@@ -28,8 +27,10 @@ class OrderChange:
     price: Decimal | None
     generation: str
     deadline_at: datetime
+    #: Of the first worker that can have got it.
+    first_epoch: int = 0
 
-    def asks_the_same(self, other: OrderChange) -> bool:
+    def asks_the_same(self, other: Self) -> bool:
         return (self.quantity, self.price) == (other.quantity, other.price)
 
 
@@ -58,12 +59,7 @@ async def note_change(
     )
     if inserted is not None:
         audit.append_entry(
-            session,
-            actor=actor,
-            action="order.replace_requested",
-            subject=f"order:{order.id}",
-            request_id=request_id,
-            **asked,
+            session, actor, "order.replace_requested", f"order:{order.id}", request_id=request_id, **asked
         )
         return None
     return await find_change(session, order.id, request_id)

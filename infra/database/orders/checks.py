@@ -7,18 +7,21 @@ only reduce. It is written under a lock of its account and symbol (`lock_symbol`
 could have changed the position or still could (`conflicting_order`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
-from datetime import datetime
+from dataclasses import dataclass
+from datetime import date, datetime
+from decimal import Decimal
+from typing import Self
 
 from sqlalchemy import String, and_, bindparam, func, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from infra.database.accounts import rejection_of
 from infra.database.models import BrokerAccount, Order
 from infra.database.orders.states import OPEN_STATES
 from infra.database.trading import switches
 from infra.database.trading.models import Reconciliation
+from infra.database.users import UserDisabled, is_disabled
 from worker_runtime.protocol.errors import (
     AccountBlocked,
     BerthError,
@@ -27,6 +30,7 @@ from worker_runtime.protocol.errors import (
     TradingHalted,
     UnknownAccount,
 )
+from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
 from worker_runtime.protocol.requests import SwitchState
 
 #: Orders of unknown outcome that block another one. An order whose worker ended while submitting it counts as
@@ -56,30 +60,53 @@ FIRST_UNSETTLED = text(
 )
 
 
-async def find_refusal(
-    session: AsyncSession,
-    *,
-    user_id: str,
-    account_id: str,
-    symbol: str,
-    reduce_only: bool,
-    unknown_blocks: str,
-) -> BerthError:
-    """Returns why an order was not accepted."""
-    state = (await switches.switch_of_user(session, user_id)).of(account_id)
-    if state is SwitchState.HALTED:
-        return TradingHalted()
-    if state is SwitchState.REDUCING and not reduce_only:
-        return ReducingOnly()
+@dataclass(frozen=True, kw_only=True)
+class CheckedTerms:
+    """What is checked of a new order, or of one at another price. `trading_day` is the date in Taipei."""
+
+    user_id: str
+    account_id: str
+    symbol: str
+    quantity: int
+    price_type: str
+    price: Decimal | None
+    time_in_force: str
+    trading_day: date
+    #: The order can only make a position smaller.
+    reduce_only: bool = False
+    lot: str = OrderLot.COMMON
+    condition: str = OrderCondition.CASH
+    open_close: str = OpenClose.AUTO
+
+    @classmethod
+    def of(cls, order: Order, quantity: int, price: Decimal) -> Self:
+        """An order with this quantity (lots) at this price."""
+        own = {name: getattr(order, name) for name in cls.__dataclass_fields__}
+        return cls(**own | {"quantity": quantity, "price": price})
+
+
+async def find_refusal(session: AsyncSession, order: CheckedTerms, unknown_blocks: str) -> BerthError | None:
+    """Returns what keeps an order, or another price of one, from being accepted; None: nothing does now."""
+    user_id, account_id = order.user_id, order.account_id
+    if await is_disabled(session, user_id):
+        return UserDisabled(f"user {user_id} is disabled: it takes no new orders")
+    held = await switches.holding_switch(session, user_id, account_id)
+    if held is not None and held.state == SwitchState.HALTED:
+        return TradingHalted(f"{switches.described(held)}; cancels still pass")
+    if held is not None and not order.reduce_only:
+        return ReducingOnly(f"{switches.described(held)}; orders that make a position smaller still pass")
     wanted = {
         "unknown_blocks": unknown_blocks,
         "user_id": user_id,
         "account_id": account_id,
-        "symbol": symbol,
+        "symbol": order.symbol,
     }
     blocking = await session.scalar(FIRST_UNSETTLED, wanted)
     if blocking is not None:
-        return SymbolBlocked(f"the outcome of order {blocking} in this account is unknown; settle it first")
+        return SymbolBlocked(
+            f"the outcome of order {blocking} in this account is unknown; Berth asks the broker about it,"
+            " at once after `recheck`, and what stays unknown an operator settles with `resolve`"
+        )
     difference = await session.scalar(
         select(Reconciliation.id)
         .where(Reconciliation.user_id == user_id, Reconciliation.account_id == account_id)
@@ -90,13 +117,10 @@ async def find_refusal(
         return AccountBlocked(
             f"reconciliation {difference} of this account is open; a person has to look first"
         )
-    account = select(BrokerAccount.account_id).where(
-        BrokerAccount.user_id == user_id, BrokerAccount.account_id == account_id
-    )
-    if await session.scalar(account) is None:
+    account = await session.get(BrokerAccount, (user_id, account_id))
+    if account is None:
         return UnknownAccount(f"user {user_id} has no account {account_id}")
-    # What blocked the order was settled since.
-    return SymbolBlocked("another order had to be settled first; it is now: place the order again")
+    return rejection_of(account) if account.login_rejected else None
 
 
 #: The first half of these advisory locks' names; the timeline uses another one.

@@ -10,8 +10,6 @@ later number: a reader that is behind sees it once, in its last state.
 Numbers stay valid across a failover of the database, but not across a restore from a dump.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,22 +1,20 @@
 """Lists of orders: a user's orders by page, for a statement, for a worker; and users with recent orders."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime, time, timedelta
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, and_, func, or_, select, tuple_
+from sqlalchemy import ColumnElement, Select, Time, and_, case, cast, func, not_, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.accounts import accounts_of_user
-from infra.database.models import Order, StoredCredentials
+from infra.database.models import BrokerAccount, Order, StoredCredentials, User
 from infra.database.orders.acceptance import place_request
 from infra.database.orders.states import OPEN_STATES, rank
 from worker_runtime.jobs.protocol.catalog import OrderRow
-from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState, PlaceOrder
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState, PlaceOrder, PriceType
 
 #: Names for groups of states.
 OPEN, FINAL = "open", "final"
@@ -24,9 +22,9 @@ OPEN, FINAL = "open", "final"
 
 @dataclass(frozen=True, kw_only=True)
 class OrderSelection:
-    """Which orders of one user to list; a filter that is None is not applied."""
+    """Which orders to list; a filter that is None is not applied."""
 
-    user_id: str
+    user_id: str | None = None
     #: States as they are shown, `open` or `final`; empty means all. An order that waits for a person is
     #: `needs_attention` only.
     states: frozenset[str] = frozenset()
@@ -58,9 +56,9 @@ def position_of(order: Order) -> OrderPosition:
 
 
 def _select_matching(wanted: OrderSelection) -> Select[Order]:
-    names = ("account_id", "symbol", "side", "client_order_id")
+    names = ("user_id", "account_id", "symbol", "side", "client_order_id")
     equal = {name: value for name in names if (value := getattr(wanted, name)) is not None}
-    found = select(Order).filter_by(user_id=wanted.user_id, **equal)
+    found = select(Order).filter_by(**equal)
     if wanted.since is not None:
         found = found.where(Order.created_at >= wanted.since)
     if wanted.until is not None:
@@ -92,7 +90,7 @@ async def orders_of_statement(
     """
     columns = (
         *(Order.account_id, Order.symbol, Order.side, Order.quantity),
-        *(Order.state, Order.attention, Order.filled_quantity, Order.average_price),
+        *(Order.state, Order.attention, Order.filled_quantity, Order.average_price, Order.lot),
     )
     rows = await session.execute(
         select(*columns)
@@ -115,6 +113,7 @@ async def orders_of_statement(
             state=_shown_state(row.state, row.attention),
             filled_quantity=row.filled_quantity,
             average_price=row.average_price,
+            lot=row.lot,
         )
         for row in rows
     ]
@@ -154,23 +153,49 @@ async def open_orders_with_accounts(
 def _open_order(order: Order) -> PlaceOrder:
     begun = rank(order.state) >= rank(OrderState.SUBMITTING)
     request = place_request(order, "")
-    return msgspec.structs.replace(request, broker_order_id=order.broker_order_id, begun=begun, lifetime_ms=0)
+    # It is only compared, and a worker of release 0.1.0 would not read a claim with a range market order.
+    changes = {"price_type": PriceType.MARKET} if request.price is None else {}
+    known = order.broker_order_id
+    return msgspec.structs.replace(request, broker_order_id=known, begun=begun, lifetime_ms=0, **changes)
 
 
-async def count_recent_users(session: AsyncSession, since: datetime) -> int:
-    found = await session.scalar(
-        select(func.count(func.distinct(Order.user_id))).where(Order.created_at >= since)
-    )
-    return int(found or 0)
+_DISABLED = select(User.id).where(User.disabled_at.is_not(None))
 
 
-async def recent_users_after(session: AsyncSession, since: datetime, *, after: str, limit: int) -> list[str]:
-    """Returns the next `limit` such users after the id `after`, by id."""
-    rows = await session.scalars(
-        select(Order.user_id)
-        .where(Order.created_at >= since, Order.user_id > after)
+_futures = BrokerAccount.broker_type == "futures"
+_clock = cast(func.timezone("Asia/Taipei", Order.created_at), Time)
+#: TAIFEX's evening session takes orders from 14:50 to 05:00 (`infra/market`).
+_in_evening = and_(_futures, or_(_clock >= time(14, 50), _clock < time(5)))
+#: The market with the earliest bell that somebody traded.
+_first_market = case((func.bool_or(_futures), "futures"), else_="stock")
+
+
+def _recent_users(since: datetime, evening: bool) -> Select[str, str]:
+    """Users with an order since then, in evenings or by day, and their market; not disabled ones."""
+    return (
+        select(Order.user_id, _first_market.label("market"))
+        .join(
+            BrokerAccount,
+            and_(BrokerAccount.user_id == Order.user_id, BrokerAccount.account_id == Order.account_id),
+        )
+        .where(Order.created_at >= since, _in_evening if evening else not_(_in_evening))
+        .where(Order.user_id.not_in(_DISABLED))
         .group_by(Order.user_id)
-        .order_by(Order.user_id)
-        .limit(limit)
     )
-    return list(rows)
+
+
+async def count_recent_users(session: AsyncSession, since: datetime, *, evening: bool) -> dict[str, int]:
+    """Returns how many users have traded since then, by the market with the earliest bell."""
+    found = _recent_users(since, evening).subquery()
+    rows = await session.execute(select(found.c.market, func.count()).group_by(found.c.market))
+    return {market: count for market, count in rows}
+
+
+async def recent_users_after(
+    session: AsyncSession, since: datetime, *, evening: bool, market: str, after: str, limit: int
+) -> list[str]:
+    """Returns the next `limit` such users after the id `after`, by id; an empty `market` means all."""
+    wanted = _recent_users(since, evening).where(Order.user_id > after)
+    if market:
+        wanted = wanted.having(_first_market == market)
+    return list(await session.scalars(wanted.order_by(Order.user_id).limit(limit)))

@@ -3,16 +3,15 @@
 The rules are those of `states.py`, in SQL. `_FORWARD` is the only place that has them.
 """
 
-from __future__ import annotations
-
+import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any
+from datetime import UTC, datetime, timedelta
+from typing import Any, Self
 
 import msgspec
-from sqlalchemy import ARRAY, Integer, String, Uuid, bindparam, select, text
+from sqlalchemy import ARRAY, Integer, String, Uuid, any_, bindparam, literal, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.engine import Database, SingleStatement
@@ -25,6 +24,9 @@ from worker_runtime.protocol.messages import OrderEvent, OrderOutcome, OrderStat
 _TAKEN_BEFORE = f"{OutcomeUnknown.code}: it was found in its queue after a worker had begun to submit it"
 _RANKS = msgspec.json.encode({state.value: place for state, place in RANK.items()}).decode()
 _ALL_STATES = tuple(OrderState)
+#: How long after the end of its worker a fill may reach Valkey. What a worker's keys sign later than that is
+#: for a person to look at.
+LATE = timedelta(days=1)
 
 _OWN_RANK = "cast(cast(:ranks as jsonb) ->> orders.state as int)"
 #: The assignments of an UPDATE of `orders` joined with `step`, one row an order. They depend on the order's
@@ -64,21 +66,31 @@ update orders set {_FORWARD}
     bindparam("final", type_=Integer),
 )
 #: Records a whole batch in one statement: the recorder's CPU per order fell from 5.7 to under 1 ms. Of the
-#: fresh events of an order, the furthest gives its state and the fullest its fill.
+#: fresh events of an order, the furthest gives its state and the fullest its fill. An event counts only for
+#: an order of its own user, and if it was received within `LATE` of the end of its assignment, which is
+#: purged from the oldest on; events of ours have epoch 0. One that was recorded in time is not late when it
+#: comes again.
 #: The ids also come as an array: the planner overestimates the rows of a JSON document and would read all
 #: orders. A batch of 20 took 24 to 46 ms with 43,000 orders, and takes 12 to 17 ms this way.
 _RECORD = text(f"""
 with given as (
-  select e.*, row_number() over () as place
+  select e.*
     from jsonb_to_recordset(cast(:events as jsonb)) as e(
-         event_id text, order_id uuid, state text, rank int, at timestamptz, broker_order_id text,
-         filled_quantity int, average_price numeric, reason text, data jsonb)
+         place int, received timestamptz, event_id text, order_id uuid, user_id text, epoch bigint,
+         state text, rank int, at timestamptz, broker_order_id text, filled_quantity int,
+         average_price numeric, reason text, data jsonb)
 ), ours as materialized (
-  select id from orders where id = any(cast(:ids as uuid[]))
+  select id, user_id from orders where id = any(cast(:ids as uuid[]))
+), of_ours as (
+  select given.*, exists (
+           select from worker_sessions as ended
+            where ended.user_id = given.user_id and ended.epoch = given.epoch
+              and ended.ended_at < given.received - interval '{LATE.total_seconds():.0f} seconds')
+         or given.epoch > 0 and given.epoch < coalesce((select min(kept.epoch) from worker_sessions as kept
+                                                         where kept.user_id = given.user_id), 0) as expired
+    from given join ours on ours.id = given.order_id and ours.user_id = given.user_id
 ), known as (
-  select distinct on (given.event_id) given.*
-    from given join ours on ours.id = given.order_id
-   order by given.event_id, given.place
+  select distinct on (event_id) * from of_ours where not expired order by event_id, place
 ), noted as (
   insert into order_events (event_id, order_id, state, at, data)
   select event_id, order_id, state, at, data from known order by place
@@ -101,7 +113,11 @@ with given as (
 )
 select (select array_agg(event_id) from noted) as fresh,
        (select array_agg(distinct cast(order_id as text)) from given
-         where order_id not in (select id from ours)) as unknown
+         where (order_id, user_id) not in (select id, user_id from ours)) as unknown,
+       (select array_agg(place) from of_ours where not expired) as accepted,
+       (select array_agg(place) from of_ours
+         where expired and not exists (
+               select from order_events as earlier where earlier.event_id = of_ours.event_id)) as late
 """).bindparams(  # noqa: S608 - constants of ours
     bindparam("events", type_=String),
     bindparam("ids", type_=ARRAY(Uuid)),
@@ -117,8 +133,16 @@ class RecordedEvents:
 
     #: Ids of the events that were new.
     fresh: frozenset[str]
-    #: Ids of orders that do not exist; their events are not stored.
+    #: Ids of orders that do not exist, or are of another user than the event; their events are not stored.
     unknown: frozenset[str]
+    #: Places in the batch of events that count, new or not.
+    accepted: frozenset[int]
+    #: Places of events from assignments that had ended `LATE` before. They are not stored.
+    late: frozenset[int]
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Self:
+        return cls(*(frozenset(row[name] or ()) for name in ("fresh", "unknown", "accepted", "late")))
 
 
 async def get_order(session: AsyncSession, order_id: uuid.UUID) -> Order:
@@ -140,25 +164,44 @@ async def events_of_order(session: AsyncSession, order_id: uuid.UUID) -> list[Or
     return sorted(rows, key=lambda row: (row.at, rank(row.state)))
 
 
-async def record_events(session: AsyncSession, events: Sequence[OrderEvent]) -> RecordedEvents:
+async def record_events(
+    session: AsyncSession, events: Sequence[OrderEvent], received_ms: Sequence[int] = ()
+) -> RecordedEvents:
     """Stores events and moves their orders forward.
 
-    A repeat changes nothing. A late event is stored, but never moves an order back; a final state never
-    changes. An event that shows a quantity or price confirms the change that asked for it. Raises
-    `ValueError` for an order id that is no UUID.
+    A repeat changes nothing. An event that comes after later ones is stored, but never moves an order back; a
+    final state never changes. An event that shows a quantity or price confirms the change that asked for it.
+    `received_ms`: when each event reached Valkey; by default now. Raises `ValueError` for an order id that is
+    no UUID.
     """
-    row = (await session.execute(_RECORD, _batch_values(events))).one()
-    for event in events:
-        if event.quantity is not None:
+    row = (await session.execute(_RECORD, _batch_values(events, received_ms))).one()
+    recorded = RecordedEvents.of(dict(row._mapping))
+    for place, event in enumerate(events):
+        if event.quantity is not None and place in recorded.accepted:
             await confirm_changes(session, uuid.UUID(event.order_id), event.quantity, event.price)
-    return RecordedEvents(frozenset(row.fresh or ()), frozenset(row.unknown or ()))
+    return recorded
 
 
-async def record_events_alone(database: Database, events: Sequence[OrderEvent]) -> RecordedEvents:
+async def record_events_alone(
+    database: Database, events: Sequence[OrderEvent], received_ms: Sequence[int] = ()
+) -> RecordedEvents:
     """`record_events` without a session, for events with no quantity. Raises `DatabaseUnavailable`."""
-    row = await database.row(_RECORD_ALONE, _batch_values(events))
+    row = await database.row(_RECORD_ALONE, _batch_values(events, received_ms))
     assert row is not None  # noqa: S101 - a select without a from has a row
-    return RecordedEvents(frozenset(row["fresh"] or ()), frozenset(row["unknown"] or ()))
+    return RecordedEvents.of(dict(row))
+
+
+async def traces_of(database: Database, order_ids: Iterable[str]) -> dict[str, str]:
+    """The contexts of the traces of these orders, by order id; without those that are not traced."""
+    first = [f"{order_id}:accepted" for order_id in order_ids]
+    trace = OrderEventRow.data["trace"].astext
+    async with database.session(autocommit=True) as session:
+        rows = await session.execute(
+            select(OrderEventRow.order_id, trace).where(
+                OrderEventRow.event_id == any_(literal(first, ARRAY(String))), trace.is_not(None)
+            )
+        )
+        return {str(order_id): context for order_id, context in rows}
 
 
 async def record_event(session: AsyncSession, event: OrderEvent) -> bool:
@@ -204,9 +247,14 @@ async def _advance(
     await session.execute(_ADVANCE, values)
 
 
-def _batch_values(events: Sequence[OrderEvent]) -> dict[str, Any]:
+def _batch_values(events: Sequence[OrderEvent], received_ms: Sequence[int]) -> dict[str, Any]:
+    received = received_ms or [time.time_ns() // 1_000_000] * len(events)
+    rows = [
+        _without_nul(_row_of(event)) | {"place": place, "received": datetime.fromtimestamp(at / 1000, UTC)}
+        for place, (event, at) in enumerate(zip(events, received, strict=True))
+    ]
     return {
-        "events": msgspec.json.encode([_without_nul(_row_of(event)) for event in events]).decode(),
+        "events": msgspec.json.encode(rows).decode(),
         "ids": list({uuid.UUID(event.order_id) for event in events}),
         "ranks": _RANKS,
         "final": FINAL_RANK,
@@ -217,6 +265,8 @@ def _row_of(event: OrderEvent) -> dict[str, Any]:
     return {
         "event_id": event.event_id,
         "order_id": str(uuid.UUID(event.order_id)),
+        "user_id": event.user_id,
+        "epoch": event.epoch,
         "state": event.state.value,
         "rank": rank(event.state),
         "at": datetime.fromtimestamp(event.at_ms / 1000, UTC),

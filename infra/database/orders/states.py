@@ -4,33 +4,20 @@ Several sources report the same event: a worker, its successor, an answer. So th
 state to state but ranks: an order only moves to a state of a higher rank, and a final state never changes.
 `recording.py` has these rules in SQL; tests compare it with `tests/order_model.py`.
 
-| rank | state |
-|---|---|
-| 0 | accepted: written here, perhaps queued |
-| 1 | queued |
-| 2 | submitting: a worker is about to call the broker |
-| 3 | unknown: the call may have reached the broker |
-| 4 | needs_attention: only an event; an order has `attention` beside its state |
-| 5 | submitted: the broker has it |
-| 6 | part_filled |
-| 7 | filled, cancelled, rejected, expired: final |
-
 Submitted ranks above unknown: knowing that the broker has the order is more than having lost its answer.
 """
-
-from __future__ import annotations
 
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
 #: How far each state is along. A late or repeated event never moves an order back.
 RANK = {
-    OrderState.ACCEPTED: 0,
+    OrderState.ACCEPTED: 0,  # written here, perhaps queued
     OrderState.QUEUED: 1,
-    OrderState.SUBMITTING: 2,
-    OrderState.UNKNOWN: 3,
-    OrderState.NEEDS_ATTENTION: 4,
-    OrderState.SUBMITTED: 5,
+    OrderState.SUBMITTING: 2,  # a worker is about to call the broker
+    OrderState.UNKNOWN: 3,  # the call may have reached the broker
+    OrderState.NEEDS_ATTENTION: 4,  # only an event; an order has `attention` beside its state
+    OrderState.SUBMITTED: 5,  # the broker has it
     OrderState.PART_FILLED: 6,
     **dict.fromkeys(FINAL_ORDER_STATES, 7),
 }
@@ -42,10 +29,8 @@ IN_QUEUE = frozenset({OrderState.ACCEPTED, OrderState.QUEUED})
 OPEN_STATES = tuple(state.value for state in OrderState if state not in FINAL_ORDER_STATES)
 
 
-class OrderNotFound(BerthError):
+class OrderNotFound(BerthError, code="ORDER_NOT_FOUND", status=404):
     """There is no such order."""
-
-    code = "ORDER_NOT_FOUND"
 
 
 def rank(state: str) -> int:

@@ -1,7 +1,5 @@
 """The sweeper's schedule: which orders it has to check, and when again. `Order.verify_at` holds all of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

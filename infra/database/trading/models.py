@@ -1,7 +1,5 @@
 """Tables around trading: switches, limits, differences from the broker's books, webhooks."""
 
-from __future__ import annotations
-
 import uuid
 from datetime import datetime
 from decimal import Decimal
@@ -31,8 +29,8 @@ class Switch(Base):
     #: `all`, `user:<user>` or `account:<user>:<account>`.
     scope: Mapped[str] = mapped_column(String(160), primary_key=True)
     state: Mapped[str] = mapped_column(String(16))
-    #: From one sequence for all scopes: an older state never overwrites a newer one in Valkey.
-    version: Mapped[int] = mapped_column(BigInteger, server_default=text("nextval('switch_version')"))
+    #: Grows over all scopes: an older state never overwrites a newer one in Valkey.
+    version: Mapped[int] = mapped_column(BigInteger)
     actor: Mapped[str] = mapped_column(String(128))
     reason: Mapped[str]
     at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
@@ -51,6 +49,21 @@ class AccountLimits(Base):
     max_daily_orders: Mapped[int | None]
     #: Seconds.
     duplicate_window_s: Mapped[int | None]
+    #: The share by which a price may differ from the reference price.
+    price_band: Mapped[Decimal | None]
+
+
+class OrderTwin(Base):
+    """The last order that asked for the same: what two equal orders at once meet in. Of no use after a crash,
+    so it is not logged."""
+
+    __tablename__ = "order_twins"
+    __table_args__ = ({"prefixes": ["UNLOGGED"]},)
+
+    user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    fingerprint: Mapped[str] = mapped_column(String(64), primary_key=True)
+    client_order_id: Mapped[str] = mapped_column(String(64))
+    at: Mapped[datetime]
 
 
 class Reconciliation(Base):

@@ -4,28 +4,29 @@ What a person has closed is no difference again for the same order or lots. Nor 
 its first comparison: it may have traded before Berth.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import case, func, literal, or_, select, update
+from sqlalchemy import BigInteger, case, func, literal, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
-from infra.database.models import Order, OrderEventRow
+from infra.database.models import BrokerAccount, Order, OrderEventRow
 from infra.database.orders.states import OPEN_STATES
 from infra.database.trading.models import Reconciliation
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Side
+from worker_runtime.protocol.order_terms import ODD_LOTS, SHARES_PER_LOT
 
 #: `resolved_by` of a difference that a later comparison no longer found.
 CLOSED_BY_COMPARISON = "reconciliation"
 #: `resolved_by` of the row that holds an account's first comparison; it is no difference.
 FIRST_COMPARISON = "first comparison"
+#: The kind of differences in shares beyond full lots.
+ODD_SHARES = "odd_shares"
 #: Within this time of a listing a fill may be in one of the books only.
 FILL_MARGIN = timedelta(seconds=10)
 #: An order that a listing shows by its tag alone was accepted within this time: an evening before holidays
@@ -33,10 +34,8 @@ FILL_MARGIN = timedelta(seconds=10)
 TAG_AGE = timedelta(days=14)
 
 
-class ReconciliationNotFound(BerthError):
+class ReconciliationNotFound(BerthError, code="RECONCILIATION_NOT_FOUND", status=404):
     """There is no such open difference."""
-
-    code = "RECONCILIATION_NOT_FOUND"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,9 @@ class EarlierComparisons:
 
     #: There was a complete comparison.
     begun: bool = False
-    #: Lots by symbol that are known beside our fills: held before Berth, or accepted by a person.
+    #: Whether a complete comparison had shares beyond full lots.
+    odd_known: bool = False
+    #: Shares by symbol that are known beside our fills: held before Berth, or accepted by a person.
     base: Counter[str] = field(default_factory=Counter)
     #: Differences that persons have closed, by kind.
     closed: dict[str, list[Any]] = field(default_factory=dict)
@@ -63,29 +64,54 @@ async def earlier_comparisons(session: AsyncSession, user_id: str, account_id: s
         .where(Reconciliation.resolved_by.is_distinct_from(CLOSED_BY_COMPARISON))
         .order_by(Reconciliation.id)
     )
-    begun, base, closed, now = False, Counter[str](), dict[str, list[Any]](), dict[str, Any]()
+    begun = odd_known = False
+    base, closed, now = Counter[str](), dict[str, list[Any]](), dict[str, Any]()
     for row in rows:
         if row.resolved_at is None:
             now = row.differences
             continue
-        begun = begun or row.resolved_by == FIRST_COMPARISON
+        if row.resolved_by == FIRST_COMPARISON:
+            begun, odd_known = True, odd_known or ODD_SHARES in row.differences
         for kind, found in row.differences.items():
             closed.setdefault(kind, []).extend(found)
-        for held in row.differences.get("positions", ()):
-            base[held["symbol"]] += held["broker"] - held["ours"]
-    return EarlierComparisons(begun, base, closed, now)
+        for kind, shares in (("positions", SHARES_PER_LOT), (ODD_SHARES, 1)):
+            for held in row.differences.get(kind, ()):
+                base[held["symbol"]] += (held["broker"] - held["ours"]) * shares
+    return EarlierComparisons(begun, odd_known, base, closed, now)
+
+
+async def note_report(
+    session: AsyncSession, *, user_id: str, account_id: str, epoch: int, at_ms: int
+) -> bool:
+    """Notes that the account was reported; False for a repeat, an earlier report or an unknown account.
+
+    Holds the account's row until the transaction ends, so reports are compared one after the other.
+    """
+    newest = tuple_(BrokerAccount.reported_epoch, BrokerAccount.reported_ms)
+    noted = await session.scalar(
+        update(BrokerAccount)
+        .where(BrokerAccount.user_id == user_id, BrokerAccount.account_id == account_id)
+        .where(newest < tuple_(literal(epoch, BigInteger), literal(at_ms, BigInteger)))
+        .values(reported_epoch=epoch, reported_ms=at_ms)
+        .returning(BrokerAccount.account_id)
+        .execution_options(synchronize_session=False)
+    )
+    return noted is not None
 
 
 def note_first_comparison(
-    session: AsyncSession, *, user_id: str, account_id: str, epoch: int, held: list[Any]
+    session: AsyncSession, *, user_id: str, account_id: str, epoch: int, held: dict[str, list[Any]]
 ) -> None:
-    """Records what an account held beside our fills at its first complete comparison."""
+    """Records what an account held beside our fills at its first complete comparison.
+
+    With the key `ODD_SHARES`, if perhaps of an empty list: the comparison had shares beyond full lots.
+    """
     session.add(
         Reconciliation(
             user_id=user_id,
             account_id=account_id,
             epoch=epoch,
-            differences={"positions": held} if held else {},
+            differences=held,
             blocks=False,
             resolved_at=func.clock_timestamp(),
             resolved_by=FIRST_COMPARISON,
@@ -96,7 +122,8 @@ def note_first_comparison(
 async def filled_positions(
     session: AsyncSession, user_id: str, account_id: str, *, until: datetime | None = None
 ) -> dict[str, int]:
-    """Returns lots by symbol from our orders' fills, up to `until`; negative when short, without zeros."""
+    """Returns shares by symbol from our orders' fills, up to `until` (a contract counts as a lot of shares);
+    negative when short, without zeros."""
     lots: Any = Order.filled_quantity
     if until is not None:
         filled = func.max(OrderEventRow.data["filled_quantity"].as_integer())
@@ -105,7 +132,8 @@ async def filled_positions(
             (Order.updated_at <= until, lots),
             else_=func.coalesce(before.correlate(Order).scalar_subquery(), 0),
         )
-    signed = case((Order.side == Side.BUY, lots), else_=-lots)
+    shares = case((Order.lot.in_(ODD_LOTS), lots), else_=lots * SHARES_PER_LOT)
+    signed = case((Order.side == Side.BUY, shares), else_=-shares)
     rows = await session.execute(
         select(Order.symbol, func.sum(signed))
         .where(Order.user_id == user_id, Order.account_id == account_id, Order.filled_quantity > 0)
@@ -160,6 +188,15 @@ async def note_differences(
     return row
 
 
+async def is_blocked(session: AsyncSession, user_id: str, account_id: str) -> bool:
+    """Whether the account takes no orders until a person has looked."""
+    found = select(Reconciliation.id).where(
+        *(Reconciliation.user_id == user_id, Reconciliation.account_id == account_id),
+        *(Reconciliation.blocks, Reconciliation.resolved_at.is_(None)),
+    )
+    return await session.scalar(found.limit(1)) is not None
+
+
 async def reconciliations_of_user(
     session: AsyncSession, user_id: str, *, limit: int = 100
 ) -> Sequence[Reconciliation]:
@@ -203,9 +240,9 @@ async def resolve_reconciliation(
         raise ReconciliationNotFound(f"there is no open difference {number}")
     audit.append_entry(
         session,
-        actor=actor,
-        action="reconciliation.resolved",
-        subject=f"reconciliation:{number}",
+        actor,
+        "reconciliation.resolved",
+        f"reconciliation:{number}",
         user=row.user_id,
         account=row.account_id,
         reason=reason,

@@ -9,7 +9,7 @@ newest version among a user's scopes tells which of two of the user's states is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from sqlalchemy import func, literal, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from infra.database import audit
+from infra.database.locks import next_number
 from infra.database.models import WorkerSession, upsert
 from infra.database.trading.models import Switch
 from worker_runtime.protocol.requests import OPEN_SWITCH, SwitchState, UserSwitch, strictest
@@ -67,15 +68,15 @@ async def put_switch(
     lock = select(func.pg_advisory_xact_lock(func.hashtextextended(literal("switches"), 0)))
     await session.execute(lock)
     before = await session.scalar(select(Switch.state).where(Switch.scope == scope.name))
-    values = {"state": state.value, "actor": actor, "reason": reason}
-    fresh = {"version": text("nextval('switch_version')"), "at": func.clock_timestamp()}
-    statement = upsert(Switch, {"scope": scope.name}, values, **fresh).returning(Switch)
+    version = await session.scalar(select(next_number("switch_version")))
+    values = {"state": state.value, "actor": actor, "reason": reason, "version": version}
+    statement = upsert(Switch, {"scope": scope.name}, values, at=func.clock_timestamp()).returning(Switch)
     row = (await session.execute(statement, execution_options={"populate_existing": True})).scalar_one()
     audit.append_entry(
         session,
-        actor=actor,
-        action="switch.set",
-        subject=f"switch:{scope.name}",
+        actor,
+        "switch.set",
+        f"switch:{scope.name}",
         state=state.value,
         before=before or SwitchState.OPEN.value,
         reason=reason,
@@ -85,10 +86,52 @@ async def put_switch(
     return row
 
 
-async def list_switches(session: AsyncSession, user_id: str | None = None) -> list[Switch]:
-    """Returns all switches, the newest first; with `user_id`, those that can apply to this user."""
-    found = list(await session.scalars(select(Switch).order_by(Switch.version.desc())))
-    return [row for row in found if user_id is None or TradingScope.parse(row.scope).user_id in ("", user_id)]
+async def list_switches(
+    session: AsyncSession,
+    user_id: str | None = None,
+    *,
+    prefix: str | None = None,
+    state: str | None = None,
+    before: int | None = None,
+    limit: int | None = None,
+) -> Sequence[Switch]:
+    """Returns switches, the newest first: with `user_id`, those that can apply to this user; with `prefix`,
+    those of users whose ids begin with it; with `before`, those that are older than this version."""
+    wanted, whose = select(Switch).order_by(Switch.version.desc()).limit(limit), _USER_OF_SCOPE
+    if user_id is not None:
+        wanted = wanted.where(whose.in_(("", user_id)))
+    if prefix is not None:
+        wanted = wanted.where(whose.startswith(prefix, autoescape=True))
+    if state is not None:
+        wanted = wanted.where(Switch.state == state)
+    if before is not None:
+        wanted = wanted.where(Switch.version < before)
+    return (await session.scalars(wanted)).all()
+
+
+async def holding_switch(
+    session: AsyncSession, user_id: str, account_id: str = "", *, but: str = ""
+) -> Switch | None:
+    """Returns the switch that keeps this user, or only this account, from trading freely; None: none does.
+
+    Of several the strictest, and of equally strict ones the one that was set last. `but`: not this scope.
+    """
+    whom = [(account, own) for account in ("", account_id) for own in (False, True)]
+    scopes = {TradingScope(user_id, account, by_user=own).name for account, own in whom}
+    rows = await session.scalars(
+        select(Switch)
+        .where(Switch.scope.in_({EVERYBODY, *scopes} - {but}), Switch.state != SwitchState.OPEN.value)
+        .order_by(Switch.version.desc())
+    )
+    return max(rows, key=lambda row: row.state == SwitchState.HALTED, default=None)
+
+
+def described(row: Switch) -> str:
+    """Whom a switch closes, who set it, when (UTC) and why, in words."""
+    scope = TradingScope.parse(row.scope)
+    whom = " ".join(filter(None, (scope.user_id, scope.account_id))) or "everybody"
+    who = "the user" if scope.by_user else audit.person_of(row.actor)
+    return f"{whom} is {row.state} by {who} since {row.at:%Y-%m-%d %H:%M:%S} UTC: {row.reason}"
 
 
 async def switch_of_user(session: AsyncSession, user_id: str) -> UserSwitch:
@@ -144,6 +187,8 @@ class SwitchSnapshot:
         return effective_switch([*self._of_all, *own]) if own else self._others
 
 
+#: In SQL: the user of a scope; empty for everybody.
+_USER_OF_SCOPE = func.split_part(Switch.scope, ":", 2)
 _ALL = select(Switch.scope, Switch.state, Switch.version)
 # Finds the rows of every scope that a user can have by the primary key.
 _OF_USER = text("""

@@ -1,7 +1,5 @@
 """Webhooks, and the alerts that were posted to them."""
 
-from __future__ import annotations
-
 import secrets
 import uuid
 from collections.abc import Collection, Sequence
@@ -11,17 +9,17 @@ from hashlib import sha256
 from hmac import compare_digest
 from typing import Any
 
-from sqlalchemy import case, delete, func, select, update
+from sqlalchemy import case, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
 from infra.database.locks import lease_due
 from infra.database.trading.models import Webhook, WebhookAlert
+from infra.database.users import UserDisabled, is_disabled
 from worker_runtime.protocol.errors import BerthError, from_code
 
 #: How long alerts are kept. An order's client order id is made of the digest, so repeats stay known after.
-ALERTS_KEPT = timedelta(days=30)
 #: Characters of a refusal.
 _LONGEST = 300
 _TAKE_ABANDONED = lease_due(WebhookAlert.held_until).returning(
@@ -46,6 +44,7 @@ def _hash(text: str) -> str:
 
 async def create_webhook(
     session: AsyncSession,
+    token: str,
     *,
     user_id: str,
     account_id: str,
@@ -53,8 +52,8 @@ async def create_webhook(
     window_s: int,
     actor: str,
 ) -> NewWebhook:
-    """Creates a webhook for an account, which must exist."""
-    token, secret = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+    """Creates a webhook with a token of `ApiTokens` for an account, which must exist."""
+    secret = secrets.token_urlsafe(32)
     row = Webhook(
         id=uuid.uuid4(),
         token_hash=_hash(token),
@@ -67,9 +66,9 @@ async def create_webhook(
     session.add(row)
     audit.append_entry(
         session,
-        actor=actor,
-        action="webhook.created",
-        subject=f"webhook:{row.id}",
+        actor,
+        "webhook.created",
+        f"webhook:{row.id}",
         user=user_id,
         account=account_id,
         sources=list(sources),
@@ -80,10 +79,13 @@ async def create_webhook(
 
 
 async def find_webhook(session: AsyncSession, token: str) -> Webhook | None:
-    """Returns the webhook of this token, unless it is unknown or revoked."""
-    return await session.scalar(
+    """Returns the webhook of this token, unless it is unknown or revoked. Raises `UserDisabled`."""
+    found = await session.scalar(
         select(Webhook).where(Webhook.token_hash == _hash(token), Webhook.revoked_at.is_(None))
     )
+    if found is not None and await is_disabled(session, found.user_id):
+        raise UserDisabled(f"user {found.user_id} is disabled")
+    return found
 
 
 def has_secret(webhook: Webhook, secret: str) -> bool:
@@ -108,7 +110,7 @@ async def revoke_webhook(
         .returning(Webhook)
     )
     if done is not None:
-        audit.append_entry(session, actor=actor, action="webhook.revoked", subject=f"webhook:{webhook_id}")
+        audit.append_entry(session, actor, "webhook.revoked", f"webhook:{webhook_id}")
         return done
     return await session.scalar(select(Webhook).where(Webhook.id == webhook_id, Webhook.user_id == user_id))
 
@@ -129,9 +131,9 @@ async def note_refusal(session: AsyncSession, webhook_id: uuid.UUID, digest: str
     if promised is not None:
         await audit.append_entry_once(
             session,
-            actor="alerts",
-            action="webhook.alert_failed",
-            subject=f"webhook:{webhook_id}",
+            "alerts",
+            "webhook.alert_failed",
+            f"webhook:{webhook_id}",
             id=digest,
             code=error.code,
             detail=error.detail,
@@ -202,10 +204,9 @@ def refusal_of(row: WebhookAlert) -> BerthError:
 async def note_alert(
     session: AsyncSession, webhook_id: uuid.UUID, digest: str, alert: dict[str, Any]
 ) -> bool:
-    """Records an alert before anything is done for it; False for a repeat. Deletes old alerts."""
+    """Records an alert before anything is done for it; False for a repeat."""
     row = insert(WebhookAlert).values(webhook_id=webhook_id, digest=digest, alert=alert)
     new = await session.scalar(row.on_conflict_do_nothing().returning(WebhookAlert.digest))
-    await session.execute(delete(WebhookAlert).where(WebhookAlert.at < func.clock_timestamp() - ALERTS_KEPT))
     return new is not None
 
 

@@ -1,12 +1,13 @@
 """What maintenance reads of the assignments of workers, and how it closes those that are over."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from sqlalchemy import ARRAY, String, bindparam, text
+from sqlalchemy import ARRAY, String, bindparam, func, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
+
+from infra.database.models import WorkerSession
 
 
 class AssignmentRow(NamedTuple):
@@ -85,3 +86,29 @@ async def unanswered_orders(session: AsyncSession, users: Collection[str]) -> li
 async def close_assignments(session: AsyncSession, reasons: Mapping[str, str]) -> None:
     """Ends assignments; maps claim to reason. One that has ended already keeps its time and reason."""
     await session.execute(_CLOSE, {"claims": list(reasons), "reasons": list(reasons.values())})
+
+
+_LEAVE_EPOCH = text(
+    "with one as (select s.*, exists (select from worker_sessions l where l.user_id = s.user_id "
+    "and l.epoch > s.epoch) as later from worker_sessions s where s.claim_id = :claim_id), "
+    "left_behind as (update users u set epoch = one.epoch + 1 from one "
+    "where u.id = one.user_id and u.epoch = one.epoch) "
+    "select case when later then 0 else epoch + 1 end, "
+    "extract(epoch from clock_timestamp() - fenced_at)::float8 from one"
+)
+
+
+async def leave_epoch(session: AsyncSession, claim_id: str) -> tuple[int, float | None]:
+    """Makes this assignment a former one, though its end is not confirmed: no other is made until it is.
+
+    Returns the epoch that follows it (0: a later assignment has it), and the seconds since `set_fenced`; for
+    a claim without an assignment, these are endless.
+    """
+    found = (await session.execute(_LEAVE_EPOCH, {"claim_id": claim_id})).one_or_none()
+    return (int(found[0]), found[1]) if found else (0, math.inf)
+
+
+async def set_fenced(session: AsyncSession, claim_id: str) -> None:
+    """Notes that the owner key names this assignment no longer; the first time counts."""
+    mine = WorkerSession.claim_id == claim_id, WorkerSession.fenced_at.is_(None)
+    await session.execute(update(WorkerSession).where(*mine).values(fenced_at=func.clock_timestamp()))

@@ -1,21 +1,18 @@
 """The passes of maintenance: what each one found and what came of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 
 import msgspec
-from sqlalchemy import delete, func, select, text, update
+from sqlalchemy import func, or_, select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import defer
 
 from infra.database.models import MaintenancePass
 
-#: Passes are deleted when they are older.
-KEPT = timedelta(days=2)
+#: Why a pass did nothing that could not list the tasks.
+LAUNCHER_UNREAD = "the launcher could not be read"
 
 
 class Suspect(msgspec.Struct, frozen=True):
@@ -60,12 +57,16 @@ class PassRecord:
     suspects: tuple[Suspect, ...] = ()
 
 
-async def find_pass(session: AsyncSession, number: int | None = None) -> PassRecord | None:
-    """Returns the pass with this number, or the latest one if `number` is None."""
+async def find_pass(
+    session: AsyncSession, number: int | None = None, *, older_than: float = 0.0
+) -> PassRecord | None:
+    """Returns the pass with this number, or the latest one that began more than `older_than` seconds ago."""
     age = func.extract("epoch", func.clock_timestamp() - MaintenancePass.began_at)
     wanted = select(MaintenancePass, age).order_by(MaintenancePass.id.desc()).limit(1)
     if number is not None:
         wanted = wanted.where(MaintenancePass.id == number)
+    elif older_than:
+        wanted = wanted.where(age > older_than)
     found = (await session.execute(wanted)).one_or_none()
     if found is None:
         return None
@@ -93,10 +94,8 @@ async def begin_pass(
     suspects: Iterable[Suspect],
     confirmed: Sequence[Suspect],
 ) -> int:
-    """Records a pass, deletes old ones and returns the new pass's number."""
+    """Records a pass and returns its number."""
     suspected = list(suspects)
-    outdated = MaintenancePass.began_at < func.clock_timestamp() - KEPT
-    await session.execute(delete(MaintenancePass).where(outdated))
     row = MaintenancePass(
         **asdict(place),
         boot=boot,
@@ -139,7 +138,17 @@ async def finish_pass(session: AsyncSession, number: int, outcomes: dict[str, in
 
 
 async def pass_summary(session: AsyncSession) -> MaintenancePass | None:
-    """Returns the latest pass for operators, without its lists of suspects."""
+    """Returns the latest pass for operators."""
+    return next(iter(await list_passes(session, limit=1)), None)
+
+
+async def list_passes(
+    session: AsyncSession, *, odd: bool = False, limit: int = 100
+) -> Sequence[MaintenancePass]:
+    """Returns the latest passes, the newest first, without their lists of suspects; `odd`: only those that
+    found something, or did nothing for want of trust."""
     lists = defer(MaintenancePass.suspects), defer(MaintenancePass.confirmed)
-    latest = select(MaintenancePass).options(*lists).order_by(MaintenancePass.id.desc()).limit(1)
-    return await session.scalar(latest.execution_options(populate_existing=True))
+    wanted = select(MaintenancePass).options(*lists).order_by(MaintenancePass.id.desc()).limit(limit)
+    if odd:
+        wanted = wanted.where(or_(MaintenancePass.found != text("'{}'"), MaintenancePass.guarded != ""))
+    return (await session.scalars(wanted.execution_options(populate_existing=True))).all()

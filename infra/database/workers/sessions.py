@@ -1,7 +1,5 @@
 """Assignments of workers to users: the source of every epoch, and who has which worker."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -12,21 +10,23 @@ from sqlalchemy import (
     Interval,
     ScalarSelect,
     Select,
-    Text,
     and_,
-    any_,
     bindparam,
     func,
     literal,
     null,
     or_,
     select,
+    text,
     update,
 )
-from sqlalchemy.dialects.postgresql import ARRAY, aggregate_order_by
+from sqlalchemy.dialects.postgresql import aggregate_order_by
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import aliased
 
+from infra.database.engine import Database
+from infra.database.locks import next_number
 from infra.database.models import BrokerAccount, User, WorkerSession
 from infra.database.users import UserNotFound
 
@@ -48,6 +48,22 @@ class AssignmentResult:
     ended: bool = False
     #: Another assignment of the user whose worker may still run; nothing was assigned (one-owner).
     unended: WorkerSession | None = None
+
+
+async def next_control_number(session: AsyncSession) -> int:
+    """The number of the next reload of any worker; it grows, whoever asks."""
+    return int(await session.scalar(select(next_number("control_number"))) or 0)
+
+
+#: Epoch of the first worker that can get what is asked now of `:user_id`: the next, if the last has ended.
+FIRST_EPOCH = """(select u.epoch + (select count(*) from worker_sessions s where s.user_id = u.id
+  and s.epoch = u.epoch and s.ended_at is not null) from users u where u.id = :user_id)"""
+
+
+async def first_epoch(database: Database, user_id: str) -> int:
+    """`FIRST_EPOCH`: no former worker, which may still have its keys, answers what is asked from now on."""
+    async with database.session(autocommit=True) as session:
+        return int(await session.scalar(text(f"select {FIRST_EPOCH}"), {"user_id": user_id}) or 0)
 
 
 async def assign_epoch(
@@ -144,7 +160,7 @@ def _recent_crashes() -> ScalarSelect[list[float]]:
 
 
 def _locked(crashes: ColumnElement[Any]) -> Select[tuple[User, Any]]:
-    return select(User, crashes).where(User.id == bindparam("user")).with_for_update(of=User)
+    return select(User, crashes).where(User.id == bindparam("user")).with_for_update(of=User, key_share=True)
 
 
 # Built once: building the larger one took 1 ms of each claim.
@@ -152,21 +168,42 @@ _WITHOUT_CRASHES = _locked(null())
 _WITH_CRASHES = _locked(_recent_crashes())
 
 
-async def set_worker(
-    session: AsyncSession, *, claim_id: str, worker_id: str, task_id: str, warm: bool
-) -> None:
-    """Records the worker of a claim; the first call's worker and time stay."""
-    await session.execute(
-        update(WorkerSession)
-        .where(WorkerSession.claim_id == claim_id)
-        .where(WorkerSession.worker_id.is_(None) | (WorkerSession.worker_id == worker_id))
-        .values(
-            worker_id=worker_id,
-            task_id=task_id,
-            warm=warm,
-            claimed_at=func.coalesce(WorkerSession.claimed_at, func.clock_timestamp()),
-        )
-    )
+class NotAssignable(Exception):
+    """The worker was not launched for this pool, or has or had another assignment."""
+
+
+class LaunchedWorker(NamedTuple):
+    #: Empty until the launcher has answered.
+    task_id: str
+    version: str
+    #: Seconds from the epoch to the worker.
+    waited: float = 0.0
+
+
+_ASSIGN = text(
+    "update worker_sessions s set worker_id = l.worker_id, task_id = coalesce(l.task_id, ''), warm = :warm, "
+    "claimed_at = coalesce(s.claimed_at, clock_timestamp()) from worker_launches l "
+    "where s.claim_id = :claim_id and (s.worker_id is null or s.worker_id = l.worker_id) "
+    "and l.worker_id = :worker_id and l.pool = s.pool returning s.task_id, l.version, "
+    "extract(epoch from s.claimed_at - s.assigned_at)::float8"
+)
+
+
+async def assign_worker(
+    session: AsyncSession, *, claim_id: str, worker_id: str, warm: bool
+) -> LaunchedWorker:
+    """Records the worker of a claim; the first call's worker and time stay.
+
+    Raises `NotAssignable`; then the transaction has to be given up.
+    """
+    values = {"claim_id": claim_id, "worker_id": worker_id, "warm": warm}
+    try:
+        found = (await session.execute(_ASSIGN, values)).one_or_none()
+    except IntegrityError:
+        raise NotAssignable("it has or had another assignment") from None
+    if found is None:
+        raise NotAssignable("no such worker was launched for this pool and claim")
+    return LaunchedWorker(*found)
 
 
 async def session_of_claim(session: AsyncSession, claim_id: str) -> WorkerSession | None:
@@ -218,17 +255,6 @@ async def open_session_of_worker(session: AsyncSession, worker_id: str) -> Worke
     return await _latest(session, WorkerSession.worker_id == worker_id, WorkerSession.ended_at.is_(None))
 
 
-async def assigned_workers(session: AsyncSession, worker_ids: Collection[str]) -> set[str]:
-    """Returns those of these workers that have an open assignment."""
-    asked = literal(list(worker_ids), ARRAY(Text))
-    found = await session.scalars(
-        select(WorkerSession.worker_id).where(
-            WorkerSession.worker_id == any_(asked), WorkerSession.ended_at.is_(None)
-        )
-    )
-    return {worker_id for worker_id in found if worker_id is not None}
-
-
 async def count_claims(session: AsyncSession, pool: str, seconds: float) -> int:
     """Counts the workers of a pool, warm or cold, that were claimed within the last `seconds`."""
     found = await session.scalar(
@@ -240,18 +266,13 @@ async def count_claims(session: AsyncSession, pool: str, seconds: float) -> int:
     return found or 0
 
 
-async def serves_another(session: AsyncSession, worker_id: str, claim_id: str) -> bool:
-    """Whether this worker has an open assignment other than `claim_id`."""
-    found = await session.scalar(
-        select(WorkerSession.claim_id)
-        .where(
-            WorkerSession.worker_id == worker_id,
-            WorkerSession.claim_id != claim_id,
-            WorkerSession.ended_at.is_(None),
-        )
-        .limit(1)
+async def ended_before(session: AsyncSession, user_id: str, epoch: int, at: datetime) -> bool:
+    """Whether this assignment of the user ended before this moment. What is purged is the oldest."""
+    first = select(func.min(WorkerSession.epoch)).where(WorkerSession.user_id == user_id).scalar_subquery()
+    ended = select(WorkerSession.claim_id).where(
+        WorkerSession.user_id == user_id, WorkerSession.epoch == epoch, WorkerSession.ended_at < at
     )
-    return found is not None
+    return bool(await session.scalar(select(or_(literal(epoch) < first, ended.exists()))))
 
 
 async def session_at(session: AsyncSession, user_id: str, at: datetime) -> WorkerSession | None:
@@ -309,6 +330,24 @@ _IN_SERVICE = (
 async def workers_in_service(connection: AsyncConnection) -> list[WorkerInService]:
     """Returns all workers whose mark should exist, for the mark watcher."""
     return [WorkerInService(*row) for row in await connection.execute(_IN_SERVICE)]
+
+
+class AssignedWorker(NamedTuple):
+    """A worker with an open assignment, connected or not."""
+
+    worker_id: str
+    pool: str
+    user_id: str
+
+
+async def assigned_now(connection: AsyncConnection) -> list[AssignedWorker]:
+    """Returns all workers that have a user."""
+    rows = await connection.execute(
+        select(func.coalesce(WorkerSession.worker_id, ""), WorkerSession.pool, WorkerSession.user_id).where(
+            WorkerSession.ended_at.is_(None), WorkerSession.worker_id.is_not(None)
+        )
+    )
+    return [AssignedWorker(*row) for row in rows]
 
 
 async def last_session_of_worker(session: AsyncSession, worker_id: str) -> WorkerSession | None:

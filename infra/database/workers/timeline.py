@@ -1,7 +1,5 @@
 """The timeline of users' workers: every change of state, once and in order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 

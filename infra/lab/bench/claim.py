@@ -79,6 +79,7 @@ def measure(
     full = target.make_users("full", n)
     refilled = target.make_users("refill", refill_n)
     target.fill_pool(n)
+    others = len(target.workers()) - n  # users' from a measurement before this one
     target.pool_update("pause")
     latencies, warm = open_loop(target, full, rate)
     for user in full:
@@ -86,7 +87,7 @@ def measure(
         admin.call("POST", f"/v1/users/{user.user_id}/worker/stop", {})
         admin.close()
     target.fill_pool(pool)
-    target.wait_workers(pool)  # those that were stopped have ended
+    target.wait_workers(others + pool)  # those that were stopped have ended
     with_refill, warm_refill = open_loop(target, refilled, refill_rate)
     doubled = asyncio.run(double_claims(target))
     return {

@@ -8,7 +8,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 app = typer.Typer(
-    help="Measure on this machine. Each benchmark starts what it needs on free ports, and stops it.",
+    help="Measure on this machine. Each benchmark starts what it needs on free ports, stops it, and says "
+    "whether its aims were met.",
     no_args_is_help=True,
 )
 
@@ -48,6 +49,31 @@ def bench_order(
     _bench({"order": {"n": n, "users": users, "seconds": seconds, **knee}}, json)
 
 
+@app.command("waits")
+def bench_waits(
+    users: Annotated[int, typer.Option(min=1, help="Users that trade at once.")] = 8,
+    readers: Annotated[int, typer.Option(min=1, help="Connections that list orders at once.")] = 32,
+    starts: Annotated[int, typer.Option(min=1, help="Users that get a worker meanwhile.")] = 8,
+    seconds: Annotated[float, typer.Option(min=1, help="How long.")] = 20.0,
+    json: JsonFile = None,
+) -> None:
+    """Waits of API and orchestrator for connections to PostgreSQL and Valkey, under load."""
+    _bench({"waits": {"users": users, "readers": readers, "starts": starts, "seconds": seconds}}, json)
+
+
+@app.command("flood")
+def bench_flood(
+    seconds: Annotated[float, typer.Option(min=1, help="How long each part takes.")] = 20.0,
+    orders: Annotated[float, typer.Option(min=1, help="Orders per second.")] = 40.0,
+    requests: Annotated[float, typer.Option(min=1, help="Requests with a bad key per second.")] = 1000.0,
+    connections: Annotated[int, typer.Option(min=1, help="Connections that they come over.")] = 16,
+    json: JsonFile = None,
+) -> None:
+    """Orders beside requests with keys that are malformed or made up; compared with quiet times."""
+    flood = {"seconds": seconds, "orders": orders, "requests": requests, "connections": connections}
+    _bench({"flood": flood}, json)
+
+
 @app.command("memory")
 def bench_memory(
     workers: Annotated[int, typer.Option(min=1, help="Idle workers in the pool.")] = 10,
@@ -76,10 +102,12 @@ def bench_recovery(
     n: Annotated[int, typer.Option("-n", min=1, help="Workers killed, each of another user.")] = 40,
     replaced: Annotated[int, typer.Option(min=0, help="Further rounds: only the session is killed.")] = 8,
     frozen: Annotated[int, typer.Option(min=0, help="Further rounds: the session is stopped.")] = 3,
+    stalled: Annotated[int, typer.Option(min=0, help="Users whose host stands still for 6 s.")] = 10,
     json: JsonFile = None,
 ) -> None:
     """From kill -9 of a worker to Active again on another one, with a pool that is not empty."""
-    _bench({"recovery": {"n": n, "replaced": replaced, "frozen": frozen}}, json)
+    rounds = {"n": n, "replaced": replaced, "frozen": frozen, "stalled": stalled}
+    _bench({"recovery": rounds}, json)
 
 
 def _numbers(text: str) -> list[int]:
@@ -163,6 +191,18 @@ def bench_jobs(
     _bench({"jobs": {**rates, "lease": lease, "kills": kills}}, json)
 
 
+@app.command("tiers")
+def bench_tiers(
+    seconds: Annotated[float, typer.Option(min=1, help="How long each part takes.")] = 20.0,
+    rate: Annotated[float, typer.Option(min=0.1, help="Jobs per second of each tier.")] = 10.0,
+    flood: Annotated[int, typer.Option(min=1, help="Jobs that wait in the flooded tier.")] = 20_000,
+    flood_rate: Annotated[float, typer.Option(min=1, help="Further ones that come each second.")] = 200.0,
+    json: JsonFile = None,
+) -> None:
+    """How soon jobs are picked up while another tier is flooded; compared with runners that tiers share."""
+    _bench({"tiers": {"seconds": seconds, "rate": rate, "flood": flood, "flood_rate": flood_rate}}, json)
+
+
 @app.command("lease")
 def bench_lease(
     seconds: Annotated[float, typer.Option(min=1, help="How long each design is watched.")] = 60.0,
@@ -190,12 +230,15 @@ def bench_all(json: JsonFile = None) -> None:
         {
             "claim": {},
             "order": {},
+            "waits": {},
+            "flood": {"seconds": 10.0},
             "memory": {},
-            "recovery": {"n": 12, "replaced": 4, "frozen": 1},
+            "recovery": {"n": 12, "replaced": 4, "frozen": 1, "stalled": 5},
             "idle": {"workers": [100], "minutes": 1.0},
             "sweep": {"workers": [1000, 10_000]},
             "claim-race": {"claims": 50_000},
             "jobs": {"seconds": 1.0, "rounds": 1, "pickups": 60, "kills": 1},
+            "tiers": {"seconds": 10.0},
             "lease": {"seconds": 20.0, "quotas": ["100"]},
             "heartbeat": {"seconds": 60.0, "loads": ["processes"]},
         },

@@ -27,8 +27,8 @@ from infra.lab.worker_image import ImageBuilder
 from infra.lab.worker_image import why_not_buildable as no_image
 from infra.launchers.docker import container
 from infra.launchers.docker.engine import DockerEngine
-from infra.launchers.port import LaunchSpec
 from infra.settings import Settings
+from infra.worker_task import LaunchSpec
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.launch import WorkerConfig
 
@@ -47,10 +47,8 @@ _HOG_PROGRAM = "taken = []\nwhile True: taken.append(b'x' * 4194304)"
 Say = Callable[[str], None]
 
 
-class DockerNotHere(BerthError):
+class DockerNotHere(BerthError, code="DOCKER_NOT_HERE"):
     """Real containers cannot be had on this machine."""
-
-    code = "DOCKER_NOT_HERE"
 
 
 @contextlib.contextmanager
@@ -91,7 +89,11 @@ class MemoryHog:
 
     async def _eat(self) -> None:
         config = WorkerConfig(
-            worker_id="eater", pool="", valkey_url="", launch_token=b"", orchestrator_key=bytes(32)
+            worker_id="eater",
+            pool="",
+            valkey_url="",
+            launch_token=b"",
+            orchestrator_keys=(bytes(32),),
         )
         made = container.container_document(
             LaunchSpec(config=config), image=self._image, network="none", fleet="berth-eater", now=time.time()

@@ -15,8 +15,10 @@ from infra.lab.bench import floor, knee
 from infra.lab.cpu import CpuMeter, StolenTime
 from infra.lab.rest import RequestFailed, RestConnection
 from infra.lab.target import BenchUser, Target, running
+from worker_runtime.protocol.errors import LoginRejected
 
 _WARM_UP = 100
+_REFUSED = 200
 #: The real broker bans a person beyond 250; this measures our path, not that limit.
 ORDERS_PER_10S = 1_000_000
 
@@ -31,6 +33,7 @@ def order_body(user: BenchUser) -> dict[str, object]:
         "quantity": 1,
         "price_type": "MKT",
         "time_in_force": "IOC",
+        "allow_duplicate": True,
     }
 
 
@@ -75,6 +78,23 @@ def _active(target: Target, prefix: str, count: int) -> list[BenchUser]:
     return traders
 
 
+def _refused(target: Target) -> list[float]:
+    """Seconds until an order is refused whose login the broker has rejected before."""
+    [user] = target.make_users("refused", 1, at_exchange=False)
+    connection = RestConnection(target.api_url, user.api_key)
+    taken = []
+    for _ in range(1 + _REFUSED):
+        started = time.perf_counter()
+        try:
+            send_order(connection, user)
+        except RequestFailed as error:
+            if LoginRejected.code not in str(error):
+                raise
+        taken.append(time.perf_counter() - started)
+    connection.close()
+    return taken[1:]  # without the one that was tried
+
+
 def run(
     n: int = 2000,
     users: int = 8,
@@ -92,6 +112,7 @@ def measure(
     target: Target, n: int, users: int, seconds: float, knee_users: int, knee_first: float
 ) -> dict[str, Any]:
     """Measures on a stack that runs, with at least `ORDERS_PER_10S` at its exchange."""
+    refused = _refused(target)
     target.fill_pool(users)
     target.pool_update("pause")  # launches of new workers would run into the measurement
     traders = _active(target, "trader", users)
@@ -110,6 +131,7 @@ def measure(
         **figures.milliseconds(taken, 50, 99),
         "floor_p50_ms": figures.milliseconds(bare, 50)["p50_ms"],
         "floor_p99_ms": figures.milliseconds(bare, 99)["p99_ms"],
+        "login_rejected": figures.milliseconds(refused, 50, 99),
         "exchange_orders_per_10s": ORDERS_PER_10S,
         "users": users,
         "orders_per_s": round(together, 1),
@@ -145,6 +167,10 @@ def table(result: dict[str, Any]) -> None:
             (
                 "floor: two bare Valkey hops",
                 f"p50 {result['floor_p50_ms']}   p99 {result['floor_p99_ms']}",
+            ),
+            (
+                "refused, as the login was rejected before",
+                f"p50 {result['login_rejected']['p50_ms']}   p99 {result['login_rejected']['p99_ms']}",
             ),
             (f"{result['users']} users at once", f"{result['orders_per_s']} orders/s"),
             ("limit of the exchange for this run", f"{result['exchange_orders_per_10s']} orders in 10 s"),

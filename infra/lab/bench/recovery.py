@@ -8,10 +8,14 @@ is sent right after the kill, too: its answer shows when the user is really serv
 Apart from these, some rounds harm the session process only: killed, or stopped until the supervisor misses
 its pulse (`pulse_timeout`). The worker then replaces it in place, so the epoch stays and the clock stops when
 a later session of the same worker is Active.
+
+At last their host stands still: all processes of all workers of users stop for some seconds. Nobody may be
+replaced for it.
 """
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -23,7 +27,7 @@ from infra.lab import figures
 from infra.lab.bench import order
 from infra.lab.figures import Say, silent
 from infra.lab.marks import MarkPoller, PolledMark
-from infra.lab.processes import WorkerKill, kill_worker
+from infra.lab.processes import WorkerKill, kill_worker, processes_of, send_signal
 from infra.lab.rest import RequestFailed, RestConnection
 from infra.lab.target import BenchUser, Target, running
 from infra.local.process import ServerFailed
@@ -34,6 +38,8 @@ _POOL = 3
 _ZYGOTE_EVERY = 4
 #: Seconds; a round that takes longer has failed: by then the mark has expired, too.
 _GIVE_UP = 60.0
+#: Seconds for which a host stands still: twice the time after which a session counts as frozen.
+_STALL = 6.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,17 +135,41 @@ class RecoveryRounds:
         connection.close()
         return time.monotonic(), outcome
 
+    def stand_still(self, users: Sequence[BenchUser]) -> int:
+        """How many of these users have another worker or session after their host has stood still."""
+        for user in users:
+            connection = RestConnection(self._target.api_url, user.api_key)
+            connection.call("POST", f"/v1/users/{user.user_id}/worker/start")
+            order.send_order(connection, user)
+            connection.close()
+        before = {user.user_id: self._marks.read_mark(user.user_id) for user in users}
+        stopped = [pid for mark in before.values() for pid in processes_of(mark.worker_id).all]
+        send_signal(signal.SIGSTOP, *stopped)
+        time.sleep(_STALL)
+        send_signal(signal.SIGCONT, *stopped)
+        time.sleep(self._target.settings.pulse_timeout + 2.0)  # a replacement would begin within this
+        after = {name: self._marks.read_mark(name) for name in before}
+        return sum(
+            (mark.epoch, mark.session) != (after[name].epoch, after[name].session)
+            for name, mark in before.items()
+        )
 
-def run(n: int = 40, replaced: int = 8, frozen: int = 3, say: Say = silent) -> dict[str, Any]:
+
+def run(
+    n: int = 40, replaced: int = 8, frozen: int = 3, stalled: int = 10, say: Say = silent
+) -> dict[str, Any]:
     """Makes `n` kills: every fourth of the first process only, the others of all processes at once.
 
-    Then `replaced` kills of the session process alone, and `frozen` stops of it.
+    Then `replaced` kills of the session process alone, and `frozen` stops of it; at last the host of
+    `stalled` users stands still.
     """
     with running(pool_target=_POOL) as target:
-        return measure(target, n, replaced, frozen, say)
+        return measure(target, n, replaced, frozen, stalled, say)
 
 
-def measure(target: Target, n: int, replaced: int, frozen: int, say: Say = silent) -> dict[str, Any]:
+def measure(
+    target: Target, n: int, replaced: int, frozen: int, stalled: int = 0, say: Say = silent
+) -> dict[str, Any]:
     """Measures on a stack that runs: one round, and one new user, for each kill."""
     plan = [WorkerKill.TREE if number % _ZYGOTE_EVERY else WorkerKill.ZYGOTE for number in range(1, n + 1)]
     plan += [WorkerKill.SESSION] * replaced + [WorkerKill.FROZEN] * frozen
@@ -151,6 +181,7 @@ def measure(target: Target, n: int, replaced: int, frozen: int, say: Say = silen
         for user, what in zip(users, plan, strict=True):
             done.append(rounds.one(user, what))
             say(f"recovery: {len(done)} of {len(plan)} rounds, the last one took {done[-1].active:.2f} s")
+        harmed = rounds.stand_still(target.make_users("sleeper", stalled)) if stalled else 0
     finally:
         rounds.close()
     pulse_timeout = target.settings.pulse_timeout
@@ -163,6 +194,7 @@ def measure(target: Target, n: int, replaced: int, frozen: int, say: Say = silen
             what.value: _figures(parts[what]) for what in WorkerKill if what.in_place and parts[what]
         },
         "pulse_timeout_s": pulse_timeout,
+        **({"stall": {"s": _STALL, "users": stalled, "replaced": harmed}} if stalled else {}),
     }
 
 
@@ -200,6 +232,9 @@ def table(result: dict[str, Any]) -> None:
             f"filled {result['orders_filled']} of {result['n']}",
         )
     )
+    if stall := result.get("stall"):
+        harmed = f"{stall['replaced']} of {stall['users']} users' sessions replaced"
+        rows.append((f"the host stands still for {stall['s']:g} s", harmed))
     figures.print_table("recovery: kill -9 to Active again, a pool that is not empty (s)", rows)
 
 

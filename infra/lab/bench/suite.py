@@ -1,4 +1,4 @@
-"""What `berth bench …` does: runs the benchmarks asked for, prints their tables, writes the figures."""
+"""What `berth bench …` does: runs the benchmarks, prints their tables and aims, writes the figures."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from typing import Any
 from rich.console import Console
 
 from infra.lab import figures
-from infra.lab.bench import claim, density, memory, order, recovery
+from infra.lab.bench import aims, claim, density, flood, memory, order, recovery, waits
 from infra.lab.bench.claim_race import race as claim_race
 from infra.lab.bench.fleet import idle, sweep
 from infra.lab.bench.jobs import comparison as jobs
+from infra.lab.bench.jobs import tiers
 from infra.lab.bench.starvation import heartbeat, lease
 from worker_runtime.protocol.errors import BerthError
 
-_RUN: dict[str, Callable[..., dict[str, Any]]] = {
+BENCHMARKS: dict[str, Callable[..., dict[str, Any]]] = {
     "claim": claim.run,
     "order": order.run,
+    "waits": waits.run,
+    "flood": flood.run,
     "memory": memory.run,
     "density": density.run,
     "recovery": recovery.run,
@@ -30,13 +33,16 @@ _RUN: dict[str, Callable[..., dict[str, Any]]] = {
     "claim-race": claim_race.run,
     "sweep": sweep.run,
     "jobs": jobs.run,
+    "tiers": tiers.run,
     "lease": lease.run,
 }
 #: Those that tell how far they are: they get `say`.
-_LONG = frozenset({"density", "recovery", "idle", "heartbeat", "claim-race", "sweep", "jobs", "lease"})
+_LONG = frozenset(BENCHMARKS) - {"claim", "order", "memory", "waits"}
 _TABLE: dict[str, Callable[[dict[str, Any]], None]] = {
     "claim": claim.table,
     "order": order.table,
+    "waits": waits.table,
+    "flood": flood.table,
     "memory": memory.table,
     "density": density.table,
     "recovery": recovery.table,
@@ -45,6 +51,7 @@ _TABLE: dict[str, Callable[[dict[str, Any]], None]] = {
     "claim-race": claim_race.table,
     "sweep": sweep.table,
     "jobs": jobs.table,
+    "tiers": tiers.table,
     "lease": lease.table,
 }
 
@@ -55,7 +62,7 @@ def run_benchmarks(wanted: Mapping[str, Mapping[str, Any]], json_file: Path | No
     Returns the exit code: 1 with the reason on standard error when a benchmark could not be run.
     """
     for name, arguments in wanted.items():
-        inspect.signature(_RUN[name]).bind(**arguments)
+        inspect.signature(BENCHMARKS[name]).bind(**arguments)
     console = Console(stderr=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was started must be stopped, too
     results: dict[str, dict[str, Any]] = {}
@@ -65,8 +72,10 @@ def run_benchmarks(wanted: Mapping[str, Mapping[str, Any]], json_file: Path | No
         for name, arguments in wanted.items():
             with console.status(f"measuring: {name}") as status:
                 telling = {"say": status.update} if name in _LONG else {}
-                results[name] = _RUN[name](**arguments, **telling)
+                results[name] = BENCHMARKS[name](**arguments, **telling)
             _TABLE[name](results[name])
+            results[name]["aims"] = aims.judge(name, results[name])
+            aims.table(name, results[name]["aims"])
             if json_file is not None:
                 figures.write_json(json_file, results if len(wanted) > 1 else results[name])
     except (BerthError, OSError) as error:

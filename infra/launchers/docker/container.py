@@ -1,14 +1,11 @@
 """A worker as a container: the document that creates it, and how to read what the daemon says of it."""
 
-from __future__ import annotations
-
 import math
 from datetime import datetime
 from hashlib import blake2b
 from typing import Any
 
-from infra.launchers.port import LaunchSpec
-from infra.worker_task import LaunchFailed, Task, check_worker_id, stop_grace
+from infra.worker_task import LaunchFailed, LaunchSpec, Task, check_worker_id, stop_grace
 
 Document = dict[str, Any]
 

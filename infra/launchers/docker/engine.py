@@ -52,6 +52,11 @@ class DockerEngine:
 
     # --- containers ---------------------------------------------------------------------------------
 
+    async def limits_memory(self) -> bool:
+        """Whether the host enforces memory limits; elsewhere the daemon ignores them with a warning."""
+        async with self._call():
+            return bool((await self._client().system.info())["MemoryLimit"])
+
     async def create(self, name: str, document: Document) -> str | None:
         """The new container's id; None when there is one of this name. Raises `LaunchFailed`."""
         async with self._call(expected=(409,), refused=LaunchFailed):
@@ -68,6 +73,12 @@ class DockerEngine:
         async with self._call(refused=LaunchFailed), container.attach(stdin=True) as stream:
             await container.start()
             await stream.write_in(standard_input)
+
+    async def inspect_image(self, name_or_id: str) -> Document | None:
+        """What the daemon knows of an image; None for one that it does not have."""
+        async with self._call(expected=(404,)):
+            return await self._client().images.inspect(name_or_id)
+        return None
 
     async def inspect(self, name_or_id: str) -> Document | None:
         """All that the daemon knows of a container; None for one that does not exist."""

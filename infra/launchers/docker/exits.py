@@ -7,8 +7,6 @@ become known out of order are all reported. It also holds the time of the last e
 is asked again: that finds containers which somebody removed meanwhile.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

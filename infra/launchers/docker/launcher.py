@@ -5,8 +5,6 @@ worker it is. So a restarted orchestrator finds all of them, and several orchest
 fleet (a setting) sees only its own containers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator
@@ -18,8 +16,8 @@ import structlog
 from infra.launchers.docker import container
 from infra.launchers.docker.engine import DockerEngine, Document
 from infra.launchers.docker.exits import KEPT, KEPT_COUNT, DockerExits, DockerPosition, StopNotes
-from infra.launchers.port import LaunchSpec
-from infra.worker_task import GRACE_MAX, LaunchFailed, StopFailed, Task, TaskExit
+from infra.node.cgroup import LimitsUnavailable
+from infra.worker_task import GRACE_MAX, LaunchFailed, LaunchSpec, StopFailed, Task, TaskExit
 
 #: Seconds after which a container that was created but not started counts as abandoned: its launch died in
 #: between. A start takes 0.5 s on 2 idle cores.
@@ -38,9 +36,6 @@ log = structlog.get_logger()
 
 class DockerLauncher:
     """Implements `Launcher`. A task's id is the container's id."""
-
-    #: The daemon knows its containers.
-    list_lag = 0.0
 
     def __init__(
         self,
@@ -67,6 +62,13 @@ class DockerLauncher:
         self._stops = StopNotes()
         self._position = DockerPosition()
 
+    async def require_limits(self) -> None:
+        """Raises `LimitsUnavailable`, or `LauncherUnreachable`."""
+        if not await self._engine.limits_memory():
+            raise LimitsUnavailable(
+                f"Docker at {self._socket} cannot limit memory: its host has no memory cgroup"
+            )
+
     # --- launch -------------------------------------------------------------------------------------
 
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
@@ -91,8 +93,9 @@ class DockerLauncher:
             if f"/{name}" in other["Names"]:
                 return None
             raise LaunchFailed(f"worker {config.worker_id} runs already as container {other['Id'][:12]}")
+        spec = msgspec.structs.replace(spec, image=await self._known_as(spec.image or self._image))
         made = container.container_document(
-            spec, image=spec.image or self._image, network=self._network, fleet=self._fleet, now=time.time()
+            spec, image=self._image, network=self._network, fleet=self._fleet, now=time.time()
         )
         container_id = await self._engine.create(name, made)
         if container_id is None:
@@ -106,6 +109,19 @@ class DockerLauncher:
             raise
         log.info("docker.launched", worker=config.worker_id, task=container_id)
         return container.task_of(container_id, made["Labels"])
+
+    async def _known_as(self, image: str) -> str:
+        """How the daemon knows `name@digest`: an image built on this host has only its id for a digest.
+
+        Raises `LaunchFailed`.
+        """
+        name, _, digest = image.partition("@")
+        if not digest or await self._engine.inspect_image(image) is not None:
+            return image
+        built = await self._engine.inspect_image(digest)
+        if built is None or name not in {tag.rpartition(":")[0] for tag in built["RepoTags"] or ()}:
+            raise LaunchFailed(f"this host has no image {image}")
+        return digest
 
     async def _adopt(self, known: Document) -> Task | None:
         """The task of a container that this token made; None when it never started and is gone now."""
@@ -124,27 +140,40 @@ class DockerLauncher:
 
     # --- stop ---------------------------------------------------------------------------------------
 
-    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> None:
-        known = await self._engine.inspect(task_id) if task_id else None
-        if known is None or not self._is_ours(known) or not known["State"]["Running"]:
-            return
+    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
+        known = await self._running(task_id)
+        if known is None:
+            return True  # the engine knows every container of its host
         note = self._stops.begin(task_id, reason)
         own = float(container.labels_of(known).get(container.GRACE, 0))
         await self._engine.signal(task_id, "SIGTERM")
         if await self._engine.wait_ended(task_id, own if grace is None else min(grace, GRACE_MAX)):
-            return
+            return True
         note.forced = True
         log.warning("docker.killed", worker=container.labels_of(known).get(container.WORKER), task=task_id)
         await self._engine.signal(task_id, "SIGKILL")
         if not await self._engine.wait_ended(task_id, KILL_CONFIRM):
             short = task_id[:12]
             raise StopFailed(f"container {short} was killed {KILL_CONFIRM:.0f} s ago and has not ended")
+        return True
+
+    async def _running(self, task_id: str) -> Document | None:
+        known = await self._engine.inspect(task_id) if task_id else None
+        return known if known and self._is_ours(known) and known["State"]["Running"] else None
+
+    async def is_running(self, task_id: str) -> bool | None:
+        return await self._running(task_id) is not None
 
     async def stop_all(self, reason: str) -> int:
         """Ends all workers of the fleet at once, for `berth up`; returns how many there were."""
         running = await self.list()
         await asyncio.gather(*(self.stop(task.task_id, reason) for task in running))
         return len(running)
+
+    async def remove_ended(self) -> None:
+        """Removes what has ended, with its logs: nobody will hear of these ends."""
+        for one in await self._engine.find(self._ours, ("created", "exited", "dead")):
+            await self._engine.remove(one["Id"])
 
     # --- list and exits -------------------------------------------------------------------------------
 

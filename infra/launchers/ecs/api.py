@@ -5,8 +5,6 @@ it for seconds. botocore retries throttled and broken calls (standard mode: thre
 backoff with jitter); every call here may be repeated, RunTask because of its token.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

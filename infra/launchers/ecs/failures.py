@@ -4,8 +4,6 @@ RunTask fails in two ways: by an exception, and by a good answer (HTTP 200) whos
 was placed. https://docs.aws.amazon.com/AmazonECS/latest/developerguide/api_failures_messages.html
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
@@ -14,52 +12,36 @@ from infra.worker_task import LauncherUnreachable, LaunchFailed
 from worker_runtime.protocol.errors import BerthError
 
 
-class NoCapacity(LaunchFailed):
+class NoCapacity(LaunchFailed, code="LAUNCH_NO_CAPACITY"):
     """The cluster has no room for another worker now."""
 
-    code = "LAUNCH_NO_CAPACITY"
 
-
-class HostUnavailable(LaunchFailed):
+class HostUnavailable(LaunchFailed, code="LAUNCH_HOST_UNAVAILABLE"):
     """The host chosen for the worker does not answer ECS, or leaves the cluster."""
 
-    code = "LAUNCH_HOST_UNAVAILABLE"
 
-
-class LaunchThrottled(LaunchFailed):
+class LaunchThrottled(LaunchFailed, code="LAUNCH_THROTTLED"):
     """Workers are launched faster than the platform allows."""
 
-    code = "LAUNCH_THROTTLED"
 
-
-class LaunchMisconfigured(LaunchFailed):
+class LaunchMisconfigured(LaunchFailed, code="LAUNCH_MISCONFIGURED", retryable=False):
     """The platform cannot launch this, now or later: settings or task definition are wrong."""
 
-    code = "LAUNCH_MISCONFIGURED"
-    retryable = False
 
-
-class LaunchDenied(LaunchFailed):
+class LaunchDenied(LaunchFailed, code="LAUNCH_DENIED", retryable=False):
     """The platform does not allow us to launch: credentials, role or account."""
 
-    code = "LAUNCH_DENIED"
-    retryable = False
 
-
-class TokenInUse(BerthError):
+class TokenInUse(BerthError, code="LAUNCH_TOKEN_IN_USE"):
     """The token belongs to a launch with other parameters; its tasks are known."""
-
-    code = "LAUNCH_TOKEN_IN_USE"
 
     def __init__(self, detail: str, task_ids: tuple[str, ...]) -> None:
         super().__init__(detail)
         self.task_ids = task_ids
 
 
-class UnknownTask(BerthError):
+class UnknownTask(BerthError, code="UNKNOWN_TASK"):
     """ECS does not know the task: it never was, ended more than an hour ago, or is not visible yet."""
-
-    code = "UNKNOWN_TASK"
 
 
 #: AWS's protocols have several codes for the same refusal. All mean that nothing was done.

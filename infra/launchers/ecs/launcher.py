@@ -5,8 +5,6 @@ Later our own cache knows the token by the task's tag, as long as the task runs.
 full listing every 10 minutes corrects it. ECS's answers lag; `task_cache` decides what to believe.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator
@@ -22,15 +20,24 @@ from infra.launchers.ecs.queue import EcsQueue
 from infra.launchers.ecs.records import EcsRecords, position_time, with_position
 from infra.launchers.ecs.request import client_token, run_task
 from infra.launchers.ecs.task_cache import EXITS_REMEMBERED, STOPPED, SeenTask, TaskCache
-from infra.launchers.port import LaunchSpec
 from infra.settings import EcsSettings
 from infra.vault import key_file
-from infra.worker_task import LauncherUnreachable, LaunchFailed, StopFailed, Task, TaskExit, worker_exit
+from infra.worker_task import (
+    LauncherUnreachable,
+    LaunchFailed,
+    LaunchSpec,
+    StopFailed,
+    Task,
+    TaskExit,
+    worker_exit,
+)
 from worker_runtime.protocol import launch_document
 from worker_runtime.protocol.errors import BerthError
 
-#: Seconds that a listing stays valid while no events come: nobody listens, or the queue is out of reach.
-UNFED_PERIOD = 10.0
+#: Seconds that a listing stays valid while no events come: another process reads them, or the queue is out of
+#: reach. With more than 1,000 tasks it is a second for each page of 100: ECS allows some 20 pages a second to
+#: all callers together.
+UNFED_PERIOD, UNFED_TASKS = 10.0, 100
 #: Seconds since the queue's last answer within which the cache counts as fed: two long polls and a pause.
 FED = 15.0
 #: Seconds that a stopped worker gets, unless the caller says otherwise. ECS kills after the container's own
@@ -40,7 +47,7 @@ GRACE = 15.0
 KILL_CONFIRM = 10.0
 #: Seconds between two checks of a stopping task: at first, and at most.
 CHECK_PERIOD, LONGEST_CHECK_PERIOD = 0.5, 3.0
-#: Seconds for which ECS must deny a task that we did not launch before a stop believes that it is gone.
+#: Seconds for which ECS must deny a task that we did not launch before a stop gives up on it.
 DENIAL = 5.0
 #: Seconds of age from which the task in RunTask's answer is an earlier launch: clocks differ.
 OLD_LAUNCH = 60.0
@@ -51,10 +58,7 @@ log = structlog.get_logger()
 
 
 class EcsLauncher:
-    """Implements `Launcher`. Each orchestrator needs its own queue: SQS delivers a message to one reader."""
-
-    #: Launches and stops by other orchestrators come as events, or with the next listing.
-    list_lag = FED
+    """Implements `Launcher`. One process at a time may read `exits`: SQS gives a message to one reader."""
 
     def __init__(
         self, settings: EcsSettings, api: EcsApi, launch_key: bytes, *, denial: float = DENIAL
@@ -116,10 +120,10 @@ class EcsLauncher:
             raise LauncherUnreachable(f"{conflict.detail}; its task is not to be seen")
         return tasks[0]
 
-    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> None:
+    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
         """ECS kills after the container's `stopTimeout`; `grace` only says how long we wait for that."""
         if self._tasks.has_ended(task_id):
-            return
+            return True
         try:
             await self._api.stop(task_id, reason)
         except UnknownTask:
@@ -130,16 +134,24 @@ class EcsLauncher:
         while True:
             denied = await self._describe({task_id})
             if self._tasks.has_ended(task_id):
-                return
+                return True
             now = time.monotonic()
             if denied and not self._tasks.runs(task_id) and now - began >= self._denial:
                 log.warning("ecs_task_unknown", task_id=task_id)
-                return
+                return False
             if now > deadline:
                 what = "not visible in ECS yet" if denied else "not stopped"
                 raise StopFailed(f"task {task_id}: {what} after {now - began:.0f} s")
             await asyncio.sleep(min(pause, self._denial))
             pause = min(pause * 1.5, LONGEST_CHECK_PERIOD)
+
+    async def is_running(self, task_id: str) -> bool | None:
+        await self._refresh()
+        if not self._tasks.runs(task_id) and not self._tasks.has_ended(task_id):
+            await self._describe({task_id})  # another orchestrator's
+        if self._tasks.has_ended(task_id):
+            return False
+        return self._tasks.runs(task_id) or None
 
     async def list(self) -> list[Task]:
         await self._refresh()
@@ -207,7 +219,8 @@ class EcsLauncher:
     def _is_fresh(self) -> bool:
         now = time.monotonic()
         fed = now - self._fed_at < FED
-        return now - self._listed_at < (self._period if fed else min(self._period, UNFED_PERIOD))
+        unfed = max(UNFED_PERIOD, len(self._tasks.running_ids()) / UNFED_TASKS)
+        return now - self._listed_at < (self._period if fed else min(self._period, unfed))
 
     async def _list_all(self) -> None:
         """Makes a full listing. A task that it lacks is described, not forgotten."""
@@ -242,10 +255,8 @@ class EcsLauncher:
         return denied
 
 
-class EcsUnconfigured(BerthError):
+class EcsUnconfigured(BerthError, code="ECS_UNCONFIGURED"):
     """The ECS launcher needs BERTH_ECS_QUEUE_URL."""
-
-    code = "ECS_UNCONFIGURED"
 
 
 def create_ecs_launcher(settings: EcsSettings) -> EcsLauncher:

@@ -4,8 +4,6 @@ A message is deleted when its change is in the cache; the message of an exit, wh
 unreadable one is left alone: after its last delivery SQS moves it to the dead-letter queue.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import structlog

@@ -4,8 +4,6 @@ Both have the same fields; an event has its times as text and has no tags.
 https://docs.aws.amazon.com/AmazonECS/latest/developerguide/ecs_task_events.html
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from datetime import datetime

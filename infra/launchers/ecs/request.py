@@ -4,16 +4,14 @@ ECS refuses a repeat of a token whose parameters differ (`ConflictException`). S
 and nothing depends on the time.
 """
 
-from __future__ import annotations
-
 import re
 from hashlib import blake2b
 from typing import Any
 
 from infra.launchers.ecs.failures import LaunchMisconfigured
 from infra.launchers.ecs.records import GROUP, TAG_POOL, TAG_TOKEN, TAG_VERSION, TAG_WORKER, family_of
-from infra.launchers.port import LaunchSpec
 from infra.settings import EcsSettings
+from infra.worker_task import LaunchSpec
 from worker_runtime.protocol import launch_document
 from worker_runtime.protocol.messages import encode
 

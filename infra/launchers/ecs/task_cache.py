@@ -5,8 +5,6 @@ description or an event says STOPPED, or until ECS has denied it twice, a minute
 https://docs.aws.amazon.com/AmazonECS/latest/APIReference/API_RunTask.html
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

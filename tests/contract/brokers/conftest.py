@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +50,7 @@ def order(
     quantity: int = 2,
     price: Decimal | None = None,
     time_in_force: TimeInForce = TimeInForce.ROD,
+    **terms: Any,
 ) -> PlaceOrder:
     """A new order; without a price a market order."""
     number = next(_numbers)
@@ -60,12 +62,13 @@ def order(
         symbol=symbol,
         side=side,
         quantity=quantity,
-        price_type=PriceType.MARKET if price is None else PriceType.LIMIT,
+        price_type=terms.pop("price_type", PriceType.MARKET if price is None else PriceType.LIMIT),
         price=price,
         time_in_force=time_in_force,
         tag=f"t{number}",
         reply_to="channel",
         generation="generation",
+        **terms,
     )
 
 

@@ -359,7 +359,7 @@ def _config(paper_exchange: str) -> WorkerConfig:
         pool="p",
         valkey_url="redis://127.0.0.1:1/0",
         launch_token=b"t",
-        orchestrator_key=b"k" * 32,
+        orchestrator_keys=(b"k" * 32,),
         paper_exchange=paper_exchange,
     )
 

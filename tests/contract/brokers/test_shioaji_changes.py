@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from decimal import Decimal
+from types import SimpleNamespace
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -150,3 +151,22 @@ def test_a_list_in_production_shows_the_orders_since_midnight_in_taipei(heard: H
     since = (now - midnight).total_seconds()
     assert (listing.behind, listing.positions_agree) == (0, False)
     assert (since - listing.reaches + 1) % 86_400 < 10  # also when midnight passes between the two
+
+
+def test_the_reference_price_is_the_contracts_if_that_is_of_today(setting: ShioajiStage) -> None:
+    broker = setting.login()
+    assert broker.reference_price("2890") is None  # the contract says none
+    assert broker.reference_price("nosuch") is None
+    today = datetime.now(ZoneInfo("Asia/Taipei")).date()
+    for day, reference, expected in (
+        (today, 17.05, Decimal("17.05")),
+        (today, 0.0, None),
+        (today - timedelta(days=1), 17.05, None),
+    ):
+        found = SimpleNamespace(
+            code="2890", target_code=None, reference=reference, update_date=f"{day:%Y/%m/%d}"
+        )
+        setting.client.contracts.get = lambda code, security_type, found=found: found
+        assert broker.reference_price("2890") == expected
+    broker.close()
+    assert broker.reference_price("2890") is None

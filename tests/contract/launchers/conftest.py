@@ -7,17 +7,19 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import pytest
 
 from infra.launchers.docker.launcher import DockerLauncher
-from infra.launchers.fake import FakeLauncher
 from infra.launchers.port import Launcher
 from infra.launchers.process import ProcessLauncher
+from infra.launchers.served import LauncherServer
+from infra.node.address import listen
 from infra.worker_task import Task
 from tests.containers.docker_house import STAND_IN_IMAGE, DockerHouse
 from tests.contract.launchers.ecs.ecs_ground import EcsGround, on_moto
+from tests.contract.launchers.fake import FakeLauncher
 from tests.contract.launchers.node_process import NodeProcess
 
 
@@ -42,6 +44,25 @@ class FakeGround:
 
     async def crash(self, task: Task) -> None:
         self.launcher.end(task.task_id)
+
+
+class ServedGround(FakeGround):
+    """A launcher in memory behind the container launcher's socket."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.socket = folder / "launcher.sock"
+        self.server = LauncherServer(self.launcher, image="berth-worker:0.1.0")
+
+    async def __aenter__(self) -> Self:
+        await self.server.start(listen(self.socket))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.server.close()
+
+    def client(self) -> Launcher:
+        return ProcessLauncher(self.socket)
 
 
 class ProcessGround:
@@ -103,12 +124,16 @@ async def node(short_directory: Path) -> AsyncIterator[NodeProcess]:
     await made.close()
 
 
-@pytest.fixture(params=["fake", "process", "ecs", "docker"])
+@pytest.fixture(params=["fake", "process", "served", "ecs", "docker"])
 async def ground(
     request: pytest.FixtureRequest, short_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Ground]:
     if request.param == "fake":
         yield FakeGround()
+        return
+    if request.param == "served":
+        async with ServedGround(short_directory) as served:
+            yield served
         return
     if request.param == "ecs":
         async with on_moto(monkeypatch) as on_ecs:

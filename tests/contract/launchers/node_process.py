@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from infra import processes
@@ -35,23 +35,29 @@ def cgroups_named(name: str) -> list[Path]:
 
 
 class NodeProcess:
-    def __init__(self, folder: Path, command: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, command: str | None = None, *, before: Sequence[str] = (), uids: str = ""
+    ) -> None:
+        """`before`: a program that runs the node, with its arguments. `uids`: user ids for workers."""
         self.socket = folder / "node.sock"
         self.state = folder / "state"
         self.log = folder / "node.log"
         self.command = command or shlex.join([sys.executable, "-I", "-S", str(STAND_IN)])
+        self.before = tuple(before)
+        self.uids = uids
         self.process: subprocess.Popen[bytes] | None = None
 
     def spawn(self, *options: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         """A node on this socket and state folder, not waited for."""
-        words = [sys.executable, "-m", "infra.node", "--socket", str(self.socket), "--state", str(self.state)]
+        words = [*self.before, sys.executable, "-m", "infra.node"]
+        words += ["--socket", str(self.socket), "--state", str(self.state)]
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 [*words, "--command", self.command, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, "BERTH_NODE_UIDS": self.uids, **(environment or {})},
             )
 
     async def start(self, *options: str, environment: Mapping[str, str] | None = None) -> NodeStatus:

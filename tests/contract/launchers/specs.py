@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from infra.launchers.port import LaunchSpec
-from infra.worker_task import MEMORY_HARD, MEMORY_SOFT
+from infra.worker_task import MEMORY_HARD, MEMORY_SOFT, LaunchSpec
 from worker_runtime.protocol.launch import WorkerConfig
 
 #: In every config; must never be seen outside of the worker's standard input.
@@ -23,7 +22,7 @@ def spec(
             pool="default",
             valkey_url="redis://127.0.0.1:1/0",
             launch_token=CANARY,
-            orchestrator_key=bytes(32),
+            orchestrator_keys=(bytes(32),),
             version=behaviour,
         ),
         memory_soft=min(memory_hard, MEMORY_SOFT),

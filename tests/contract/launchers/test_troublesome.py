@@ -6,12 +6,11 @@ import asyncio
 
 import pytest
 
-from infra.launchers.fake import FakeLauncher
-from infra.launchers.port import LaunchSpec
 from infra.launchers.process import ProcessLauncher
 from infra.launchers.registry import UnknownLauncher, create_launcher
 from infra.settings import Settings
-from infra.worker_task import LauncherUnreachable, LaunchFailed, Task
+from infra.worker_task import LauncherUnreachable, LaunchFailed, LaunchSpec, Task
+from tests.contract.launchers.fake import FakeLauncher
 from tests.contract.launchers.specs import spec
 from tests.contract.launchers.troublesome import (
     FailingLauncher,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
-from infra.launchers.fake import FakeLauncher, OnLaunch
-from infra.launchers.port import LaunchSpec
-from infra.worker_task import LauncherUnreachable, LaunchFailed, Task
+from infra.worker_task import LauncherUnreachable, LaunchFailed, LaunchSpec, Task
+from tests.contract.launchers.fake import FakeLauncher, OnLaunch
 
 
 class SlowLauncher(FakeLauncher):
@@ -60,12 +59,16 @@ class LostReplyLauncher(FakeLauncher):
 
 
 class UnsteadyLauncher(FakeLauncher):
-    """Its list is behind by `list_lag` seconds, and the answers of every `loses`-th launch are lost."""
+    """Its list is behind by `list_lag` seconds, as is what it knows of a task; the answers of every
+    `loses`-th launch are lost (0: none), and a stop answers `stop_delay` seconds late."""
 
-    def __init__(self, *, list_lag: float, loses: int, on_launch: OnLaunch | None = None) -> None:
+    def __init__(
+        self, *, list_lag: float, loses: int = 0, stop_delay: float = 0.0, on_launch: OnLaunch | None = None
+    ) -> None:
         super().__init__(on_launch)
         self.list_lag = list_lag
         self.loses = loses
+        self.stop_delay = stop_delay
         self._calls = 0
         #: What ran, and from when on (monotonic seconds).
         self._versions: list[tuple[float, list[Task]]] = [(0.0, [])]
@@ -77,7 +80,7 @@ class UnsteadyLauncher(FakeLauncher):
         task = await super().launch(spec, token)
         self._changed()
         self._calls += 1
-        if self._calls % self.loses == 0:
+        if self.loses and self._calls % self.loses == 0:
             raise LauncherUnreachable("the answer was lost")
         return task
 
@@ -90,6 +93,15 @@ class UnsteadyLauncher(FakeLauncher):
     ) -> None:
         super().end(task_id, exit_code, reason, detail)
         self._changed()
+
+    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
+        known = task_id in self._running
+        await super().stop(task_id, reason, grace=grace)
+        await asyncio.sleep(self.stop_delay)
+        return known
+
+    async def is_running(self, task_id: str) -> bool | None:
+        return True if any(one.task_id == task_id for one in await self.list()) else None
 
     async def list(self) -> list[Task]:
         self._check()

@@ -103,7 +103,7 @@ def described_dataclass(one: type[Any]) -> dict[str, bool]:
 def _type(info: Any) -> Shape:
     kind = type(info).__name__
     if kind in _PLAIN:
-        return {"plain": kind}
+        return {"plain": kind} | _sample(info)
     if isinstance(info, shape_of.EnumType):
         return {"enum": [one.value for one in info.cls]}
     if isinstance(info, shape_of.StructType):
@@ -115,6 +115,15 @@ def _type(info: Any) -> Shape:
     if isinstance(info, (shape_of.ListType, shape_of.VarTupleType)):
         return {"list": _type(info.item_type)}
     raise TypeError(f"{info} is of a kind that no message had before: describe it here")
+
+
+def _sample(info: Any) -> Shape:
+    """A value within the type's bounds, where the usual one is not."""
+    if (getattr(info, "ge", None) or 0) > 7:
+        return {"sample": info.ge}
+    if getattr(info, "pattern", None):  # the only one: an order's id
+        return {"sample": "6a3f3c1e-0b0c-4f6e-9f5e-1d2c3b4a5968"}
+    return {}
 
 
 # --- samples -----------------------------------------------------------------------------------------
@@ -132,7 +141,7 @@ def samples(key: str, known: dict[str, Shape]) -> Iterator[Any]:
 
 def values(shape: Shape, known: dict[str, Shape]) -> Iterator[Any]:
     if "plain" in shape:
-        yield _PLAIN[shape["plain"]][1]
+        yield shape.get("sample", _PLAIN[shape["plain"]][1])
     elif "enum" in shape:
         yield from shape["enum"]
     elif "struct" in shape:

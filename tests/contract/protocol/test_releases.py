@@ -20,7 +20,20 @@ RELEASES = sorted(path.stem for path in record.FOLDER.glob("*.json"))
 LAST = RELEASES[-1]
 
 #: What an earlier release cannot read: (release, struct) → the value, and why that does no harm.
-UNREAD: dict[tuple[str, str], tuple[str, str]] = {}
+UNREAD: dict[tuple[str, str], tuple[str, str]] = {
+    ("0.1.0", "messages.PlaceOrder"): ("MKP", "it answers MALFORMED_MESSAGE: such an order is not placed"),
+    ("0.1.0", "messages.Claim"): ("MKP", "open orders are sent as market orders"),
+    ("0.1.0", "messages.ReloadCredentials"): ("MKP", "open orders are sent as market orders"),
+    # What follows names the price type of orders at the broker, which is LMT or MKT.
+    ("0.1.0", "exchange.Place"): ("MKP", "the paper exchange is of the release of its workers"),
+    **{
+        ("0.1.0", name): ("MKP", "reported as MKT")
+        for name in (
+            *("exchange.ExchangeOrder", "exchange.ExchangeReply", "exchange.OrderChanged"),
+            "requests.AccountReport",
+        )
+    },
+}
 
 
 def release(name: str) -> dict[str, Any]:

@@ -13,26 +13,33 @@ from redis.asyncio import Redis
 from temporalio.testing import ActivityEnvironment
 
 from activities.claims.claim import ClaimActivities
-from activities.claims.health import HealthActivity
+from activities.claims.handshake import AssignmentSealer
 from activities.claims.reload import ReloadActivity
-from activities.claims.stop import StopActivity
+from activities.claims.stop import MARGIN, EndConfirmer, HealthActivity, StopActivity
 from activities.pool.launch import LaunchActivities
 from activities.pool.sizing import PoolActivities
 from infra.database import accounts, users
 from infra.database.engine import Database
-from infra.launchers.fake import FakeLauncher
-from infra.launchers.port import LaunchSpec
 from infra.market import calendar
 from infra.settings import Settings
+from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
 from infra.vault import key_pairs, vault
-from infra.vault import key_pairs as orchestrator_keys
 from infra.vault.key_pairs import MasterKeyRing, OrchestratorKeys
+from infra.vault.message_secret import MessageSecrets
+from infra.worker_task import LaunchSpec
+from tests.contract.launchers.fake import FakeLauncher
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker, born
+from tests.signed import SECRETS, worker_metadata
+from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.launch import WorkerConfig
-from worker_runtime.protocol.messages import Credentials
+from worker_runtime.protocol.messages import Credentials, Event
+from worker_runtime.protocol.worker_reports import EVENT, sign_event
 from workflows.user_worker import messages as m
 
 T = TypeVar("T")
+#: Seconds after which a fenced worker counts as ended.
+FENCED_FOR = 1.0
 SECRET = Credentials(api_key="key-canary", secret_key="secret-canary")
 
 
@@ -43,6 +50,7 @@ class Yard:
     client: Redis
     database: Database
     keys: OrchestratorKeys
+    secrets: MessageSecrets
     ring: MasterKeyRing
     launcher: FakeLauncher
     settings: Settings
@@ -51,20 +59,24 @@ class Yard:
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
-        self.claiming = ClaimActivities(self.client, self.database, self.ring, self.keys)
+        sealer = AssignmentSealer(self.ring, self.keys, self.secrets)
+        self.claiming = ClaimActivities(self.client, self.database, sealer)
         self.launching = LaunchActivities(self.client, self.database, self.launcher, self.settings, self.keys)
-        self.stopping = StopActivity(self.client, self.database, self.launcher, self.keys)
-        self.checking = HealthActivity(self.client, self.database, self.launcher)
-        self.reloading = ReloadActivity(self.client, self.database, self.ring, self.keys)
+        self.ends = EndConfirmer(self.client, self.database, self.launcher, self.secrets, FENCED_FOR - MARGIN)
+        self.stopping = StopActivity(self.client, self.database, self.ends, self.keys)
+        self.checking = HealthActivity(
+            self.client, self.database, self.launcher, self.secrets, FENCED_FOR - MARGIN
+        )
+        self.reloading = ReloadActivity(self.client, self.database, sealer)
         self.pool = PoolActivities(self.client, self.database, self.launcher, calendar.load_calendar())
 
     async def run(self, activity: Callable[[Any], Awaitable[T]], request: Any) -> T:
         return await ActivityEnvironment().run(activity, request)
 
-    async def user(self, *, with_account: bool = True) -> str:
+    async def user(self, *, with_account: bool = True, credentials: Credentials = SECRET) -> str:
         user_id = f"u{next(self._numbers)}"
         encrypted = await vault.encrypt_credentials(
-            SECRET, self.ring.public, user_id=user_id, account_id="main"
+            credentials, self.ring.public, user_id=user_id, account_id="main"
         )
         async with self.database.session() as session:
             await users.create_user(session, user_id)
@@ -88,10 +100,30 @@ class Yard:
             pool=POOL,
             valkey_url="",
             launch_token=self.keys.launch_token(name),
-            orchestrator_key=self.keys.public_key,
+            orchestrator_keys=self.keys.public_keys,
         )
-        await self.launcher.launch(LaunchSpec(config=config), f"token-{name}")
+        await self.launching._record(config)
+        task = await self.launcher.launch(LaunchSpec(config=config), f"token-{name}")
+        await self.launching._record(config, task.task_id)
         return self.made[name]
+
+    async def renew_mark(self, user_id: str, worker_id: str, epoch: int, **fields: str | int) -> str:
+        """Renews mark and metadata as the user's worker of this epoch does."""
+        shown = worker_metadata(user_id, self.secrets, epoch=epoch, worker=worker_id, **fields)
+        outcome = await valkey.run_script(
+            self.client,
+            scripts.RENEW_MARK,
+            [keys.owner(user_id), keys.mark(user_id), keys.metadata(user_id)],
+            [epoch, worker_id, 30_000, *shown],
+        )
+        return bytes(outcome).decode()
+
+    async def send_event(self, event: Event, secrets: MessageSecrets | None = None) -> None:
+        """Sends what the worker of the event's assignment says; with other `secrets` it is forged."""
+        keys_of = (secrets or self.secrets).assignment_keys
+        entry = sign_event(event, keys_of(event.user_id, event.epoch))
+        for stream in (keys.EVENTS, keys.CHANGES):
+            await reply_of(self.client.xadd(stream, {EVENT: entry}))
 
     def claim(self, user_id: str, claim_id: str = "c1", reply_wait: float = 10.0) -> m.ClaimRequest:
         return m.ClaimRequest(
@@ -100,18 +132,20 @@ class Yard:
 
 
 @pytest.fixture
-async def yard(valkey_client: Redis, migrated_database: str, tmp_path: Path) -> AsyncIterator[Yard]:
-    database = Database(migrated_database, pool_wait=30.0)
-    keys = orchestrator_keys.create_orchestrator_keys(tmp_path / "orchestrator.key")
+async def yard(valkey_client: Redis, services_database: str, tmp_path: Path) -> AsyncIterator[Yard]:
+    database = Database(services_database, pool_wait=30.0)
+    key_pairs.create_orchestrator_keys(tmp_path)
+    keys = OrchestratorKeys(tmp_path)
     key_pairs.create_master_key(tmp_path / "master.key", tmp_path / "master.pub")
     made: dict[str, ScriptedPoolWorker] = {}
     yield Yard(
         client=valkey_client,
         database=database,
         keys=keys,
+        secrets=SECRETS,
         ring=key_pairs.load_ring(tmp_path / "master.key"),
         launcher=FakeLauncher(born(valkey_client, keys, made)),
-        settings=Settings(data_dir=tmp_path, database_url=migrated_database),
+        settings=Settings(data_dir=tmp_path, database_url=services_database),
         made=made,
     )
     await database.close()

@@ -14,13 +14,14 @@ from redis.exceptions import RedisError
 from infra import tasks
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
+from tests.signed import switch_words, worker_answer
 from worker_runtime.brokers.port import Listing
 from worker_runtime.process.clock import wall_ms
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.exchange import ExchangeOrder
-from worker_runtime.protocol.messages import Answer, Failure, decode, encode
-from worker_runtime.protocol.requests import OPEN_SWITCH, QueryAccount, Request, encode_report, parse_frame
+from worker_runtime.protocol.messages import Answer, Failure, decode
+from worker_runtime.protocol.requests import QueryAccount, Request, encode_report, parse_frame
 from worker_runtime.trading.reconciliation import build_report
 
 
@@ -29,6 +30,7 @@ class ReportingWorker:
 
     def __init__(self, client: Redis, user_id: str, *orders: ExchangeOrder) -> None:
         self.user_id = user_id
+        self.epoch = 1
         self.orders = list(orders)
         self.complete = True
         self.certain = True
@@ -42,9 +44,9 @@ class ReportingWorker:
     async def __aenter__(self) -> Self:
         owner = keys.owner(self.user_id)
         generation = await valkey.ensure_generation(self._client, "g")
-        owned = ["1", "w", generation, *OPEN_SWITCH.words()]
+        owned = [str(self.epoch), "w", generation, *switch_words(self.user_id)]
         await valkey.run_script(self._client, scripts.SET_OWNER, [owner, keys.switch(self.user_id)], owned)
-        await self._client.set(keys.mark(self.user_id), "1:w")
+        await self._client.set(keys.mark(self.user_id), f"{self.epoch}:w")
         self._task = asyncio.create_task(self._serve())
         return self
 
@@ -62,7 +64,7 @@ class ReportingWorker:
         names = [keys.owner(user), keys.control(user), keys.requests(user), keys.processing(user)]
         names += [keys.pop(user), keys.switch(user)]
         kind, item, *_ = await valkey.run_script(
-            self._client, scripts.POP, names, ["1", "w", "w:1", str(number)]
+            self._client, scripts.POP, names, [str(self.epoch), "w", "w:1", str(number)]
         )
         if kind != b"request":
             return False
@@ -73,7 +75,12 @@ class ReportingWorker:
             self._client,
             scripts.ANSWER,
             keys.answering(user, query.request_id),
-            [item, encode(self._answer(query)), keys.ANSWER_TTL, query.reply_to],
+            [
+                item,
+                worker_answer(user, self._answer(query), epoch=self.epoch),
+                keys.ANSWER_TTL,
+                query.reply_to,
+            ],
         )
         return True
 

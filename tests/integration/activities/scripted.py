@@ -11,13 +11,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from redis.asyncio import Redis
 
-from infra.launchers.port import LaunchSpec
+from activities.pool import entries
 from infra.valkey import client as valkey
-from infra.valkey.client import reply_of
+from infra.valkey.client import reply_of, text_of
 from infra.vault.key_pairs import OrchestratorKeys
-from infra.worker_task import Task
+from infra.worker_task import LaunchSpec, Task
 from worker_runtime.protocol import keys, scripts, sealing
 from worker_runtime.protocol.messages import (
+    AccountLogin,
     Claim,
     ClaimReply,
     Connect,
@@ -25,7 +26,6 @@ from worker_runtime.protocol.messages import (
     Failure,
     InboxMessage,
     decode,
-    encode,
 )
 
 POOL = "default"
@@ -54,7 +54,7 @@ class ScriptedPoolWorker:
     ) -> None:
         self._client = client
         self._keys = orchestrator_keys
-        self._reserved = reserved_claim
+        self.reserved = reserved_claim
         self._version = version
         self.worker_id = worker_id
         self.task_id = task_id or f"task-{worker_id}"
@@ -65,33 +65,32 @@ class ScriptedPoolWorker:
         self.opened: list[Credentials] = []
         #: Failures of the next logins; when empty, logins succeed.
         self.failures: list[Failure] = []
+        #: How the logins stand, as the next replies say.
+        self.logins: list[AccountLogin] = []
 
     async def announce(self) -> str:
-        state = await valkey.run_script(
-            self._client,
-            scripts.ANNOUNCE_WORKER,
-            [
-                keys.pool_worker(POOL, self.worker_id),
-                keys.pool_ready(POOL),
-                keys.pool_claim(POOL, self._reserved),
-                keys.pool_born(POOL, self._reserved),
-            ],
-            [
-                self.worker_id,
-                30_000,
-                self._reserved,
-                keys.CLAIM_TTL,
-                *("public_key", self.public_key, "proof", self.proof),
-                *("task", self.task_id, "version", self._version),
-            ],
-        )
-        return bytes(state).decode()
+        """Its state, once it was taken into the pool, if it was not there."""
+        if not await self.renew_entry(self._client):
+            await entries.admit(self._client, POOL, self.worker_id, self.reserved)
+        return text_of(await reply_of(self._client.hget(keys.pool_worker(POOL, self.worker_id), "state")))
+
+    async def renew_entry(self, client: Redis, *, ring: bool = False) -> str:
+        """Its state; with `ring`, asks to be taken into the pool if it is not there, as real ones do."""
+        words = [
+            *("public_key", self.public_key, "proof", self.proof, "reserved", self.reserved),
+            *("task", self.task_id, "version", self._version),
+        ]
+        entry = keys.pool_worker(POOL, self.worker_id)
+        state = await valkey.run_script(client, scripts.ANNOUNCE_WORKER, [entry], [30_000, *words])
+        if ring and not state:
+            await reply_of(client.rpush(keys.EVENT_BELL, f"{POOL} {self.worker_id}"))
+        return text_of(state)
 
     async def next(self, patience: float = 30.0) -> InboxMessage:
         """Takes one message from the inbox and checks its signature."""
         item = await popped(self._client, keys.pool_inbox(POOL, self.worker_id), patience)
         assert item is not None, "nothing came to the inbox"
-        payload = sealing.verify(item, Ed25519PublicKey.from_public_bytes(self._keys.public_key))
+        payload = sealing.verify(item, *map(Ed25519PublicKey.from_public_bytes, self._keys.public_keys))
         message: InboxMessage = decode(payload, InboxMessage)
         self.received.append(message)
         return message
@@ -135,8 +134,11 @@ class ScriptedPoolWorker:
             failure=self.failures.pop(0) if self.failures else None,
             claimed_at_ms=1000,
             connected_at_ms=2000,
+            logins=self.logins,
+            at_ms=1000,
         )
-        await reply_of(self._client.rpush(keys.pool_reply(POOL, claim_id), encode(reply)))
+        proven = sealing.prove_reply(reply, self._keys.launch_token(self.worker_id))
+        await reply_of(self._client.rpush(keys.pool_reply(POOL, self.worker_id, claim_id), proven))
 
 
 def born(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+import subprocess
+import sys
+import time as clock
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, time, timedelta
@@ -22,17 +25,19 @@ from temporalio.service import RPCError
 
 from api.app import create_app
 from api.container import Services
-from infra.database import users
+from infra.database import api_keys
 from infra.database.engine import Database
 from infra.local.process import free_port
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
+from infra.vault.api_tokens import ApiTokens
 from infra.vault.key_file import write_key_file
 from infra.vault.key_pairs import create_master_key
 from tests.commands import CommandForker, Finished
 from tests.integration.api.lifecycle import LifecycleStub, orchestrator
 from tests.integration.api.scripted_worker import Script, ScriptedWorker, filled, until
+from tests.signed import write_secret
 
 _numbers = itertools.count(1)
 
@@ -82,16 +87,20 @@ def an_order(number: int = 1, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def settings(
-    tmp_path: Path, valkey_server: ValkeyServer, valkey_client: Redis, migrated_database: str
+    tmp_path: Path, valkey_server: ValkeyServer, valkey_client: Redis, services_database: str
 ) -> Settings:
     """Temporal is at an address where nobody listens."""
     create_master_key(tmp_path / "master.key", tmp_path / "master.pub")
+    write_secret(tmp_path / "message.key")
+    write_secret(tmp_path / "api.key")
     return Settings(
         data_dir=tmp_path,
         master_key_file=tmp_path / "master.key",
         master_public_file=tmp_path / "master.pub",
+        message_key_file=tmp_path / "message.key",
+        api_secret_file=tmp_path / "api.key",
         valkey_url=valkey_server.url,
-        database_url=migrated_database,
+        database_url=services_database,
         temporal_address="127.0.0.1:1",
         database_pool_wait=30.0,
     )
@@ -130,11 +139,13 @@ async def served(api: ServedApi) -> AsyncIterator[str]:
         await asyncio.wait_for(task, 30)
 
 
-async def make_key(settings: Settings, role: users.Role) -> str:
+async def make_key(settings: Settings, role: api_keys.Role) -> str:
     database = Database(settings.database_url, pool_size=1)
     try:
         async with database.session() as session:
-            return (await users.create_api_key(session, role)).token
+            token = ApiTokens(settings.api_secret_file).make()
+            await api_keys.create_api_key(session, token, role)
+            return token
     finally:
         await database.close()
 
@@ -205,5 +216,57 @@ async def start_worker(valkey_server: ValkeyServer) -> AsyncIterator[StartWorker
         yield start
 
 
+@pytest.fixture
+def serve(settings: Settings, tmp_path: Path) -> Iterator[Serve]:
+    """Starts `python -m api`, with two processes if not told otherwise; returns it and the URL."""
+    started: list[subprocess.Popen[bytes]] = []
+    port = free_port()
+
+    def start(processes: int = 2) -> tuple[subprocess.Popen[bytes], str]:
+        environment = {
+            **os.environ,
+            "BERTH_DATA_DIR": str(settings.data_dir),
+            "BERTH_MASTER_PUBLIC_FILE": str(settings.master_public_file),
+            "BERTH_MESSAGE_KEY_FILE": str(settings.message_key_file),
+            "BERTH_API_SECRET_FILE": str(settings.api_secret_file),
+            "BERTH_VALKEY_URL": settings.valkey_url,
+            "BERTH_DATABASE_URL": settings.database_url,
+            "BERTH_TEMPORAL_ADDRESS": settings.temporal_address,
+            "BERTH_API_PORT": str(port),
+            "BERTH_API_PROCESSES": str(processes),
+        }
+        with (tmp_path / "api.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "api"], env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        started.append(process)
+        return process, f"http://127.0.0.1:{port}/v1"
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.wait(30)
+
+
+async def alive(url: str) -> None:
+    end = clock.monotonic() + 30
+    async with httpx.AsyncClient() as client:
+        while True:
+            try:
+                if (await client.get(f"{url}/healthz")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                assert clock.monotonic() < end, "the API did not come up"
+            await asyncio.sleep(0.05)
+
+
 StartWorker = Callable[..., Awaitable[ScriptedWorker]]
 OperatorCommand = Callable[..., Awaitable[Finished]]
+Serve = Callable[..., tuple[subprocess.Popen[bytes], str]]
+
+
+@pytest.fixture
+async def staff(whole_api: ServedApi) -> AsyncIterator[httpx.AsyncClient]:
+    async with whole_api.client(whole_api.admin_key) as client:
+        yield client

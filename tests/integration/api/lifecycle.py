@@ -37,6 +37,8 @@ class LifecycleStub:
         self.go = asyncio.Event()
         self.go.set()
         self.signals: list[tuple[str, str]] = []
+        #: What the workflow knows of the session's health.
+        self.health = "degraded: broker unreachable"
         self.workers: list[ScriptedWorker] = []
         #: What the update `reload_credentials_now` returns; None: nothing before the workflow ends.
         self.reload: ReloadResult | None = ReloadResult(ok=True)
@@ -142,10 +144,11 @@ class ScriptedUserWorker:
             reason="",
             next_step="",
             deadline=None,
-            health="degraded: broker unreachable",
+            health=present[-1].health,
             health_at=1_700_000_060.0,
             crashes=2,
             last_activity=1_700_000_030.0,
+            note="credentials refused: LOGIN_REJECTED: wrong key",
         )
 
 

@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 
 from infra import tasks
 from infra.valkey import client as valkey
+from tests.signed import SECRETS, switch_words, worker_answer, worker_metadata
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.messages import (
     Answer,
@@ -22,10 +23,8 @@ from worker_runtime.protocol.messages import (
     OrderState,
     PlaceOrder,
     decode,
-    encode,
 )
 from worker_runtime.protocol.requests import (
-    OPEN_SWITCH,
     CancelOrder,
     QueryAccount,
     ReplaceOrder,
@@ -84,9 +83,12 @@ class ScriptedWorker:
         """Makes itself the user's worker, as a claim does."""
         generation = await valkey.ensure_generation(self._client, "generation-1")
         owner, user = keys.owner(self.user_id), self.user_id
-        owned = ["1", "scripted", generation, *OPEN_SWITCH.words()]
+        owned = ["1", "scripted", generation, *switch_words(self.user_id)]
         await valkey.run_script(self._client, scripts.SET_OWNER, [owner, keys.switch(user)], owned)
-        args = ["1", "scripted", "30000", "state", "Active", "version", "0"]
+        shown = worker_metadata(
+            user, state="Active", version="0", worker="scripted", epoch=1, last_activity_ms=1_700_000_090_000
+        )
+        args = ["1", "scripted", "30000", *shown]
         await valkey.run_script(
             self._client, scripts.RENEW_MARK, [owner, keys.mark(user), keys.metadata(user)], args
         )
@@ -120,8 +122,11 @@ class ScriptedWorker:
             return False
         if kind != b"request":
             return False
-        request: Request = decode(parse_frame(item).payload, Request)
-        assert left > 0
+        frame = parse_frame(item)
+        assert frame.is_authentic(SECRETS.request_keys(user), user)
+        request: Request = decode(frame.payload, Request)
+        if left <= 0:  # it came too late, and is left to whoever asked
+            return True
         if isinstance(request, PlaceOrder):
             self.popped.append(request)
             answer = self.script(request)
@@ -136,7 +141,10 @@ class ScriptedWorker:
     async def answer(self, item: bytes, answer: Answer, channel: str) -> None:
         names = keys.answering(self.user_id, answer.request_id)
         await valkey.run_script(
-            self._client, scripts.ANSWER, names, [item, encode(answer), keys.ANSWER_TTL, channel]
+            self._client,
+            scripts.ANSWER,
+            names,
+            [item, worker_answer(self.user_id, answer), keys.ANSWER_TTL, channel],
         )
 
     async def answer_later(self, answer: Answer) -> None:

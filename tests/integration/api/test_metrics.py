@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import uuid
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
-import pytest
-
-from infra.database.models import Order, WorkerSession
+from activities.events.stream import GROUPS
+from infra import metrics
+from infra.database.dead_letters import DeadLetter, DeadLetters
+from infra.database.models import Order
+from infra.database.trading.models import Reconciliation
 from infra.database.workers import passes
+from infra.settings import Settings
 from tests.integration.api.conftest import ServedApi
+from tests.integration.temporal.tls_proxy import CertificateAuthority
 from worker_runtime.protocol import keys
 
 
@@ -34,38 +40,9 @@ async def test_only_operators_see_them(api: ServedApi) -> None:
         assert (await user.get("/metrics")).status_code == 403
 
 
-async def test_claims_are_told_apart_by_warm_and_cold(api: ServedApi) -> None:
-    now = datetime.now(UTC)
-    async with api.services.database.session() as session:
-        for epoch, (warm, seconds, age) in enumerate(
-            [(True, 0.04, 10), (True, 0.06, 20), (False, 2.5, 30), (True, 9.0, 3600)], start=1
-        ):
-            claimed = now - timedelta(seconds=age)
-            session.add(
-                WorkerSession(
-                    claim_id=f"c{epoch}",
-                    user_id=api.user,
-                    epoch=epoch,
-                    pool="default",
-                    worker_id=f"w{epoch}",
-                    warm=warm,
-                    assigned_at=claimed - timedelta(seconds=seconds),
-                    claimed_at=claimed,
-                    connected_at=claimed,
-                    ended_at=None if epoch == 2 else now,
-                )
-            )
-    told = await samples(api)
-    recent = "berth_claims_recent"
-    assert told[f'{recent}{{pool="default",kind="warm"}}'] == 2
-    assert told[f'{recent}{{pool="default",kind="cold"}}'] == 1
-    median = told['berth_claim_recent_seconds{pool="default",kind="warm",quantile="0.5"}']
-    assert median == pytest.approx(0.05)
-    assert told['berth_workers_in_use{pool="default"}'] == 1
-
-
-async def test_free_workers_unsettled_orders_and_the_last_maintenance_are_told(api: ServedApi) -> None:
+async def test_free_workers_orders_differences_and_the_last_maintenance_are_told(api: ServedApi) -> None:
     await api.services.valkey.zadd(keys.pool_ready("default"), {"w1": 1, "w2": 2})
+    await api.services.valkey.zadd(keys.pool_wait_queue("default"), {"u": 1})
     odd = passes.Suspect(kind="orphan_task", why="w", worker_id="w9")
     async with api.services.database.session() as session:
         session.add(
@@ -83,11 +60,13 @@ async def test_free_workers_unsettled_orders_and_the_last_maintenance_are_told(a
                 tag="000001",
                 trading_day=datetime.now(UTC).date(),
                 state="unknown",
+                attention="look",
                 generation="g",
                 deadline_at=datetime.now(UTC),
                 origin="api",
             )
         )
+        session.add(Reconciliation(user_id=api.user, account_id="main", epoch=1, differences={}, blocks=True))
         number = await passes.begin_pass(
             session,
             place=passes.PassBasis(),
@@ -100,12 +79,53 @@ async def test_free_workers_unsettled_orders_and_the_last_maintenance_are_told(a
             confirmed=[odd],
         )
         await passes.finish_pass(session, number, {"stopped": 1})
+    letter = DeadLetter(kind="event", source="w1", user_id="u1", reason="why", message=b"mac x")
+    await DeadLetters(api.services.database).put([letter])
+    async with api.client(api.admin_key) as admin:
+        listed = (await admin.get("/dead-letters")).json()["letters"]
+    assert [(one["kind"], one["source"], one["text"], one["count"]) for one in listed] == [
+        ("event", "w1", "x", 1),
+        ("order", "", None, 1),
+    ]
     told = await samples(api)
+    assert told['berth_dead_letters{kind="event"}'] == told['berth_dead_letters{kind="order"}'] == 1
     assert told['berth_pool_ready{pool="default"}'] == 2
+    assert told['berth_pool_waiting{pool="default"}'] == 1
     assert told['berth_orders_unsettled{state="unknown"}'] == 1
+    assert told['berth_orders_unsettled{state="needs_attention"}'] == 1
+    assert told['berth_differences_open{blocks="true"}'] == 1
     assert told["berth_maintenance_workers"] == 7
     assert told["berth_maintenance_guarded"] == 0
     assert told["berth_maintenance_seconds"] >= told["berth_maintenance_scan_seconds"] == 0.25
     assert told['berth_maintenance_found{anomaly="orphan_task"}'] == 1
     assert told['berth_maintenance_outcomes{outcome="stopped"}'] == 1
     assert 0 <= told["berth_maintenance_age_seconds"] < 60
+
+
+async def test_a_group_that_handles_no_events_falls_behind(api: ServedApi) -> None:
+    valkey: Any = api.services.valkey
+    old = f"{int(datetime.now(UTC).timestamp() * 1000) - 60_000}-1"
+    for group, stream in GROUPS.items():
+        await valkey.xadd(stream, {"e": "1"}, id=old)
+        await valkey.xgroup_create(stream, group, id="0")
+    await valkey.xreadgroup("recorder", "one", {keys.EVENTS: ">"})
+    for group, stream in GROUPS.items():  # with and without an entry that was read and not handled
+        await valkey.xadd(stream, {"e": "2"})
+        told = await samples(api)
+        assert told[f'berth_event_stream_waiting{{group="{group}"}}'] == 2
+        assert 59 < told[f'berth_event_stream_lag_seconds{{group="{group}"}}'] < 120
+    await valkey.xreadgroup("relay", "one", {keys.CHANGES: ">"})
+    await valkey.xack(keys.CHANGES, "relay", old)
+    assert (await samples(api))['berth_event_stream_lag_seconds{group="relay"}'] < 10
+
+
+def test_a_certificate_is_told_with_its_end(tmp_path: Path) -> None:
+    page = metrics.MetricsPage()
+    authority = str(CertificateAuthority(tmp_path, "ca").certificate)
+    settings = Settings(temporal_ca_file=authority, temporal_cert_file=str(tmp_path / "missing.pem"))
+    metrics.write_certificates(page, settings)
+    [family] = page.collect()
+    found = {sample.labels["setting"]: sample.value for sample in family.samples}
+    assert found["BERTH_TEMPORAL_CA_FILE"] > datetime.now(UTC).timestamp()
+    assert found["BERTH_TEMPORAL_CERT_FILE"] == 0
+    assert family.name == "berth_certificate_expires_timestamp_seconds"

@@ -28,6 +28,8 @@ from infra.valkey.link import ValkeyLink
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key, running_api
 from tests.integration.api.lifecycle import LifecycleStub, orchestrator
 from tests.integration.api.scripted_worker import ScriptedWorker, filled, until
+from tests.integration.api.test_page import browser, csrf
+from tests.signed import SECRETS
 from workflows.names import SEARCH_ATTRIBUTES
 
 #: Seconds. "At once": no client's timeout was waited for.
@@ -160,7 +162,7 @@ async def test_a_start_waits_for_a_valkey_that_stands_still_and_not_for_one_that
     own_valkey: ValkeyServer,
 ) -> None:
     async with valkey.connect_valkey(own_valkey.url, socket_timeout=30.0) as client:
-        listener = AnswerListener(client)
+        listener = AnswerListener(client, SECRETS)
         os.kill(own_valkey.pid, signal.SIGSTOP)
         try:
             starting = asyncio.create_task(listener.start(30.0))
@@ -172,7 +174,7 @@ async def test_a_start_waits_for_a_valkey_that_stands_still_and_not_for_one_that
         assert listener.generation
         await listener.close()
     async with valkey.connect_valkey(f"redis://127.0.0.1:{free_port()}/0") as client:
-        listener = AnswerListener(client)
+        listener = AnswerListener(client, SECRETS)
         await listener.start(3600.0)
         with pytest.raises(ValkeyUnavailable):
             _ = listener.generation
@@ -222,7 +224,7 @@ async def test_a_connection_that_was_cut_without_a_word_is_replaced_though_no_or
         valkey.connect_valkey(url, socket_timeout=0.5) as over_the_line,
     ):
         monkeypatch.setattr(ValkeyLink, "connect", lambda _client, heard: connect(over_the_line, heard))
-        listener = AnswerListener(client)
+        listener = AnswerListener(client, SECRETS)
         await listener.start()
         first = listener.link
         assert first is not None
@@ -247,7 +249,7 @@ async def test_postgresql_killed_is_told_at_once_and_gets_over(
         for number in (2, 3):
             down = await at_once(user, "POST", orders, json=an_order(number))
             assert down.problem == (503, "DATABASE_UNAVAILABLE", "postgresql")
-        async with api.client("berth_not-in-the-cache") as other:
+        async with api.client(api.services.tokens.make()) as other:
             unknown = await timed(other, "POST", orders, json=an_order(4))
         assert unknown.problem == (503, "DATABASE_UNAVAILABLE", "postgresql")
         ready = (await user.get("/readyz")).json()
@@ -262,7 +264,54 @@ async def test_postgresql_killed_is_told_at_once_and_gets_over(
             await asyncio.sleep(0.05)
 
 
-async def test_the_api_starts_before_postgresql_and_migrates_when_it_is_there(
+async def test_metrics_are_told_while_postgresql_and_valkey_are_away(
+    settings: Settings, own_postgres: PostgresServer, own_valkey: ValkeyServer
+) -> None:
+    url = own_postgres.create_database("berth")
+    await migrate(url)
+    away = {"database_url": url, "valkey_url": own_valkey.url, "api_key_cache": 0.1}
+    async with running_api(settings.model_copy(update=away)) as api, api.client(api.admin_key) as admin:
+        assert "berth_pool_ready" in (await admin.get("/metrics")).text
+        own_postgres.kill()
+        await asyncio.sleep(0.2)  # what the process remembers of the key has ended
+        told = await timed(admin, "GET", "/metrics")
+        assert told.response.status_code == 200, told.response.text
+        assert told.seconds < 5  # Prometheus waits for 10
+        for line in ('berth_server_up{server="postgresql"} 0.0', 'berth_server_up{server="valkey"} 1.0'):
+            assert line in told.response.text
+        assert "berth_http_requests_total" in told.response.text
+        assert "berth_pool_ready" not in told.response.text
+        own_valkey.kill()
+        told = await timed(admin, "GET", "/metrics")
+        assert 'berth_server_up{server="valkey"} 0.0' in told.response.text
+        assert told.seconds < 5
+        async with api.client(api.services.tokens.make()) as other:
+            assert (await timed(other, "GET", "/metrics")).problem[1] == "DATABASE_UNAVAILABLE"
+
+
+async def test_operators_see_what_runs_while_postgresql_and_valkey_are_away(
+    settings: Settings, own_postgres: PostgresServer, own_valkey: ValkeyServer
+) -> None:
+    url = own_postgres.create_database("berth")
+    await migrate(url)
+    away = {"database_url": url, "valkey_url": own_valkey.url, "api_key_cache": 0.1}
+    async with running_api(settings.model_copy(update=away)) as api, browser(api, api.admin_key) as client:
+        headers = await csrf(client)
+        own_valkey.kill()
+        assert "Valkey" in (await client.get("/page/jobs")).text
+        own_postgres.kill()
+        await asyncio.sleep(0.2)  # what the process remembers of the key has ended
+        for path in ("/", "/page/servers", "/page/pools", "/page/jobs"):
+            page = await timed(client, "GET", path)
+            assert (page.response.status_code, path) == (200, path)
+            assert ("Valkey" if path == "/page/jobs" else "PostgreSQL") in page.response.text
+            assert page.seconds < 5
+        assert (await client.get("/page/keys")).status_code == 503
+        refused = await timed(client, "POST", "/v1/fleet/maintenance", headers=headers)
+        assert refused.problem[1] == "DATABASE_UNAVAILABLE"  # who may act is not taken from memory
+
+
+async def test_the_api_starts_before_postgresql_and_serves_when_its_tables_are_there(
     settings: Settings, own_postgres: PostgresServer
 ) -> None:
     url = own_postgres.create_database("late")
@@ -277,10 +326,15 @@ async def test_the_api_starts_before_postgresql_and_migrates_when_it_is_there(
         down = await timed(client, "GET", "/readyz")
         assert down.response.status_code == 503
         assert down.response.json()["dependencies"]["postgresql"]["state"] == "down"
-        refused = await timed(client, "POST", "/users", json={}, headers={"X-API-Key": "some"})
+        genuine = app.state.services.tokens.make()  # else it is refused without a look
+        refused = await timed(client, "POST", "/users", json={}, headers={"X-API-Key": genuine})
         assert refused.problem == (503, "DATABASE_UNAVAILABLE", "postgresql")
         own_postgres.start()
         end = time.monotonic() + 40
+        while "berth migrate" not in (await client.get("/readyz")).text:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+        await migrate(url)  # the API makes no table itself
         while (await client.get("/readyz")).json()["dependencies"]["postgresql"]["state"] != "up":
             assert time.monotonic() < end
             await asyncio.sleep(0.05)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import subprocess
-import sys
+import socket
 import time
-from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -16,56 +14,17 @@ import psutil
 import pytest
 
 from api.__main__ import GRACE
-from infra.local.process import free_port
+from api.http.middleware import MAX_HEAD
 from infra.settings import Settings
-from tests.integration.api.conftest import StartWorker, an_order, make_key
+from tests.integration.api.conftest import Serve, StartWorker, alive, an_order, make_key
 from tests.integration.api.scripted_worker import until
 from worker_runtime.protocol import keys
 
-Serve = Callable[..., tuple["subprocess.Popen[bytes]", str]]
 
-
-@pytest.fixture
-def serve(settings: Settings, tmp_path: Path) -> Iterator[Serve]:
-    """Starts `python -m api`, with two processes if not told otherwise; returns it and the URL."""
-    started: list[subprocess.Popen[bytes]] = []
-    port = free_port()
-
-    def start(processes: int = 2) -> tuple[subprocess.Popen[bytes], str]:
-        environment = {
-            **os.environ,
-            "BERTH_DATA_DIR": str(settings.data_dir),
-            "BERTH_MASTER_PUBLIC_FILE": str(settings.master_public_file),
-            "BERTH_VALKEY_URL": settings.valkey_url,
-            "BERTH_DATABASE_URL": settings.database_url,
-            "BERTH_TEMPORAL_ADDRESS": settings.temporal_address,
-            "BERTH_API_PORT": str(port),
-            "BERTH_API_PROCESSES": str(processes),
-        }
-        with (tmp_path / "api.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "api"], env=environment, stdout=log, stderr=log, start_new_session=True
-            )
-        started.append(process)
-        return process, f"http://127.0.0.1:{port}/v1"
-
-    yield start
-    for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.wait(30)
-
-
-async def alive(url: str) -> None:
-    end = time.monotonic() + 30
-    async with httpx.AsyncClient() as client:
-        while True:
-            try:
-                if (await client.get(f"{url}/healthz")).status_code == 200:
-                    return
-            except httpx.TransportError:
-                assert time.monotonic() < end, "the API did not come up"
-            await asyncio.sleep(0.05)
+def assert_cuts_off_a_huge_head(url: httpx.URL) -> None:
+    with socket.create_connection((url.host, url.port or 0), timeout=30) as link, suppress(ConnectionError):
+        link.sendall(b"GET / HTTP/1.1\r\nx: " + b"y" * 2 * MAX_HEAD)
+        assert link.recv(1) == b""
 
 
 async def ended(processes: list[psutil.Process]) -> None:
@@ -79,6 +38,7 @@ async def test_orders_are_answered_by_all_processes_and_all_end_on_sigterm(
 ) -> None:
     process, url = serve()
     await alive(url)
+    await asyncio.to_thread(assert_cuts_off_a_huge_head, httpx.URL(url))
     admin = {"X-API-Key": await make_key(settings, "admin")}
     worker = await start_worker("alice")
     reply_to: set[str] = set()

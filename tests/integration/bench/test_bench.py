@@ -22,13 +22,14 @@ import pytest
 from typer.testing import CliRunner
 
 from infra.cli.app import app
-from infra.lab.bench import claim, order, recovery
+from infra.lab.bench import aims, claim, flood, order, recovery, waits
 from infra.lab.bench.claim_race import race
 from infra.lab.bench.fleet import idle, sweep
-from infra.lab.bench.jobs import comparison
+from infra.lab.bench.jobs import comparison, tiers
 from infra.lab.bench.starvation import heartbeat
 from infra.lab.bench.starvation.cpu_group import cpu_group
 from infra.lab.target import Target, running
+from infra.local.process import free_ports
 from infra.node.cgroup import LimitsUnavailable
 from tests.integration.local.conftest import wait_nothing_left
 
@@ -64,7 +65,9 @@ def _bench(folder: Path, *words: str) -> dict[str, Any]:
     wait_nothing_left(folder)
     assert [path.name for path in folder.iterdir()] == ["figures.json"]
     assert f"{words[0]}: " in done.stdout  # the table's title
+    assert f"{words[0]}: aims" in done.stdout
     result: dict[str, Any] = json.loads(figures.read_text())
+    assert {one["met"] for one in result["aims"]} <= {True, False}
     assert result["machine"]["cores"] >= 1
     return result
 
@@ -85,8 +88,12 @@ def bench_folder() -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def target(bench_folder: Path) -> Iterator[Target]:
     """One stack for the benchmarks that only need one that runs."""
+    port, _ = free_ports(2)
     with running(
-        pool_target=POOL, exchange_orders_per_10s=order.ORDERS_PER_10S, pulse_timeout=PULSE_TIMEOUT
+        pool_target=POOL,
+        exchange_orders_per_10s=order.ORDERS_PER_10S,
+        pulse_timeout=PULSE_TIMEOUT,
+        metrics_address=f"127.0.0.1:{port}",
     ) as started:
         yield started
 
@@ -102,14 +109,17 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Callable[[str], bool]:
     [
         "claim --rate 5 -n 2 --refill-rate 2 --refill-n 2",
         "order -n 20 --users 1 --seconds 1 --knee-users 2 --knee-first 400",
+        "waits --users 1 --readers 2 --starts 1 --seconds 1",
+        "flood --seconds 1 --orders 5 --requests 20 --connections 2",
         "memory --workers 2 --settle 1",
         "density --workers 2 --seconds 2 --rate 5",
-        "recovery -n 4 --replaced 1 --frozen 1",
+        "recovery -n 4 --replaced 1 --frozen 1 --stalled 2",
         "idle --workers 30,40 --minutes 0.1",
         "heartbeat --seconds 5 --quota 100 --load processes",
         "claim-race --claims 1000",
         "sweep --workers 300",
         "jobs --seconds 1 --rounds 1 --runners 1,2 --pickups 5 --lease 2 --kills 1",
+        "tiers --seconds 2 --rate 5 --flood 500 --flood-rate 50",
         "lease --seconds 2 --quota 100 --load threads",
         "all",
     ],
@@ -124,6 +134,22 @@ def test_a_benchmark_that_cannot_write_its_figures_does_not_begin(words: str, tm
         signal.signal(signal.SIGTERM, before)
     assert done.exit_code == 1
     assert "No such file or directory" in done.output
+
+
+def test_orders_are_measured_beside_bad_keys_of_every_kind_and_none_of_these_is_let_in(
+    target: Target, printed: Callable[[str], bool]
+) -> None:
+    result = flood.measure(target, seconds=1.0, orders=20.0, requests=200.0, connections=4)
+    flood.table(result)
+    assert printed("flood")
+    assert set(result["floods"]) == {"malformed", "made up", "of a later version"}
+    for kind, one in result["floods"].items():
+        assert set(one["statuses"]) <= {"401", "429"}, (kind, one)
+        assert one["statuses"]["429"] > 0
+        assert 0 < one["p50_ms"] <= one["p99_ms"]
+    assert [one["what"] for one in aims.judge("flood", result)] == [
+        "worst p99 of orders, times the quiet one"
+    ]
 
 
 def test_claims_are_measured_from_a_full_pool_and_with_refill_and_none_is_double(
@@ -149,6 +175,7 @@ def test_orders_are_measured_beside_the_floor(target: Target, printed: Callable[
     assert 0 < result["p50_ms"] <= result["p99_ms"]
     assert 0 < result["floor_p50_ms"] <= result["floor_p99_ms"]
     assert result["floor_p50_ms"] < result["p50_ms"]
+    assert 0 < result["login_rejected"]["p50_ms"] <= result["login_rejected"]["p99_ms"]
     assert result["users"] == 1
     assert result["orders_per_s"] > 0
     first, *_, last = result["knee_steps"]
@@ -156,6 +183,23 @@ def test_orders_are_measured_beside_the_floor(target: Target, printed: Callable[
     assert last["p99_ms"] > 50.0 or last["done_per_s"] < last["rate_per_s"]
     assert 0 <= result["knee_per_s"] < last["rate_per_s"]
     assert result["knee_users"] == 2
+
+
+def test_waits_for_connections_are_measured_under_load(
+    target: Target, printed: Callable[[str], bool]
+) -> None:
+    target.fill_pool(POOL)
+    result = waits.measure(target, users=2, readers=12, starts=1, seconds=1.0)
+    waits.table(result)
+    assert printed("waits")
+    for process in ("api", "orchestrator"):
+        for kind in ("database", "valkey"):
+            part = result[process]
+            assert part[f"{kind}_waits"] > 0, (process, kind)
+            assert 0 < part[f"{kind}_p50_ms"] <= part[f"{kind}_p99_ms"]
+    assert result["orders_per_s"] > 0
+    assert result["reads_per_s"] > 0
+    assert len(aims.judge("waits", result)) == 4
 
 
 def test_memory_is_measured_of_idle_workers_and_of_an_active_one(short_directory: Path) -> None:
@@ -170,7 +214,7 @@ def test_memory_is_measured_of_idle_workers_and_of_an_active_one(short_directory
 def test_recovery_is_measured_from_the_kill_to_active_on_a_higher_epoch(
     target: Target, printed: Callable[[str], bool]
 ) -> None:
-    result = recovery.measure(target, n=4, replaced=1, frozen=1)
+    result = recovery.measure(target, n=4, replaced=1, frozen=1, stalled=2)
     recovery.table(result)
     assert printed("recovery")
     assert result["n"] == 4
@@ -182,6 +226,7 @@ def test_recovery_is_measured_from_the_kill_to_active_on_a_higher_epoch(
     # A stopped session is only missed after the pulse timeout.
     assert result["pulse_timeout_s"] == PULSE_TIMEOUT
     assert result["in_place"]["frozen"]["p50_s"] > PULSE_TIMEOUT / 2
+    assert result["stall"] == {"s": 6.0, "users": 2, "replaced": 0}
 
 
 def test_users_at_rest_are_measured_beside_a_workflow_that_polls(
@@ -255,6 +300,18 @@ def test_jobs_are_measured_beside_the_peers_and_the_floors(
     (rerun,) = result["rerun_s"]
     assert rerun > 0.5  # no runner is taken for dead before most of a lease has passed
     assert result["idle_pss_mib"] > 0
+
+
+def test_tiers_are_measured_beside_a_flood(printed: Callable[[str], bool]) -> None:
+    result = tiers.run(seconds=1.0, rate=10.0, flood=500, flood_rate=100.0)
+    tiers.table(result)
+    assert printed("tiers")
+    for part in ("flooded", "shared"):
+        assert result[part]["flood_waiting"] > 300
+        assert set(result[part]["tiers"]) == set(tiers.TIERS) - {tiers.FLOODED}
+        assert all(one["p99_ms"] > 0 for one in result[part]["tiers"].values())
+    # With a runner of its own no tier waits for the flood.
+    assert result["shared"]["all"]["p50_ms"] > result["flooded"]["all"]["p50_ms"]
 
 
 def _need_quotas() -> None:

@@ -11,30 +11,28 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from activities.pool import entries
 from infra.lab.bench.fleet.simulated.calls import SimulatedConnections
 from infra.lab.bench.fleet.simulated.keeper import SimulatedKeeper
 from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour
-from infra.launchers.port import LaunchSpec
 from infra.launchers.process import ProcessLauncher
 from infra.local.servers import ValkeyServer
 from infra.node.address import listen
 from infra.node.server import NodeServer
 from infra.valkey import client as valkey
-from infra.worker_task import LaunchFailed
+from infra.worker_task import LaunchFailed, LaunchSpec
+from tests.signed import SECRETS, raw_enqueue_args, read_workers_answer, switch_words
 from worker_runtime.protocol import keys, scripts, sealing
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import (
-    Answer,
     Claim,
     ClaimReply,
-    Event,
     Message,
     ReleaseClaim,
     Shutdown,
     WorkerEvent,
-    decode,
 )
-from worker_runtime.protocol.requests import OPEN_SWITCH
+from worker_runtime.protocol.worker_reports import read_event
 
 SECRET = b"s" * 32
 KEY = Ed25519PrivateKey.generate()
@@ -56,7 +54,7 @@ class SimulatedStage:
                 "pool": POOL,
                 "valkey_url": self.url,
                 "launch_token": sealing.launch_token(SECRET, worker_id),
-                "orchestrator_key": KEY.public_key().public_bytes_raw(),
+                "orchestrator_keys": (KEY.public_key().public_bytes_raw(),),
                 "mark_period": 0.2,
                 "mark_ttl": 10.0,
                 **changes,
@@ -70,6 +68,9 @@ class SimulatedStage:
     async def take(self, claim_id: str = CLAIM_ID) -> list[bytes]:
         """What `claim.lua` says once a worker is ready."""
         while True:
+            for ring in await self.client.lrange(keys.EVENT_BELL, 0, -1):
+                if b" " in ring:
+                    await entries.admit(self.client, POOL, ring.split()[1].decode(), "")
             found: list[bytes] = await valkey.run_script(
                 self.client,
                 scripts.CLAIM,
@@ -86,7 +87,8 @@ class SimulatedStage:
     async def active(self, worker_id: str, epoch: int = 1) -> ClaimReply:
         """Claims the worker for the user; its reply."""
         await self.launch(worker_id)
-        assert (await self.take())[1].decode() == worker_id
+        _, found, public_key, *_ = await self.take()
+        assert found.decode() == worker_id
         assert await self.own(worker_id, epoch) == b"ok"
         claim = Claim(
             claim_id=CLAIM_ID,
@@ -96,18 +98,25 @@ class SimulatedStage:
             generation="g1",
             connect_timeout=5.0,
             accounts=[],
+            sealed_keys=sealing.seal_message_keys(
+                SECRETS.for_worker(USER, epoch),
+                public_key,
+                user_id=USER,
+                epoch=epoch,
+                claim_id=CLAIM_ID,
+                worker_id=worker_id,
+            ),
         )
         await self.push(worker_id, claim)
-        _, data = await self.client.blpop([keys.pool_reply(POOL, CLAIM_ID)], 10)
-        reply: ClaimReply = decode(data, ClaimReply)
-        return reply
+        _, data = await self.client.blpop([keys.pool_reply(POOL, worker_id, CLAIM_ID)], 10)
+        return sealing.open_reply(data, sealing.launch_token(SECRET, worker_id))
 
     async def own(self, worker_id: str, epoch: int) -> bytes:
         owned: bytes = await valkey.run_script(
             self.client,
             scripts.SET_OWNER,
             [keys.owner(USER), keys.switch(USER)],
-            [epoch, worker_id, "g1", *OPEN_SWITCH.words()],
+            [epoch, worker_id, "g1", *switch_words(USER)],
         )
         return owned
 
@@ -119,8 +128,12 @@ class SimulatedStage:
         raise AssertionError("the stream of ends was closed")
 
     async def reported(self) -> list[str]:
-        entries = await self.client.xrange(keys.EVENTS)
-        events: list[Event] = [decode(fields[b"e"], Event) for _, fields in entries]
+        told = [
+            entry
+            for name in await self.client.keys(keys.events_of("*"))
+            for entry in await self.client.lrange(name, 0, -1)
+        ]
+        events = [read_event(entry, SECRETS.assignment_keys) for entry in told]
         return [event.kind.value for event in events if isinstance(event, WorkerEvent)]
 
 
@@ -153,9 +166,9 @@ async def stage(valkey_server: ValkeyServer, short_directory: Path) -> AsyncIter
 
 
 async def test_a_launched_worker_is_ready_with_a_key_that_it_proves(stage: SimulatedStage) -> None:
-    task_id = await stage.launch("w1")
-    status, worker_id, public_key, proof, task, _ = await stage.take()
-    assert (status, worker_id, task) == (b"claimed", b"w1", task_id.encode())
+    await stage.launch("w1")
+    status, worker_id, public_key, proof = await stage.take()
+    assert (status, worker_id) == (b"claimed", b"w1")
     assert sealing.check_key(sealing.launch_token(SECRET, "w1"), "w1", public_key, proof)
 
 
@@ -239,12 +252,14 @@ async def test_an_order_is_answered_with_a_refusal_so_that_nobody_waits(stage: S
     await stage.active("w1")
     names = [keys.seen(USER, "r1"), keys.requests(USER), keys.doorbell(USER), keys.mark(USER)]
     payload = b'{"type": "place_order", "request_id": "r1", "reply_to": "berth:answers:test"}'
-    await valkey.run_script(stage.client, scripts.ENQUEUE, names, ["r1", payload, 10_000, 3_600_000])
+    await valkey.run_script(
+        stage.client, scripts.ENQUEUE, names, raw_enqueue_args(USER, "r1", payload, 4_000_000_000_000)
+    )
     data = None
     while data is None:
         await asyncio.sleep(0.01)
         data = await stage.client.get(keys.response(USER, "r1"))
-    answer: Answer = decode(data, Answer)
+    answer = read_workers_answer(data, USER)
     assert answer.failure is not None
     assert answer.failure.code == "ORDER_REJECTED"
     assert await stage.client.llen(keys.processing(USER)) == 0

@@ -252,7 +252,7 @@ async def test_an_order_that_a_worker_was_submitting_when_it_ended_blocks_its_sy
             over = datetime.now(UTC) if ended or epoch == 0 else None
             session.add(
                 WorkerSession(
-                    claim_id=claim, user_id="42", epoch=epoch, pool="p", worker_id="w", ended_at=over
+                    claim_id=claim, user_id="42", epoch=epoch, pool="p", worker_id=f"w{epoch}", ended_at=over
                 )
             )
     order_id = await placed(database)

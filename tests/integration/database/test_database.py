@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -18,20 +18,22 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
-from infra.database import accounts, audit, users
-from infra.database import users as api_keys
+from infra.database import accounts, audit, reports, startup, users
 from infra.database.engine import IDLE_IN_TRANSACTION, Database, DatabaseUnavailable
 from infra.database.migrate import alembic_config, migrate
 from infra.database.models import Base, WorkerSession
 from infra.database.orders import acceptance, recording
 from infra.database.orders.acceptance import NewOrder
 from infra.database.orders.states import OrderNotFound, rank
+from infra.database.trading import limits
 from infra.database.trading import models as trading_models
+from infra.database.workers import launches
 from infra.database.workers import sessions as worker_sessions
 from infra.local.process import free_port
 from infra.local.servers import PostgresServer
 from infra.vault import vault
 from infra.vault.key_pairs import MasterKeyRing
+from tests.databases import assign_launched_worker
 from worker_runtime.protocol.errors import UnknownAccount
 from worker_runtime.protocol.messages import Credentials, OrderEvent, OrderOutcome, OrderState
 
@@ -75,14 +77,16 @@ def new_order(client_order_id: str = "c-1", fingerprint: str = "f", account_id: 
         price=None,
         time_in_force="IOC",
         generation="g",
-        deadline_at=datetime.now(UTC) + timedelta(seconds=30),
+        lasts=30.0,
         trading_day=date(2026, 11, 23),
     )
 
 
 async def test_models_and_migrations_agree(database: Database) -> None:
     def difference(connection: Connection) -> list[object]:
-        assert trading_models.Switch.metadata is Base.metadata  # its tables are known, too
+        # Their tables are known, too.
+        for elsewhere in (trading_models.Switch, reports.DailyReport, startup.StartupTaskRow):
+            assert elsewhere.metadata is Base.metadata
         return list(compare_metadata(MigrationContext.configure(connection), Base.metadata))
 
     async with database.engine.connect() as connection:
@@ -139,6 +143,12 @@ async def test_tags_are_unique_and_six_characters(database: Database) -> None:
     tags = await asyncio.gather(*(accept(number) for number in range(60)))
     assert len(set(tags)) == 60
     assert {len(tag) for tag in tags} == {6}
+    new = new_order("c-0")
+    async with database.session() as session:
+        usage = await limits.account_usage(session, new.user_id, new.account_id, new.trading_day)
+    # Orders are counted only where more tags were used than an account may place.
+    assert usage is not None
+    assert usage.tags == 60
 
 
 async def test_a_tag_does_not_come_again_on_another_day(database: Database) -> None:
@@ -148,7 +158,9 @@ async def test_a_tag_does_not_come_again_on_another_day(database: Database) -> N
         for number, day in enumerate([*days, days[-1]]):
             new = replace(new_order(f"day-{number}"), trading_day=day)
             tags.append((await acceptance.accept_order(session, new)).order.tag)
-    assert tags == ["000001", "8Z0001", "900001", "LX0001", "LX0002"]
+    # The number on a day follows the clock; a day that has not come yet begins at 1.
+    assert [tag[:2] for tag in tags] == ["00", "8Z", "90", "LX", "LX"]
+    assert tags[3:] == ["LX0001", "LX0002"]
 
 
 async def test_epochs_grow_by_one_under_concurrency_and_a_repeated_claim_keeps_its_own(
@@ -170,13 +182,13 @@ async def test_epochs_grow_by_one_under_concurrency_and_a_repeated_claim_keeps_i
 async def test_a_worker_session_keeps_its_first_times_and_its_first_reason(database: Database) -> None:
     async with database.session() as session:
         await worker_sessions.assign_epoch(session, user_id="42", claim_id="c", pool="p")
-        for warm in (True, True):
-            await worker_sessions.set_worker(session, claim_id="c", worker_id="w", task_id="t", warm=warm)
+        for _ in range(2):
+            await assign_launched_worker(session, "c", "w")
         await worker_sessions.set_connected(session, claim_id="c", at=1_000.0)
         await worker_sessions.set_connected(session, claim_id="c", at=2_000.0)
         open_row = await worker_sessions.open_session_of_worker(session, "w")
         assert open_row is not None
-        assert await worker_sessions.assigned_workers(session, {"w", "free"}) == {"w"}
+        assert await launches.assigned_workers(session, {"w", "free"}) == {"w"}
         await worker_sessions.end_session(session, claim_id="c", reason="first")
         await worker_sessions.end_session(session, claim_id="c", reason="second")
     async with database.session() as session:
@@ -184,7 +196,7 @@ async def test_a_worker_session_keeps_its_first_times_and_its_first_reason(datab
         assert row is not None
         assert (row.end_reason, row.connected_at) == ("first", datetime.fromtimestamp(1_000.0, UTC))
         assert await worker_sessions.open_session_of_worker(session, "w") is None
-        assert await worker_sessions.assigned_workers(session, {"w", "free"}) == set()
+        assert await launches.assigned_workers(session, {"w", "free"}) == set()
 
 
 async def test_nothing_is_assigned_beside_a_worker_whose_end_is_not_confirmed(database: Database) -> None:
@@ -194,7 +206,7 @@ async def test_nothing_is_assigned_beside_a_worker_whose_end_is_not_confirmed(da
 
     await assign("one")
     async with database.session() as session:
-        await worker_sessions.set_worker(session, claim_id="one", worker_id="w", task_id="t", warm=True)
+        await assign_launched_worker(session, "one", "w")
     beside = await assign("two")
     assert (beside.epoch, beside.unended and beside.unended.worker_id) == (0, "w")
     repeated = await assign("one")
@@ -278,23 +290,10 @@ async def latest(database: Database) -> WorkerSession:
 @pytest.mark.parametrize("statement", ["update audit_trail set actor = 'x'", "delete from audit_trail"])
 async def test_the_audit_trail_cannot_be_changed(database: Database, statement: str) -> None:
     async with database.session() as session:
-        audit.append_entry(session, actor="a", action="b", subject="c", field=1)
+        audit.append_entry(session, "a", "b", "c", field=1)
     with pytest.raises(DBAPIError, match="append-only"):
         async with database.session() as session:
             await session.execute(text(statement))
-
-
-async def test_an_api_key_is_stored_as_a_hash_and_ends_when_revoked(database: Database) -> None:
-    async with database.session() as session:
-        key = await api_keys.create_api_key(session, "user", "42")
-    async with database.session() as session:
-        found = await api_keys.find_api_key(session, key.token)
-        assert found is not None
-        assert key.token not in (found.key_hash, repr(key))
-        assert await api_keys.find_api_key(session, "berth_guess") is None
-        await api_keys.revoke_api_key(session, key.id)
-    async with database.session() as session:
-        assert await api_keys.find_api_key(session, key.token) is None
 
 
 async def test_new_credentials_get_a_new_version_and_the_old_master_key_can_be_retired(
@@ -317,9 +316,10 @@ async def test_new_credentials_get_a_new_version_and_the_old_master_key_can_be_r
 
 
 async def test_an_event_of_an_unknown_order_is_refused(database: Database) -> None:
+    unknown = str(uuid.uuid4())
     with pytest.raises(OrderNotFound):
         async with database.session() as session:
-            await recording.record_event(session, event(str(uuid.uuid4()), "e", OrderState.SUBMITTED))
+            await recording.record_event(session, event(unknown, f"{unknown}:e", OrderState.SUBMITTED))
 
 
 def event(order_id: str, event_id: str, state: OrderState, filled: int = 0) -> OrderEvent:
@@ -329,7 +329,7 @@ def event(order_id: str, event_id: str, state: OrderState, filled: int = 0) -> O
         user_id="42",
         epoch=1,
         state=state,
-        at_ms=1_000,
+        at_ms=1_795_410_000_000,
         filled_quantity=filled,
     )
 
@@ -376,7 +376,7 @@ async def test_the_answer_and_its_events_agree_in_any_order(database: Database) 
             order_id=str(order.id), state=OrderState.FILLED, broker_order_id="b", filled_quantity=2
         )
         await recording.apply_outcome(session, outcome)
-        await recording.record_event(session, event(str(order.id), "late", OrderState.SUBMITTED))
+        await recording.record_event(session, event(str(order.id), f"{order.id}:late", OrderState.SUBMITTED))
     async with database.session() as session:
         now = await recording.get_order(session, order.id)
     assert (now.state, now.broker_order_id, now.filled_quantity) == ("filled", "b", 2)

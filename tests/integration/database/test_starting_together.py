@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 
+import pytest
+from prometheus_client import REGISTRY
 from sqlalchemy import text
 
-from infra.database.engine import Database, DatabaseUnavailable
+from infra.database.engine import Database, DatabaseUnavailable, SingleStatement
 from infra.database.migrate import migrate
 
 _MIGRATE = (
@@ -51,6 +53,8 @@ async def test_after_its_connections_were_cut_the_pool_comes_back_by_itself(empt
 
 
 async def test_a_caller_waits_for_a_connection_at_most_pool_wait_seconds(empty_database: str) -> None:
+    count = "berth_database_pool_wait_seconds_count"
+    before = REGISTRY.get_sample_value(count) or 0
     database = Database(empty_database, pool_size=1, pool_wait=0.1)
     async with database.session():
         try:
@@ -61,5 +65,30 @@ async def test_a_caller_waits_for_a_connection_at_most_pool_wait_seconds(empty_d
     assert refused
     async with database.session() as session:
         assert await session.scalar(text("select 1")) == 1
-    assert database.pool_wait.count >= 2
+    assert (REGISTRY.get_sample_value(count) or 0) - before >= 3  # the refused one, too
+    await database.close()
+
+
+@pytest.mark.parametrize("single", [False, True])
+async def test_callers_get_a_connection_in_the_order_in_which_they_came(
+    empty_database: str, single: bool
+) -> None:
+    database = Database(empty_database, pool_size=1)
+    ask = SingleStatement(text("select pg_backend_pid() as pid"))
+    turns: list[int] = []
+
+    async def use(number: int) -> None:
+        if single:
+            await database.row(ask, {})
+        else:
+            async with database.session() as session:
+                await session.execute(text("select 1"))
+        turns.append(number)
+
+    callers = []
+    for number in range(200):  # they come while connections are given back
+        callers.append(asyncio.create_task(use(number)))
+        await asyncio.sleep(0.0005)
+    await asyncio.gather(*callers)
+    assert turns == list(range(200))
     await database.close()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, text
 
 from infra.database import accounts, users
 from infra.database.engine import Database
@@ -14,9 +14,11 @@ from infra.database.models import AuditEntry, EncryptedCredentials
 from infra.database.trading import switches
 from infra.database.trading.switches import TradingScope
 from infra.database.workers import sessions as worker_sessions
+from tests.databases import assign_launched_worker
 from worker_runtime.protocol.requests import OPEN_SWITCH, SwitchState
 
 HALTED, REDUCING = SwitchState.HALTED, SwitchState.REDUCING
+_RESTART = "alter sequence {} restart".format
 SEALED = EncryptedCredentials(ciphertext=b"c", nonce=b"n", wrapped_key=b"w", master_key_id="k")
 
 
@@ -83,6 +85,20 @@ async def test_opening_ones_own_switch_does_not_open_an_operators(database: Data
         assert (await switches.switch_of_user(session, "alice")).every is HALTED
 
 
+async def test_numbers_grow_though_an_earlier_state_was_restored(database: Database) -> None:
+    async def control_number() -> int:
+        async with database.session() as session:
+            return await worker_sessions.next_control_number(session)
+
+    before = await put(database, TradingScope("alice"), HALTED), await control_number()
+    async with database.session() as session:
+        for statement in ("delete from switches", *map(_RESTART, ("switch_version", "control_number"))):
+            await session.execute(text(statement))
+    after = await put(database, TradingScope("alice"), HALTED), await control_number()
+    assert after[0] > before[0]
+    assert after[1] > before[1]
+
+
 async def test_every_change_has_a_higher_version_and_stands_in_the_audit_trail(database: Database) -> None:
     scope = TradingScope("alice", "main")
     versions = await asyncio.gather(*(put(database, scope, state) for state in [HALTED, REDUCING] * 4))
@@ -105,9 +121,7 @@ async def test_those_with_a_worker_are_in_reach(database: Database) -> None:
         for user_id in ("alice", "bob"):
             claim = f"claim-{user_id}"
             await worker_sessions.assign_epoch(session, user_id=user_id, claim_id=claim, pool="default")
-            await worker_sessions.set_worker(
-                session, claim_id=claim, worker_id=user_id, task_id="", warm=True
-            )
+            await assign_launched_worker(session, claim, user_id)
     async with database.session() as session:
         assert set(await switches.users_in_scope(session, TradingScope())) == {"alice", "bob"}
         assert await switches.users_in_scope(session, TradingScope("alice", "main")) == ["alice"]

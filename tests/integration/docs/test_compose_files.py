@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import socket
@@ -14,10 +15,10 @@ import pytest
 
 from infra.compose import secret_files
 from infra.compose.prepare import prepare
+from infra.database.migrate import migrate, migrate_as_owner
 from infra.local.process import accepts, free_port
 from infra.local.servers import PostgresServer, ValkeyServer
 from infra.settings import Settings
-from worker_runtime.jobs.protocol.webhook_signing import MIN_KEY_BYTES
 
 FOLDER = Path(__file__).resolve().parents[3] / "infra" / "compose"
 
@@ -41,7 +42,7 @@ def _mounted(text: str, folder: Path) -> str:
 
 def _psql(server: PostgresServer, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [server._binary("psql"), "-At", "-h", "127.0.0.1", "-p", str(server.port), *arguments],
+        [server.program("psql"), "-At", "-h", "127.0.0.1", "-p", str(server.port), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -54,12 +55,27 @@ def postgres(server_directory: Path) -> Iterator[PostgresServer]:
         yield server
 
 
-def test_the_roles_script_makes_two_roles_with_their_passwords(
+def _refused(server: PostgresServer, database: str, statement: str) -> bool:
+    done = _psql(server, "-U", "berth", "-d", database, "-c", statement)
+    return done.returncode != 0 and "must be owner" in done.stderr
+
+
+def _migrated(server: PostgresServer, database: str) -> None:
+    """As `prepare` does it, and what `berth` may do then."""
+    url = f"postgresql+asyncpg://{{}}@127.0.0.1:{server.port}/{database}"
+    settings = Settings(database_owner_url=url.format("berth_owner"), database_url=url.format("berth"))
+    asyncio.run(migrate_as_owner(settings))
+    assert _psql(server, "-U", "berth", "-d", database, "-c", "insert into users (id) values ('a')").stdout
+    for statement in ("drop table orders", "alter table audit_trail disable trigger all"):
+        assert _refused(server, database, statement)
+
+
+def test_the_roles_script_makes_roles_with_their_passwords_and_the_tables_belong_to_one_of_its_own(
     postgres: PostgresServer, secret_folder: Path, tmp_path: Path
 ) -> None:
     script = tmp_path / "roles.sh"
     script.write_text(_mounted((FOLDER / "postgres-roles.sh").read_text(), secret_folder))
-    programs = str(Path(postgres._binary("psql")).parent)
+    programs = str(Path(postgres.program("psql")).parent)
     done = subprocess.run(
         ["/bin/sh", str(script)],
         capture_output=True,
@@ -74,12 +90,21 @@ def test_the_roles_script_makes_two_roles_with_their_passwords(
     )
     assert done.returncode == 0, done.stderr
     roles = "select rolname, rolsuper, rolcreatedb from pg_authid where rolname !~ '^(pg_|post)' order by 1"
-    assert _psql(postgres, "-U", "postgres", "-c", roles).stdout.split() == ["berth|f|f", "temporal|f|t"]
+    assert _psql(postgres, "-U", "postgres", "-c", roles).stdout.split() == [
+        *("berth|f|f", "berth_owner|f|f", "temporal|f|t")
+    ]
     owner = "select pg_get_userbyid(datdba) from pg_database where datname = 'berth'"
-    assert _psql(postgres, "-U", "postgres", "-c", owner).stdout.strip() == "berth"
-    # Two different passwords were set, none of them empty: PostgreSQL keeps a salted verifier of each.
+    assert _psql(postgres, "-U", "postgres", "-c", owner).stdout.strip() == "berth_owner"
+    # Three different passwords were set, none of them empty: PostgreSQL keeps a salted verifier of each.
     kept = "select count(distinct rolpassword) from pg_authid where rolpassword like 'SCRAM-SHA-256$%'"
-    assert _psql(postgres, "-U", "postgres", "-c", kept).stdout.strip() == "2"
+    assert _psql(postgres, "-U", "postgres", "-c", kept).stdout.strip() == "3"
+    _migrated(postgres, "berth")
+    # An installation of 0.1.0, where `berth` owns all, as docs/how-to/containers.md brings it here.
+    _psql(postgres, "-U", "postgres", "-c", "create database old owner berth")
+    asyncio.run(migrate(f"postgresql+asyncpg://berth@127.0.0.1:{postgres.port}/old"))
+    assert not _refused(postgres, "old", "alter table orders enable trigger all")
+    _psql(postgres, "-U", "postgres", "-d", "old", "-c", "reassign owned by berth to berth_owner")
+    _migrated(postgres, "old")
 
 
 def test_prepare_makes_tables_keys_and_an_administrators_key_once(
@@ -90,17 +115,21 @@ def test_prepare_makes_tables_keys_and_an_administrators_key_once(
         database_url=empty_database,
         master_key_file=private / "master.key",
         master_public_file=tmp_path / "public" / "master.pub",
-        orchestrator_key_file=private / "orchestrator.key",
-        webhook_key_files=(tmp_path / "jobs" / "webhook.key", tmp_path / "jobs" / "before.key"),
+        orchestrator_key_dir=private,
+        message_key_file=tmp_path / "messages" / "message.key",
+        api_secret_file=tmp_path / "api" / "api.key",
+        temporal_codec_key_file=str(tmp_path / "messages" / "temporal.key"),
+        temporal_api_key_file=str(tmp_path / "messages" / "temporal.jwt"),
+        webhook_key_file=str(tmp_path / "jobs" / "webhook.key"),
     )
-    prepare(settings)
+    prepare(settings, tmp_path / "temporal")
     made = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert {path.name for path in made} == {
-        *("master.key", "master.pub", "orchestrator.key", "admin.key", "webhook.key"),
+        *("master.key", "master.pub", "signing.key", "launch.key", "budget.key", "message.key"),
+        *("api.key", "admin.key", "webhook.key", "temporal.key", "temporal.jwt", "admin.jwt", "jwks.json"),
     }
-    key = settings.webhook_key_files[0]
-    assert (key.stat().st_mode & 0o777, len(key.read_bytes().strip()) >= MIN_KEY_BYTES) == (0o600, True)
-    prepare(settings)
+    assert Path(settings.webhook_key_file).stat().st_mode & 0o777 == 0o600
+    prepare(settings, tmp_path / "temporal")
     assert {path: path.read_bytes() for path in made} == made
 
 

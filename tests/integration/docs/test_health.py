@@ -19,6 +19,7 @@ from infra.local.components import JobFleetComponent
 from infra.local.process import free_port
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.settings import Settings
+from tests.signed import create_message_secret
 
 
 class _Status(BaseHTTPRequestHandler):
@@ -70,24 +71,27 @@ class _Nothing:
 
 
 async def test_only_the_host_that_polls_is_healthy(temporal_server: TemporalServer) -> None:
-    address, host = temporal_server.address, socket.gethostname()
-    assert not await health.is_polling(address, "default", "health-test", host)
-    client = await Client.connect(address)
+    settings, host = Settings(temporal_address=temporal_server.address), socket.gethostname()
+    assert not await health.is_polling(settings, "health-test", host)
+    client = await Client.connect(temporal_server.address)
     worker = Worker(
         client, task_queue="health-test", workflows=[_Nothing], workflow_runner=UnsandboxedWorkflowRunner()
     )
     async with worker:
         # A finished workflow proves that the worker has polled.
         await client.execute_workflow(_Nothing.run, id="health-test", task_queue="health-test")
-        assert await health.is_polling(address, "default", "health-test", host)
-        assert not await health.is_polling(address, "default", "health-test", "another-host")
+        assert await health.is_polling(settings, "health-test", host)
+        assert not await health.is_polling(settings, "health-test", "another-host")
 
 
 async def test_only_the_host_whose_runner_renews_its_lease_is_healthy(
     tmp_path: Path, valkey_server: ValkeyServer, valkey_client: Redis
 ) -> None:
     url, host = valkey_server.url, socket.gethostname()
-    with JobFleetComponent(tmp_path, Settings(data_dir=tmp_path, valkey_url=url, jobs_runner="fleet")):
+    key = tmp_path / "message.key"
+    create_message_secret(key)
+    own = Settings(data_dir=tmp_path, valkey_url=url, jobs_runner="fleet", message_key_file=key)
+    with JobFleetComponent(tmp_path, own):
         assert health.is_registered(url, "fleet", host, 60.0)
         assert not health.is_registered(url, "fleet", "another-host", 60.0)
         assert not health.is_registered(url, "another-name", host, 60.0)

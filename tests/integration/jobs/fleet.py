@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.integration.jobs.scripted import JobScript
-from tests.integration.jobs.stage import QueueStage
+from tests.integration.jobs.stage import KEYS, QueueStage
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -123,7 +123,13 @@ class RunnerFleet:
     ) -> RunnerProcess:
         """A runner that is registered and waits for work; `real`: with the jobs that exist."""
         known = set(self.beats())
-        values = {"lease": LEASE, "kill_grace": 0.3, "valkey_url": self.stage.url, **fields}
+        values = {
+            "lease": LEASE,
+            "kill_grace": 0.3,
+            "valkey_url": self.stage.url,
+            "message_keys": KEYS,
+            **fields,
+        }
         config = RunnerConfig(name=name, **values)
         runner = RunnerProcess(self.folder, config, "worker_runtime.jobs" if real else module)
         self.runners.append(runner)

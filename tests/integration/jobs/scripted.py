@@ -12,9 +12,11 @@ from typing import Any
 
 import msgspec
 
+from tests.signed import SECRETS
 from worker_runtime.jobs.__main__ import main
 from worker_runtime.jobs.types.job_registry import PING_JOB, JobRegistry
 from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
+from worker_runtime.jobs.types.position_snapshot import position_snapshot_job
 
 
 class JobScript(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,4 +85,9 @@ def fork_if_there_is_room() -> int:
 if __name__ == "__main__":
     if "BERTH_FULL" in os.environ:
         os.fork = fork_if_there_is_room
-    sys.exit(main(JobRegistry(SCRIPTED, PING_JOB)))
+    types = [SCRIPTED, PING_JOB]
+    if "BERTH_SNAPSHOTS" in os.environ:
+        types.append(
+            position_snapshot_job(os.environ["BERTH_SNAPSHOTS"], lambda: SECRETS.for_worker("alice", 1))
+        )
+    sys.exit(main(JobRegistry(*types)))

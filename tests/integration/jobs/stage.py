@@ -5,12 +5,16 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from tests.signed import SECRETS
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import BOOST_MS, FAILED_TTL, Job, JobResult, JobStatus, read_result
 from worker_runtime.jobs.queue import ClaimedJob, FinishedRun, JobQueue, RunnerIdentity
 from worker_runtime.process.valkey import Argument, Valkey
 from worker_runtime.protocol.messages import Failure, encode
+
+#: Of the fleet.
+KEYS = SECRETS.job_keys(job_keys.FLEET_TAG)
 
 _numbers = itertools.count(1)
 #: Seconds that Valkey may take for an answer: the machine may stand still.
@@ -40,7 +44,7 @@ class QueueStage:
         return reply.decode() if isinstance(reply, bytes) else reply
 
     def enqueue(self, job_id: str, name: str = "work", **fields: Any) -> str:
-        return str(self.call(job_calls.enqueue(Job(job_id=job_id, name=name, **fields)))[0])
+        return str(self.call(job_calls.enqueue(Job(job_id=job_id, name=name, **fields), KEYS))[0])
 
     def setting(self, field: str, value: object) -> None:
         self.client.execute("HSET", job_keys.meta(job_keys.FLEET_TAG), field, str(value))

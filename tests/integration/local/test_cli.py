@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -76,14 +78,34 @@ def test_keys_init_makes_keys_where_the_settings_say(berth: Berth, tmp_path: Pat
     places = {
         "BERTH_MASTER_KEY_FILE": str(tmp_path / "keys" / "m.key"),
         "BERTH_MASTER_PUBLIC_FILE": str(tmp_path / "keys" / "m.pub"),
-        "BERTH_ORCHESTRATOR_KEY_FILE": str(tmp_path / "keys" / "o.key"),
+        "BERTH_ORCHESTRATOR_KEY_DIR": str(tmp_path / "keys"),
+        "BERTH_MESSAGE_KEY_FILE": str(tmp_path / "keys" / "message.key"),
+        "BERTH_API_SECRET_FILE": str(tmp_path / "keys" / "api.key"),
     }
-    assert berth("keys", "init", **places).out.count("made ") == 3
+    made = {
+        Path(line.removeprefix("made ")).name for line in berth("keys", "init", **places).out.splitlines()
+    }
+    orchestrators = {"signing.key", "launch.key", "budget.key"}
+    assert made == {"m.key", "m.pub", "message.key", "api.key"} | orchestrators
     assert "all key files exist" in berth("keys", "init", **places).out
     (tmp_path / "keys" / "m.key").unlink()
     refused = berth("keys", "init", **places)
     assert refused.code == 1
     assert "m.key is missing" in refused.err
+
+
+@pytest.mark.parametrize("program", ["doctor", "keys init", "worker list", "up", "-m api", "-m activities"])
+def test_a_setting_that_is_not_valid_is_one_sentence(berth: Berth, tmp_path: Path, program: str) -> None:
+    wrong = {"BERTH_LOG_LEVEL": "loud canary", "BERTH_DATA_DIR": str(tmp_path / "none")}
+    if program.startswith("-m"):
+        command = [sys.executable, *program.split()]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | wrong)
+        done = Finished(ended.returncode, ended.stdout, ended.stderr)
+    else:
+        done = berth(*program.split(), **wrong)
+    assert (done.code, done.out) == (1, "")
+    assert re.fullmatch(r"error: BERTH_LOG_LEVEL: String should match pattern '.*'\n", done.err)
+    assert not (tmp_path / "none").exists()
 
 
 def test_down_without_a_data_folder_says_so(berth: Berth, tmp_path: Path) -> None:

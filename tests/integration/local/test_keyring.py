@@ -9,6 +9,7 @@ from infra.database.migrate import migrate
 from infra.settings import Settings
 from infra.vault import key_pairs, keyring
 from infra.vault.key_file import KeyFileMissing
+from infra.vault.secret_versions import add_version
 
 
 @pytest.fixture
@@ -16,15 +17,25 @@ def settings(folder: Path) -> Settings:
     return Settings(
         master_key_file=folder / "master.key",
         master_public_file=folder / "master.pub",
-        orchestrator_key_file=folder / "orchestrator.key",
+        orchestrator_key_dir=folder,
+        message_key_file=folder / "message.key",
+        api_secret_file=folder / "api.key",
     )
 
 
 def test_keys_are_made_once_and_never_replaced(settings: Settings) -> None:
     made = keyring.create_missing_keys(settings)
-    assert {path.name for path in made} == {"master.key", "master.pub", "orchestrator.key"}
+    assert {path.name for path in made} == {
+        "master.key",
+        "master.pub",
+        "signing.key",
+        "launch.key",
+        "budget.key",
+        "message.key",
+        "api.key",
+    }
     assert settings.master_key_file.stat().st_mode & 0o777 == 0o600
-    assert settings.orchestrator_key_file.stat().st_mode & 0o777 == 0o600
+    assert (settings.orchestrator_key_dir / "signing.key").stat().st_mode & 0o777 == 0o600
     before = [path.read_bytes() for path in made]
     assert keyring.create_missing_keys(settings) == []
     assert [path.read_bytes() for path in made] == before
@@ -56,13 +67,18 @@ def test_a_lost_half_of_the_master_key_is_reported_and_not_replaced(settings: Se
 
 
 def test_the_admin_key_is_kept_and_replaced_only_when_it_no_longer_works(
-    folder: Path, empty_database: str
+    folder: Path, settings: Settings, empty_database: str
 ) -> None:
     asyncio.run(migrate(empty_database))
+    settings = settings.model_copy(update={"database_url": empty_database})
+    keyring.create_missing_keys(settings)
     path = folder / "admin.key"
-    first = keyring.ensure_admin_key(path, empty_database)
+    first = keyring.ensure_admin_key(path, settings)
     assert path.read_text().strip() == first
     assert path.stat().st_mode & 0o777 == 0o600
-    assert keyring.ensure_admin_key(path, empty_database) == first
+    assert keyring.ensure_admin_key(path, settings) == first
     path.write_text("berth_unknown\n")
-    assert keyring.ensure_admin_key(path, empty_database) not in (first, "berth_unknown")
+    assert keyring.ensure_admin_key(path, settings) not in (first, "berth_unknown")
+    second = path.read_text().strip()
+    add_version(settings.api_secret_file, keep=1)  # what was made before counts no more
+    assert keyring.ensure_admin_key(path, settings) not in (first, second)

@@ -73,7 +73,11 @@ def test_one_folder_lives_through_the_main_job_a_second_up_a_crash_and_the_main_
         assert once.process.wait(PATIENCE) == 0, once.text()
         steps = re.findall(r"^ +(\w+) +[\d.]+ ms", once.text(), re.MULTILINE)
         assert [step for step in steps if step in FULL_WAY] == FULL_WAY
+        assert "of user demo: buy 1 2330 is filled" in once.text()
         wait_nothing_left(folder)
+        key = folder / "keys" / "demo.key"
+        assert re.fullmatch(r"berth_\S+\n", key.read_text())
+        key.write_text("no key\n")  # another one is made
 
     up = Up(port_environment, short_directory / "up.log")
     run_up.append(up)
@@ -103,13 +107,19 @@ def test_down_stops_a_running_up_and_ends_what_a_killed_one_left(
     up = Up(port_environment, short_directory / "up.log")
     run_up.append(up)
     up.wait_for("Ctrl-C stops everything")
+    halt = [BERTH, "halt", "--all", "--reason", "a bad morning"]
+    subprocess.run(halt, env=port_environment, check=True)
     _down(port_environment, "stopped `berth up`")
     assert up.process.wait(PATIENCE) == 0
     wait_nothing_left(folder)
 
-    killed = Up(port_environment, short_directory / "killed.log")
+    # Nothing trades, so the demo order is refused: the system stays up, and says how to go on.
+    killed = Up(port_environment, short_directory / "killed.log", "--main-job")
     run_up.append(killed)
-    killed.wait_for("pool of warm workers")
+    killed.wait_for("Ctrl-C stops everything")
+    assert "the demo order failed: TRADING_HALTED: everybody is halted by " in killed.text()
+    assert ": a bad morning; cancels still pass" in killed.text()
+    assert "`berth open --all --reason …`" in killed.text()
     killed.end(signal.SIGKILL)
     assert any("worker_runtime" in line for line in processes_of(folder))
     _down(port_environment, "1 workers")

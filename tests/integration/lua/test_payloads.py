@@ -16,7 +16,7 @@ def test_a_payload_is_read_back_byte_by_byte(scripts: Scripts, payload: bytes) -
     client = scripts.client
     client.flushall()
     places = [keys.seen("42", "r"), keys.requests("42"), keys.doorbell("42"), keys.mark("42")]
-    client.eval(ENQUEUE.source, len(places), *places, "r", payload, 30_000, 1_000)
+    client.eval(ENQUEUE.source, len(places), *places, "r", payload, 4_000_000_000_000, 1_000, "mac")
     [item] = client.lrange(keys.requests("42"), 0, -1)
     assert isinstance(item, bytes)
     frame = requests.parse_frame(item)

@@ -11,16 +11,32 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from redis.asyncio import Redis
 
 from infra.valkey import client as valkey
+from infra.valkey.client import text_of
 from tests.integration.lua.conftest import Scripts
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.scripts import ANNOUNCE_WORKER, CLAIM, JOIN_WAIT_QUEUE, SETTLE_CLAIM
+from worker_runtime.protocol.scripts import (
+    ADMIT_WORKER,
+    ANNOUNCE_WORKER,
+    CLAIM,
+    JOIN_WAIT_QUEUE,
+    SETTLE_CLAIM,
+)
 
 POOL = "p"
 
 
 def ready(scripts: Scripts, worker: str, *, reserved: str = "", ttl: int = 30_000) -> Any:
-    return scripts.run(
-        ANNOUNCE_WORKER,
+    """The state of a worker that announced itself and was admitted."""
+    entry = keys.pool_worker(POOL, worker)
+    words = ("public_key", f"key of {worker}", "proof", "p", "task", "t", "version", "1")
+    state = scripts.run(ANNOUNCE_WORKER, [entry], ttl, *words)
+    admit(scripts, worker, reserved)
+    return state or text_of(scripts.client.hget(entry, "state"))
+
+
+def admit(scripts: Scripts, worker: str, reserved: str = "") -> None:
+    scripts.run(
+        ADMIT_WORKER,
         [
             keys.pool_worker(POOL, worker),
             keys.pool_ready(POOL),
@@ -28,10 +44,8 @@ def ready(scripts: Scripts, worker: str, *, reserved: str = "", ttl: int = 30_00
             keys.pool_born(POOL, reserved),
         ],
         worker,
-        ttl,
         reserved,
         3600,
-        *("public_key", f"key of {worker}", "proof", "p", "task", "t", "version", "1"),
     )
 
 
@@ -55,7 +69,7 @@ def test_a_lost_claim_reply_returns_the_same_worker(scripts: Scripts) -> None:
     first, again = claim(scripts, "c"), claim(scripts, "c")
     assert first[:2] == ["claimed", "w1"]
     assert again[:2] == ["again", "w1"]
-    assert first[2:] == ["key of w1", "p", "t", "1"]
+    assert first[2:] == ["key of w1", "p"]
 
 
 def test_the_longest_ready_worker_is_taken_first(scripts: Scripts) -> None:
@@ -65,12 +79,31 @@ def test_the_longest_ready_worker_is_taken_first(scripts: Scripts) -> None:
     assert claim(scripts, "c")[1] == "old"
 
 
+def test_a_worker_that_has_ended_is_not_admitted(scripts: Scripts) -> None:
+    admit(scripts, "ended")
+    assert not scripts.client.keys("*")
+
+
+def test_a_worker_is_admitted_once(scripts: Scripts) -> None:
+    ready(scripts, "w")
+    claim(scripts, "c")
+    admit(scripts, "w")
+    assert claim(scripts, "d") == ["empty"]
+
+
 def test_a_dead_worker_is_skipped(scripts: Scripts) -> None:
     ready(scripts, "dead")
     scripts.client.delete(keys.pool_worker(POOL, "dead"))
     ready(scripts, "alive")
     assert claim(scripts, "c")[1] == "alive"
     assert claim(scripts, "d") == ["empty"]
+
+
+def test_made_up_entries_hold_nobody_up_for_long(scripts: Scripts) -> None:
+    """One call is short however many there are, and the next ones come to the genuine one behind them."""
+    scripts.client.zadd(keys.pool_ready(POOL), {f"made-up-{number}": number for number in range(2500)})
+    ready(scripts, "w1")
+    assert [claim(scripts, "c")[0] for _ in range(3)] == ["empty", "empty", "claimed"]
 
 
 def test_a_claim_whose_worker_died_says_so(scripts: Scripts) -> None:

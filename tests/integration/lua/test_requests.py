@@ -16,8 +16,8 @@ from hypothesis.stateful import (
 )
 
 from tests.integration.lua.conftest import Scripts
+from tests.signed import switch_words
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.requests import OPEN_SWITCH
 from worker_runtime.protocol.scripts import (
     ANSWER,
     ENQUEUE,
@@ -40,14 +40,20 @@ def enqueue(scripts: Scripts, request: str, ttl: int = 30_000) -> Any:
         [keys.seen(USER, request), keys.requests(USER), keys.doorbell(USER), keys.mark(USER)],
         request,
         f"payload of {request}",
-        ttl,
+        now_ms(scripts) + ttl,
         HOUR,
+        "mac",
     )
+
+
+def now_ms(scripts: Scripts) -> int:
+    seconds, micros = scripts.client.time()
+    return int(seconds) * 1000 + int(micros) // 1000
 
 
 def own(scripts: Scripts, epoch: int = 1, worker: str = "w") -> Any:
     return scripts.run(
-        SET_OWNER, [keys.owner(USER), keys.switch(USER)], epoch, worker, "g", *OPEN_SWITCH.words()
+        SET_OWNER, [keys.owner(USER), keys.switch(USER)], epoch, worker, "g", *switch_words(USER)
     )
 
 
@@ -78,7 +84,7 @@ def answer(scripts: Scripts, request: str, item: str, text: str = "done") -> Any
 
 
 def withdraw(scripts: Scripts, request: str, item: str) -> Any:
-    return scripts.run(WITHDRAW, [keys.requests(USER), keys.response(USER, request)], item, "withdrawn", 60)
+    return scripts.run(WITHDRAW, keys.withdrawing(USER, request), item, "withdrawn", 60)
 
 
 def mark(scripts: Scripts, epoch: int = 1, worker: str = "w") -> Any:

@@ -45,7 +45,7 @@ def spend(
 ) -> tuple[bool, int, str]:
     numbers = [n for each in windows for n in (cost * each.weight, each.span, each.limit, each.reserve)]
     clock = [] if at is None else [at // 1000, at % 1000 * 1000]
-    granted, wait, count = scripts.run(
+    granted, wait, count, _ = scripts.run(
         SPEND_BUDGET if at is None else CLOCKED,
         [SINCE, *(keys.budget(OWNER, each.what) for each in windows)],
         *(call, known, int(fresh), *numbers, *clock),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integration.lua.conftest import Scripts
+from tests.signed import switch_args, switch_words
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.requests import OPEN_SWITCH, SwitchState, UserSwitch
 from worker_runtime.protocol.scripts import SET_OWNER, WRITE_SWITCH, Script
@@ -17,16 +18,20 @@ HALTED, REDUCING = SwitchState.HALTED, SwitchState.REDUCING
 
 
 def switch(scripts: Scripts, wanted: UserSwitch) -> Any:
-    return scripts.run(WRITE_SWITCH, [keys.switch(USER)], *wanted.words())
+    return scripts.run(WRITE_SWITCH, [keys.switch(USER)], *switch_args(USER, wanted))
 
 
 def own(scripts: Scripts, wanted: UserSwitch, epoch: int = 1) -> Any:
-    return scripts.run(SET_OWNER, [keys.owner(USER), keys.switch(USER)], epoch, "w", "g", *wanted.words())
+    return scripts.run(
+        SET_OWNER, [keys.owner(USER), keys.switch(USER)], epoch, "w", "g", *switch_words(USER, wanted)
+    )
 
 
 def written(scripts: Scripts) -> dict[str, str]:
     words: list[str] = scripts.run(_HGETALL, [keys.switch(USER)])
-    return dict(zip(words[::2], words[1::2], strict=True))
+    found = dict(zip(words[::2], words[1::2], strict=True))
+    assert found.pop("*mac", "")
+    return found
 
 
 def test_the_newest_switch_stands_in_whatever_order_they_come(scripts: Scripts) -> None:
@@ -46,6 +51,23 @@ def test_a_switch_that_is_told_to_another_server_bears_its_id(scripts: Scripts) 
     assert written(scripts)["*server"] == "second"
     assert own(scripts, UserSwitch(version=8, server="third")) == "ok"
     assert written(scripts) == {"*version": "8", "*": "open", "*server": "third"}
+
+
+def test_a_forged_switch_is_overwritten_and_a_newer_one_that_came_since_is_not(scripts: Scripts) -> None:
+    forged = {"*version": "999", "*": "open", "*mac": "forged"}
+    scripts.client.hset(keys.switch(USER), mapping=forged)  # type: ignore[arg-type]
+    ours = UserSwitch(version=7, every=HALTED)
+    assert switch(scripts, ours) == "older"
+    assert scripts.run(WRITE_SWITCH, [keys.switch(USER)], *switch_args(USER, ours, "forged")) == "ok"
+    assert switch(scripts, UserSwitch(version=8, every=HALTED)) == "ok"
+    assert scripts.run(WRITE_SWITCH, [keys.switch(USER)], *switch_args(USER, ours, "forged")) == "older"
+
+
+def test_a_user_may_have_more_switches_than_lua_unpacks(scripts: Scripts) -> None:
+    many = UserSwitch(version=1, accounts={f"a{number}": HALTED for number in range(9_000)})
+    assert switch(scripts, many) == "ok"
+    assert own(scripts, many) == "ok"
+    assert scripts.client.hlen(keys.switch(USER)) == 9_003
 
 
 def test_an_account_that_was_opened_leaves_no_trace(scripts: Scripts) -> None:

@@ -38,7 +38,7 @@ PRICE = Decimal("100.5")
 
 
 class ScriptedBroker:
-    """Implements `Broker`. Logins by api key, orders by symbol: see the two methods."""
+    """Implements `Broker`. Logins by api key (`hang-3`: after 3 s), orders by symbol: see the two methods."""
 
     def __init__(self, folder: Path, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> None:
         self._folder = folder
@@ -60,13 +60,17 @@ class ScriptedBroker:
             raise LoginRejected
         if credentials.api_key == "closed" and not (self._folder / "open").exists():
             raise BrokerUnreachable
+        if credentials.api_key.startswith("hang-"):
+            time.sleep(min(float(credentials.api_key.removeprefix("hang-")), timeout))
         if credentials.api_key == "odd":
             raise ValueError("odd")
         (self._folder / "dead").unlink(missing_ok=True)
         self._ended_before = (self._folder / "ended").exists()
 
     def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
-        self._write("place", order_id=order.order_id, symbol=order.symbol, timeout=timeout)
+        self._write(
+            "place", order_id=order.order_id, symbol=order.symbol, timeout=timeout, key=list(self._key)
+        )
         if order.symbol == "REJECT":
             raise OrderRejected("price limit")
         if order.symbol == "LIMITED":
@@ -89,7 +93,9 @@ class ScriptedBroker:
         if order.symbol == "LATER":
             threading.Thread(target=self._fill_later, args=(order,), daemon=True).start()
             return self._exchange_order(order, OrderState.SUBMITTED, [])
-        fills = [Fill(fill_id=f"f-{order.order_id}", quantity=order.quantity, price=PRICE, at_ms=1)]
+        fills = [
+            Fill(fill_id=f"f-{order.order_id}", quantity=order.quantity, price=PRICE, at_ms=1_795_410_000_001)
+        ]
         return self._exchange_order(order, OrderState.FILLED, fills)
 
     def orders(self, timeout: float) -> Listing:
@@ -102,10 +108,15 @@ class ScriptedBroker:
         return msgspec.json.decode(listing.read_bytes(), type=list[ExchangeOrder]) if listing.exists() else []
 
     def positions(self, timeout: float) -> list[Position]:
+        if (self._folder / "positions-away").exists():
+            raise BrokerUnreachable
         return []
 
     def queries_before_change(self, broker_order_id: str) -> bool:
         return False
+
+    def reference_price(self, symbol: str) -> Decimal | None:
+        return Decimal("100.5") if (self._folder / "reference").exists() else None
 
     def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
         self._write("cancel", broker_order_id=broker_order_id)
@@ -139,7 +150,9 @@ class ScriptedBroker:
         self._write("close", account_id=self._key.account_id)
 
     def _fill_later(self, order: PlaceOrder) -> None:
-        fill = Fill(fill_id=f"f-{order.order_id}", quantity=order.quantity, price=PRICE, at_ms=2)
+        fill = Fill(
+            fill_id=f"f-{order.order_id}", quantity=order.quantity, price=PRICE, at_ms=1_795_410_000_002
+        )
         told = self._exchange_order(order, OrderState.FILLED, [fill])
         for repeat in (1, 2):  # the same fill twice, as two events
             self._on_order(OrderChanged(event_id=f"e{repeat}-{order.order_id}", order=told, fill=fill))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import uuid
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tests.integration.worker.worker import PATIENCE, SpawnedWorker, eventually
+from tests.signed import SECRETS, raw_enqueue_args, read_workers_answer, switch_words
 from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.launch import WorkerConfig
@@ -20,6 +22,7 @@ from worker_runtime.protocol.messages import (
     Answer,
     Claim,
     ClaimReply,
+    ControlHeader,
     Credentials,
     Event,
     Message,
@@ -29,17 +32,18 @@ from worker_runtime.protocol.messages import (
     ReloadCredentials,
     SealedAccount,
     Side,
+    Signed,
     TimeInForce,
     WorkerEvent,
     decode,
     encode,
 )
-from worker_runtime.protocol.requests import OPEN_SWITCH, AccountReport, decode_report
-from worker_runtime.protocol.scripts import CLAIM, ENQUEUE, SEND_CONTROL, SET_OWNER
+from worker_runtime.protocol.requests import AccountReport, decode_report
+from worker_runtime.protocol.scripts import ADMIT_WORKER, CLAIM, ENQUEUE, SEND_CONTROL, SET_OWNER
+from worker_runtime.protocol.worker_reports import payload_of
 
 GENERATION = "g1"
-#: Seconds that a login may take, and milliseconds that an order may wait, in tests of something else: of the
-#: processes that it passes, each may stand still for a while.
+#: Seconds that a login may take, and milliseconds that an order may wait, in tests of something else: long.
 CONNECT_TIMEOUT = 15.0
 TTL = 60_000
 
@@ -55,13 +59,18 @@ class WorkerStage:
         self.client = Valkey(url, timeout=PATIENCE)
         self.key = Ed25519PrivateKey.generate()
         self.secret = os.urandom(32)
+        self.secrets = SECRETS
         self.pool = f"pool{next(_numbers)}"
         self.user = f"user-{next(_numbers)}"
         self.workers: list[SpawnedWorker] = []
+        self._controls = 0
         #: The broker of all accounts.
         self.broker = "scripted"
+        #: The broker's own id of an account, and whether it is a simulation.
+        self.numbers: dict[str, tuple[str, bool]] = {}
         #: The person id of all accounts.
         self.person = ""
+        self.books_first = False
         #: What goes with the next claim or reload.
         self.open_orders: list[PlaceOrder] = []
 
@@ -75,7 +84,7 @@ class WorkerStage:
                 "pool": self.pool,
                 "valkey_url": self.url,
                 "launch_token": sealing.launch_token(self.secret, worker_id),
-                "orchestrator_key": self.key.public_key().public_bytes_raw(),
+                "orchestrator_keys": (self.key.public_key().public_bytes_raw(),),
                 "task_id": f"task-{worker_id}",
                 "version": "test",
                 "shutdown_timeout": 15.0,
@@ -95,8 +104,15 @@ class WorkerStage:
         return worker
 
     def await_ready(self, worker: SpawnedWorker) -> None:
-        key = keys.pool_worker(self.pool, worker.worker_id)
-        eventually(lambda: self.client.execute("HGET", key, "state"), f"{worker.worker_id} is ready")
+        eventually(lambda: self.admit(worker), f"{worker.worker_id} is ready")
+
+    def admit(self, worker: SpawnedWorker) -> bytes | None:
+        """The state of an announced worker, which is taken into the pool."""
+        entry, reserved = keys.pool_worker(self.pool, worker.worker_id), worker.config.reserved_claim
+        pool = keys.pool_ready(self.pool), keys.pool_claim(self.pool, reserved)
+        names = [entry, *pool, keys.pool_born(self.pool, reserved)]
+        self.client.run(ADMIT_WORKER, names, [worker.worker_id, reserved, keys.CLAIM_TTL])
+        return cast("bytes | None", self.client.execute("HGET", entry, "state"))
 
     def active(self, accounts: dict[str, str] | None = None, **changes: Any) -> SpawnedWorker:
         """A worker claimed for `self.user` and connected."""
@@ -108,18 +124,14 @@ class WorkerStage:
     # --- claims
 
     def take(self, claim_id: str) -> list[bytes]:
-        found: list[bytes] = self.client.run(
-            CLAIM,
-            [keys.pool_ready(self.pool), keys.pool_claim(self.pool, claim_id)],
-            [claim_id, keys.pool_worker_prefix(self.pool), keys.CLAIM_TTL],
-        )
-        return found
+        names = [keys.pool_ready(self.pool), keys.pool_claim(self.pool, claim_id)]
+        words: list[str | int] = [claim_id, keys.pool_worker_prefix(self.pool), keys.CLAIM_TTL]
+        return cast("list[bytes]", self.client.run(CLAIM, names, words))
 
     def own(self, worker_id: str, epoch: int, generation: str = GENERATION) -> None:
         names = [keys.owner(self.user), keys.switch(self.user)]
-        assert (
-            self.client.run(SET_OWNER, names, [epoch, worker_id, generation, *OPEN_SWITCH.words()]) == b"ok"
-        )
+        words: list[str | int] = [epoch, worker_id, generation, *switch_words(self.user)]
+        assert self.client.run(SET_OWNER, names, words) == b"ok"
 
     def sealed(
         self,
@@ -132,13 +144,17 @@ class WorkerStage:
         **changes: Any,
     ) -> SealedAccount:
         epoch = changes.get("epoch", 1)
+        number, simulation = self.numbers.get(account_id, ("", True))
         clear = encode(Credentials(api_key=api_key, secret_key="s", person_id=self.person))
         return SealedAccount(
             account_id=account_id,
             broker=self.broker,
             broker_type="stock",
-            simulation=True,
+            simulation=simulation,
+            number=number,
             version=changes.get("version", 1),
+            budgets=[self.person or account_id],
+            books_first=self.books_first,
             sealed=sealing.seal(
                 clear,
                 public_key,
@@ -150,10 +166,19 @@ class WorkerStage:
             ),
         )
 
+    def sealed_keys(self, public_key: bytes, worker: SpawnedWorker, claim_id: str, epoch: int = 1) -> bytes:
+        return sealing.seal_message_keys(
+            self.secrets.for_worker(self.user, epoch),
+            public_key,
+            user_id=self.user,
+            epoch=epoch,
+            claim_id=claim_id,
+            worker_id=worker.worker_id,
+        )
+
     def public_key(self, worker: SpawnedWorker) -> bytes:
-        key = keys.pool_worker(self.pool, worker.worker_id)
-        public_key: bytes = self.client.execute("HGET", key, "public_key")
-        return public_key
+        entry = keys.pool_worker(self.pool, worker.worker_id)
+        return bytes(self.client.execute("HGET", entry, "public_key"))
 
     def claim_message(
         self, worker: SpawnedWorker, claim_id: str, *, epoch: int = 1, accounts: dict[str, str] | None = None
@@ -166,6 +191,7 @@ class WorkerStage:
             epoch=epoch,
             generation=GENERATION,
             connect_timeout=CONNECT_TIMEOUT,
+            sealed_keys=self.sealed_keys(public_key, worker, claim_id, epoch),
             open_orders=self.open_orders,
             accounts=[
                 self.sealed(
@@ -200,14 +226,18 @@ class WorkerStage:
         return self.reply(claim_id)
 
     def reply(self, claim_id: str) -> ClaimReply:
-        got = self.client.execute("BLPOP", keys.pool_reply(self.pool, claim_id), PATIENCE - 5)
+        got = self.client.execute("BLPOP", *self._reply_keys(claim_id), PATIENCE - 5)
         assert got is not None, "no reply to the claim"
-        reply: ClaimReply = decode(got[1], ClaimReply)
-        return reply
+        signed: Signed = decode(got[1], Signed)
+        named: ClaimReply = decode(signed.payload, ClaimReply)
+        return sealing.open_reply(got[1], sealing.launch_token(self.secret, named.worker_id))
 
     def replies(self, claim_id: str) -> int:
-        count: int = self.client.execute("LLEN", keys.pool_reply(self.pool, claim_id))
-        return count
+        return sum(self.client.execute("LLEN", key) for key in self._reply_keys(claim_id))
+
+    def _reply_keys(self, claim_id: str) -> list[str]:
+        """Of all workers."""
+        return [keys.pool_reply(self.pool, worker.worker_id, claim_id) for worker in self.workers]
 
     # --- credentials for a worker that runs
 
@@ -220,26 +250,22 @@ class WorkerStage:
 
     def push_reload(
         self, worker: SpawnedWorker, public_key: bytes, reload_id: str, **accounts: tuple[str, int]
-    ) -> None:
+    ) -> bytes:
         """Sends credentials (api key and version by account), sealed to `public_key`."""
         sealed = [
             self.sealed(
-                public_key,
-                name,
-                api_key,
-                worker_id=worker.worker_id,
-                claim_id=reload_id,
-                version=version,
+                public_key, name, api_key, worker_id=worker.worker_id, claim_id=reload_id, version=version
             )
             for name, (api_key, version) in accounts.items()
         ]
-        self.control(
+        return self.control(
             ReloadCredentials(
                 reload_id=reload_id,
                 user_id=self.user,
                 epoch=1,
                 worker_id=worker.worker_id,
                 accounts=sealed,
+                sealed_keys=self.sealed_keys(public_key, worker, reload_id),
                 open_orders=self.open_orders,
             )
         )
@@ -263,7 +289,7 @@ class WorkerStage:
         number = next(_numbers)
         order = PlaceOrder(
             request_id=f"r{number}",
-            order_id=f"o{number}",
+            order_id=str(uuid.uuid4()),
             user_id=self.user,
             account_id="a1",
             symbol="2330",
@@ -290,16 +316,28 @@ class WorkerStage:
                 keys.doorbell(self.user),
                 keys.mark(self.user),
             ],
-            [request_id, payload, ttl_ms, 3_600_000],
+            raw_enqueue_args(self.user, request_id, payload, self.now_ms() + ttl_ms),
         )
         assert isinstance(item, bytes)
         return item
 
+    def push_item(self, item: bytes) -> None:
+        """What somebody does who can only write to Valkey."""
+        self.client.execute("LPUSH", keys.requests(self.user), item)
+        self.client.execute("LPUSH", keys.doorbell(self.user), "1")
+
     def answer(self, request_id: str) -> Answer:
         key = keys.response(self.user, request_id)
         data = eventually(lambda: self.client.execute("GET", key), f"an answer to {request_id}")
-        answer: Answer = decode(data, Answer)
-        return answer
+        return read_workers_answer(data, self.user)
+
+    def answered(self, request_id: str) -> bool:
+        return bool(self.client.execute("EXISTS", keys.response(self.user, request_id)))
+
+    def waiting(self) -> int:
+        """Requests that are queued or in hand."""
+        lists = (keys.requests, keys.processing)
+        return sum(int(self.client.execute("LLEN", name(self.user))) for name in lists)
 
     def send(self, **changes: Any) -> Answer:
         """One order, and its answer."""
@@ -313,20 +351,27 @@ class WorkerStage:
         return int(seconds) * 1000 + int(micros) // 1000
 
     def processing(self) -> int:
-        count: int = self.client.execute("LLEN", keys.processing(self.user))
-        return count
+        return int(self.client.execute("LLEN", keys.processing(self.user)))
 
     # --- control, events, mark
 
-    def control(self, message: Message) -> None:
-        self.control_raw(sealing.sign(message, self.key))
+    def control(self, message: ControlHeader) -> bytes:
+        """Sends the message, a reload with the next number; returns what was sent."""
+        if isinstance(message, ReloadCredentials):
+            self._controls += 1
+            message = msgspec.structs.replace(message, number=self._controls)
+        signed = sealing.sign(message, self.key)
+        self.control_raw(signed)
+        return signed
 
     def control_raw(self, data: bytes) -> None:
         self.client.run(SEND_CONTROL, [keys.control(self.user), keys.doorbell(self.user)], [data])
 
     def events(self, *, repeats: bool = False) -> list[Event]:
         """Each once, unless with `repeats`: what the server took without saying so in time is sent again."""
-        written = [fields[1] for _, fields in self.client.execute("XRANGE", keys.EVENTS, "-", "+")]
+        lists = self.client.execute("KEYS", keys.events_of("*"))  # which no orchestrator empties
+        oldest = sorted(lists, key=lambda name: (len(name), name))
+        written = [payload_of(one) for name in oldest for one in self.client.execute("LRANGE", name, 0, -1)]
         different = written if repeats else list(dict.fromkeys(written))
         events: list[Event] = [decode(data, Event) for data in different]
         return [event for event in events if event.user_id == self.user]
@@ -342,8 +387,7 @@ class WorkerStage:
         return [decode_report(event.report) for event in self.events() if isinstance(event, AccountReported)]
 
     def mark(self) -> str:
-        value: bytes | None = self.client.execute("GET", keys.mark(self.user))
-        return value.decode() if value else ""
+        return bytes(self.client.execute("GET", keys.mark(self.user)) or b"").decode()
 
     def metadata(self) -> dict[str, str]:
         flat: list[bytes] = self.client.execute("HGETALL", keys.metadata(self.user))

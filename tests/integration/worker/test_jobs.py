@@ -24,7 +24,9 @@ def enqueue(stage: WorkerStage, job_id: str, work: msgspec.Struct, **options: An
 
 
 def put(stage: WorkerStage, job: Job) -> None:
-    reply = stage.client.run(*job_calls.enqueue(job, job_keys.user_tag(stage.user)))
+    reply = stage.client.run(
+        *job_calls.enqueue(job, stage.secrets.request_keys(stage.user), job_keys.user_tag(stage.user))
+    )
     assert reply[0] == b"queued"
 
 

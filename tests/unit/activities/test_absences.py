@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from activities.events.absences import GAP, SIGNAL_AGAIN, Absences
+from activities.events.mark_watcher import GAP, SIGNAL_AGAIN, Absences
 from activities.maintenance.anomalies import FEW, MANY
 from infra.database.workers.sessions import WorkerInService
 
 CONFIRM, SETTLE, PERIOD = 5.0, 30.0, 2.0
+#: While many are missing.
+HOLD = SETTLE / 3
 
 
 def worker(number: int, epoch: int = 1) -> WorkerInService:
@@ -126,14 +128,33 @@ def test_a_watcher_that_slept_starts_anew() -> None:
     assert watch.go(SETTLE - 1) == []
 
 
-def test_when_many_are_missing_nobody_is_signalled_also_not_when_most_are_back() -> None:
+def test_many_missing_ones_are_waited_for_longer_and_then_signalled_however_many_they_are() -> None:
+    for count in (5, 30, 300):
+        watch = settled(count)
+        watch.gone = set(watch.workers)
+        began = watch.now
+        assert watch.go(HOLD - 0.1) == []
+        assert watch.absences.many
+        assert set(watch.go(PERIOD)) == set(watch.workers)
+        assert all(HOLD <= at - began <= HOLD + PERIOD for at, _ in watch.signalled)
+
+
+def test_when_most_of_many_are_back_the_others_get_time_to_come_back_too() -> None:
     watch = settled(20)
     watch.gone = set(watch.workers[:10])
-    assert watch.go(120.0) == []
-    assert watch.absences.many
+    watch.go(HOLD - 1)
     watch.gone = set(watch.workers[:1])
-    assert watch.go(SETTLE - PERIOD - 1) == []
+    assert watch.go(HOLD - 1) == []
     assert watch.go(PERIOD * 3) == [watch.workers[0]]
+
+
+def test_another_server_process_starts_all_clocks_anew() -> None:
+    """It may be an older copy, whose marks run out before their workers' leases."""
+    watch = settled()
+    watch.gone = {watch.workers[0]}
+    watch.go(CONFIRM - 1)
+    watch.generation = "g1 another-server"
+    assert watch.go(SETTLE - 1) == []
 
 
 def test_up_to_three_are_signalled_however_few_there_are() -> None:
@@ -214,13 +235,14 @@ def test_whoever_is_signalled_was_missing_long_enough_at_every_check_of_a_quiet_
         marks = {one: None if number in gone else one.mark for number, one in enumerate(workers)}
         for one in absences.update(now, generation, marks):
             number = workers.index(one)
-            assert len(gone) <= FEW or len(gone) < MANY * len(workers)
+            few = len(gone) <= FEW or len(gone) < MANY * len(workers)
+            wanted = CONFIRM if few else max(CONFIRM, settle / 3)
             began, confirmed = now, False
             for at, seen_generation, seen_gone in reversed(history):
                 if began - at > GAP or seen_gone is None or seen_generation != generation:
                     break
                 assert confirmed or number in seen_gone
-                confirmed = confirmed or now - at >= CONFIRM
+                confirmed = confirmed or now - at >= wanted
                 began = at
             assert confirmed
             assert now - began >= settle, "reported although the time before was not quiet"

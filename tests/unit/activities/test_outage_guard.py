@@ -42,6 +42,24 @@ def test_in_doubt_it_may_not(scan: ScanSummary, before: PassRecord | None, why: 
     assert guard_reason(scan, before) == why
 
 
+@pytest.mark.parametrize(
+    ("scan", "before", "why"),
+    [
+        (replace(SCAN, place=replace(PLACE, tasks=0)), BEFORE, ""),
+        (replace(SCAN, unlisted=20), BEFORE, ""),
+        (replace(SCAN, unmarked=80), replace(BEFORE, guarded="many marks are missing"), ""),
+        (replace(SCAN, anomalies=100), BEFORE, ""),
+        (replace(SCAN, place=replace(PLACE, generation="h")), BEFORE, "the generation has changed"),
+        (replace(SCAN, place=replace(PLACE, server="t")), BEFORE, "Valkey was restarted"),
+        (SCAN, None, "the first pass in a while"),
+    ],
+)
+def test_a_person_overrides_what_looks_odd_but_not_what_cannot_be_compared(
+    scan: ScanSummary, before: PassRecord | None, why: str
+) -> None:
+    assert guard_reason(scan, before, override=True) == why
+
+
 def test_a_few_odd_workers_are_no_outage_however_small_the_fleet() -> None:
     small = replace(SCAN, size=4, in_service=4, anomalies=FEW, unmarked=FEW, unlisted=FEW)
     assert guard_reason(small, BEFORE) == ""

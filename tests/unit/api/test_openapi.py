@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openapi_spec_validator import validate
+from pydantic import BaseModel
 
 from api.app import create_app
+from api.http.fields import EXAMPLES
+from api.http.rights import ALL, RIGHTS
 from infra.settings import Settings
 
 PUBLIC = {"/v1/healthz", "/v1/readyz", "/v1/webhooks/{token}/orders"}
@@ -27,7 +32,17 @@ def test_the_document_is_valid(document: dict[str, Any]) -> None:
     validate(document)
     assert {path for path, _ in operations(document)} == {
         "/v1/users",
+        "/v1/audit",
+        "/v1/api-keys",
+        "/v1/api-keys/{key_id}",
+        "/v1/api-keys/{key_id}/rotate",
+        "/v1/images",
+        "/v1/users/{user_id}",
+        "/v1/users/{user_id}/disable",
+        "/v1/users/{user_id}/enable",
+        "/v1/users/{user_id}/accounts/{account_id}",
         "/v1/users/{user_id}/accounts/{account_id}/credentials",
+        "/v1/users/{user_id}/accounts/{account_id}/retry",
         "/v1/users/{user_id}/accounts/{account_id}/limits",
         "/v1/users/{user_id}/accounts/{account_id}/positions",
         "/v1/users/{user_id}/accounts/{account_id}/balance",
@@ -36,6 +51,7 @@ def test_the_document_is_valid(document: dict[str, Any]) -> None:
         "/v1/users/{user_id}/orders",
         "/v1/users/{user_id}/orders.csv",
         "/v1/users/{user_id}/orders/events",
+        "/v1/orders",
         "/v1/orders/{order_id}",
         "/v1/orders/{order_id}/cancel",
         "/v1/orders/{order_id}/replace",
@@ -67,6 +83,13 @@ def test_the_document_is_valid(document: dict[str, Any]) -> None:
         "/v1/users/{user_id}/jobs/{job_id}/file",
         "/v1/workers",
         "/v1/fleet",
+        "/v1/fleet/primary",
+        "/v1/fleet/servers",
+        "/v1/dead-letters",
+        "/v1/dead-letters/{letter_id}",
+        "/v1/reports/daily",
+        "/v1/users/{user_id}/statistics",
+        "/v1/dead-letters/{letter_id}/{act}",
         "/v1/fleet/maintenance",
         "/v1/users/{user_id}/worker",
         "/v1/users/{user_id}/worker/timeline",
@@ -85,6 +108,9 @@ def test_every_operation_behind_a_key_says_so_and_documents_its_problems(documen
             assert "security" not in operation
             continue
         assert operation["security"] == [{"ApiKey": []}], path
+        method = next(name for name, one in document["paths"][path].items() if one is operation)
+        roles = RIGHTS[f"{method.upper()} {path.removeprefix('/v1')}"]
+        assert roles == ALL or "403" in operation["responses"], path
         assert {"401", "422", "500", "503"} <= set(operation["responses"]), path
         for status, response in operation["responses"].items():
             if int(status) >= 400:
@@ -97,6 +123,11 @@ def test_every_body_and_every_answer_has_an_example(document: dict[str, Any]) ->
     schemas = document["components"]["schemas"]
     for name in (
         "UserRequest",
+        "ApiKeyRequest",
+        "ApiKeyList",
+        "NewApiKeyView",
+        "ImageRequest",
+        "ImageList",
         "CredentialsRequest",
         "OrderRequest",
         "OrderView",
@@ -140,3 +171,17 @@ def test_the_key_comes_in_a_header(document: dict[str, Any]) -> None:
 
 def test_no_default_validation_error_is_left(document: dict[str, Any]) -> None:
     assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def models(base: type[BaseModel] = BaseModel) -> Iterator[type[BaseModel]]:
+    for model in base.__subclasses__():
+        yield model
+        yield from models(model)
+
+
+# An alert's example is what one types into TradingView, which fills it in.
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"Alert"}))
+def test_each_example_is_one_of_a_model_of_this_name(name: str) -> None:
+    (model,) = {one for one in models() if one.__name__ == name and one.__module__.startswith("api.")}
+    for example in EXAMPLES[name]:
+        model.model_validate_json(json.dumps(example))

@@ -17,9 +17,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from structlog.testing import capture_logs
 
 from api.app import create_app
-from api.http.auth import Authenticator, Principal, Role
+from api.http.auth import Authenticator, Principal
 from api.http.errors import ClientOrderIdReused
 from api.http.middleware import MAX_BODY
+from api.http.rights import Role
 from api.orders import schemas
 from api.orders.placer import PlacementResult
 from infra.database.engine import DatabaseUnavailable
@@ -78,7 +79,7 @@ class ScriptedPlacer:
 async def lookup(key: str) -> Principal | None:
     if key == "down":
         raise DatabaseUnavailable("PostgreSQL: away")
-    roles = {"alice": Role.USER, "bob": Role.USER, "staff": Role.OPERATOR}
+    roles = {"alice": Role.USER, "bob": Role.USER, "staff": Role.ADMIN}
     return Principal(f"key-{key}", roles[key], key) if key in roles else None
 
 
@@ -88,6 +89,7 @@ def client(placer: ScriptedPlacer, key: str | None = "alice") -> httpx.AsyncClie
         settings=Settings.model_construct(order_wait=WAIT),
         placer=placer,
         authenticator=Authenticator(lookup, 60.0),
+        limits=None,
     )
     headers = {"X-Request-ID": "r-1", **({"X-API-Key": key} if key else {})}
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api/v1", headers=headers)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
 from redis.exceptions import ConnectionError as RedisConnectionError
+from starlette.types import Message
 
 from api.http import errors, problems
 from api.http.middleware import MAX_BODY, RequestMiddleware
@@ -165,6 +167,32 @@ async def test_a_body_over_the_limit_is_refused(chunked: bool) -> None:
     assert fits.json() == MAX_BODY
     assert over.status_code == 413
     assert over.json()["code"] == "BODY_TOO_LARGE"
+
+
+@pytest.mark.parametrize("headers", [[(b"content-length", b"300")], [(b"transfer-encoding", b"chunked")]])
+async def test_a_body_that_does_not_arrive_in_time_is_given_up(headers: list[tuple[bytes, bytes]]) -> None:
+    sent: list[Message] = []
+    begun = False
+
+    async def trickle() -> Message:
+        """The first byte, and then nothing."""
+        nonlocal begun
+        if begun:
+            await asyncio.get_running_loop().create_future()
+        begun = True
+        return {"type": "http.request", "body": b"x", "more_body": True}
+
+    async def send(message: Message) -> None:
+        await asyncio.sleep(0)
+        sent.append(message)
+
+    async def never(*_: object) -> None:
+        raise AssertionError("nothing is asked of the application")
+
+    scope = {"type": "http", "method": "POST", "path": "/echo", "headers": headers}
+    await asyncio.wait_for(RequestMiddleware(never, body_time=0.05)(scope, trickle, send), 10)
+    assert sent[0]["status"] == 408
+    assert b"BODY_TOO_SLOW" in sent[1]["body"]
 
 
 @pytest.mark.parametrize(

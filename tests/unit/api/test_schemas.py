@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from api.orders.schemas import MAX_QUANTITY, ORDER_EXAMPLE, OrderRequest
+from api.http.fields import EXAMPLES
+from api.orders.schemas import MAX_QUANTITY, OrderRequest
 from api.users.schemas import CredentialsRequest, UserRequest
 from api.workers.schemas import ReasonBody
 
+ORDER = EXAMPLES["OrderRequest"][0]
+
 
 def order(**changes: Any) -> OrderRequest:
-    return OrderRequest.model_validate_json(json.dumps({**ORDER_EXAMPLE, **changes}))
+    return OrderRequest.model_validate_json(json.dumps({**ORDER, **changes}))
 
 
 def test_the_example_is_a_valid_order() -> None:
@@ -69,7 +72,7 @@ def test_an_order_that_cannot_be_right_is_refused(changes: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("missing", ["client_order_id", "account_id", "symbol", "side", "quantity", "price"])
 def test_a_field_without_default_must_be_there(missing: str) -> None:
-    body = {name: value for name, value in ORDER_EXAMPLE.items() if name != missing}
+    body = {name: value for name, value in ORDER.items() if name != missing}
     with pytest.raises(ValidationError):
         OrderRequest.model_validate(body)
 
@@ -119,6 +122,12 @@ def test_credentials_do_not_show_in_their_representation() -> None:
     assert "canary" not in str(body)
 
 
-def test_a_reason_with_control_characters_is_refused() -> None:
-    with pytest.raises(ValidationError):
-        ReasonBody(reason="line\nbreak")
+def test_a_reason_is_text_of_any_script() -> None:
+    assert ReasonBody(reason="券商維護, Café 🛠").reason == "券商維護, Café 🛠"
+
+
+@pytest.mark.parametrize("sign", ["\n", "\x00", "\x7f", "\x9b", "\u2028", "\u202e", "\u2066"])
+def test_a_reason_with_control_characters_is_refused(sign: str) -> None:
+    for text in (f"line{sign}break", f"line{sign}"):
+        with pytest.raises(ValidationError):
+            ReasonBody(reason=text)

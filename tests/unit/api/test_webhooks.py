@@ -10,13 +10,12 @@ import pytest
 from pydantic import ValidationError
 
 from api.http.errors import InvalidRequest
+from api.http.limits import source_of
 from api.http.problems import redacted_path
 from api.orders.schemas import OrderRequest
 from api.positions.closer import PositionClose
 from api.positions.schemas import IntentRequest
-from api.webhooks.alerts import plan_of
-from api.webhooks.schemas import Alert
-from api.webhooks.service import source_of
+from api.webhooks.alerts import Alert, plan_of
 from infra.database.trading.models import Webhook
 from worker_runtime.protocol.messages import TimeInForce
 
@@ -111,7 +110,10 @@ def test_an_intent_has_ids_for_its_orders() -> None:
     wish = plan_of(alert(action="short_entry", quantity=3), WEBHOOK)
     assert isinstance(wish.what, IntentRequest)
     assert (wish.what.intent, wish.what.quantity) == ("short_entry", 3)
-    assert wish.ids == (f"{wish.client_order_id}.close", f"{wish.client_order_id}.open")
+    closing, *parts, opening = wish.ids
+    assert (closing, opening) == (f"{wish.client_order_id}.close", f"{wish.client_order_id}.open")
+    assert (parts[0], parts[-1], len(parts)) == (f"{closing}#2", f"{closing}#21", 20)
+    assert len(parts[-1]) <= 64
     assert plan_of(alert(action="long_exit", quantity=None), WEBHOOK).what.quantity is None
 
 

@@ -38,10 +38,13 @@ def test_everything_has_every_kind_of_fault_in_ten_minutes() -> None:
         assert (target, FaultKind.KILL) in hit
     forgets = {FaultKind.FLUSH, FaultKind.LAG, FaultKind.REWIND, FaultKind.FLUSH_CANCELS}
     assert {(FaultTarget.VALKEY, kind) for kind in forgets} <= hit
+    assert {(FaultTarget.HOST, FaultKind.KILL), (FaultTarget.HOST, FaultKind.STOP)} <= hit
+    assert (FaultTarget.API_CLOCK, FaultKind.SKEW) in hit
+    assert (FaultTarget.ACCOUNT, FaultKind.REJECT) in hit
 
 
 def test_the_harder_faults_come_in_every_other_round() -> None:
-    plan = schedule.plan_faults(1, 16 * schedule.SERVER_FAULT_EVERY)
+    plan = schedule.plan_faults(1, 24 * schedule.SERVER_FAULT_EVERY)
     rounds = [fault.kind for fault in plan if fault.target is FaultTarget.VALKEY]
     assert set(rounds[:3]) == {FaultKind.KILL, FaultKind.FLUSH_CANCELS, FaultKind.REWIND}
     assert set(rounds[3:]) == {FaultKind.KILL, FaultKind.FLUSH, FaultKind.LAG}

@@ -1,4 +1,4 @@
-"""The CLI's way to the API: errors as one sentence, streams that come back, where the API is found."""
+"""The CLI's way to the API: errors as one sentence, a stream that is printed, where the API is found."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from infra.cli import rest, worker
 from infra.cli import tables as worker_tables
-from infra.cli.options import user_path
-from infra.cli.rest import ApiAddress, ApiRefused, NoApi, OperatorApi
+from infra.cli.rest import ApiAddress, NoApi
 from infra.local.folder import DataFolder
 from infra.vault.key_file import KeyFileExposed
 
@@ -37,9 +36,6 @@ class FakeApi:
 
     def refuse(self, status: int, code: str, detail: str, **more: Any) -> None:
         self.answer({"code": code, "detail": detail, "title": "?", **more}, status)
-
-    def api(self) -> OperatorApi:
-        return OperatorApi(ApiAddress(self.url, self.key_file), again=0.01)
 
     def run(self, *words: str) -> tuple[int, str, str]:
         """Exit code, standard output and standard error of `berth worker …`."""
@@ -61,6 +57,8 @@ def fake(tmp_path: Path) -> Iterator[FakeApi]:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             status, body = found.answers.pop(0)
             self.send_response(status)
+            kind = "text/event-stream" if body.startswith("retry") else "application/json"
+            self.send_header("Content-Type", kind)
             self.end_headers()
             self.wfile.write(body.encode())
 
@@ -76,10 +74,6 @@ def fake(tmp_path: Path) -> Iterator[FakeApi]:
         yield found
         server.shutdown()
         thread.join()
-
-
-def event(number: int) -> str:
-    return f'event: transition\ndata: {{"id": {number}}}\nid: {number}\n\n'
 
 
 def test_the_key_of_the_file_goes_into_the_header_and_nowhere_else(fake: FakeApi) -> None:
@@ -185,24 +179,14 @@ def test_a_user_id_cannot_leave_its_place_in_the_path(fake: FakeApi) -> None:
     assert fake.asked[0][1] == "/v1/users/a%2F..%2Fb%3Fc/worker/stop"
 
 
-def test_a_stream_that_is_cut_is_opened_again_behind_its_last_event(fake: FakeApi) -> None:
-    fake.answer(f"retry: 1000\n\n{event(4)}: alive\n\n{event(5)}event: transition\ndata: half")
-    fake.refuse(503, "DATABASE_UNAVAILABLE", "down")
-    fake.answer(event(6))
+def test_a_followed_timeline_is_printed_until_the_api_refuses_it(fake: FakeApi) -> None:
+    row = {"id": 4, "at": "2026-11-21T01:00:00Z", "before": "Connecting", "after": "Active", "reason": ""}
+    fake.answer({"transitions": [], "next_after": 3})
+    fake.answer(f"retry: 10\n\nevent: transition\ndata: {json.dumps(row)}\nid: 4\n\n")
     fake.refuse(404, "USER_NOT_FOUND", "gone")
-    with fake.api() as api:
-        events = api.events(user_path("alice", "/events"), 3)
-        seen = [next(events) for _ in range(3)]
-        with pytest.raises(ApiRefused, match="gone"):
-            next(events)
-    assert seen == [("transition", {"id": number}) for number in (4, 5, 6)]
-    assert [headers["Last-Event-ID"] for _, _, headers in fake.asked] == ["3", "5", "5", "6"]
-
-
-def test_a_stream_that_cannot_be_opened_is_an_error_at_once(fake: FakeApi) -> None:
-    fake.refuse(503, "DATABASE_UNAVAILABLE", "down")
-    with fake.api() as api, pytest.raises(ApiRefused, match="down"):
-        next(api.events(user_path("alice", "/events"), 0))
+    code, out, err = fake.run("timeline", "alice", "--follow", "--json")
+    assert (code, json.loads(out), err) == (1, row, "error: USER_NOT_FOUND: gone\n")
+    assert [headers.get("Last-Event-ID") for _, _, headers in fake.asked] == [None, "3", "4"]
 
 
 def test_the_running_system_of_a_folder_is_found(tmp_path: Path) -> None:
@@ -263,7 +247,7 @@ def test_a_worker_is_shown_with_what_comes_next_and_how_it_is() -> None:
     assert "Active since 2026-11-21 01:00:00 UTC, attempt 1" in text
     assert "ends when idle, by 2026-11-21 01:30:00 UTC" in text
     assert "degraded: broker  unreachable (2026-11-21 01:00:00 UTC)" in text
-    assert "2 of late" in text
+    assert "2 in the last minutes" in text
 
 
 def test_without_a_worker_no_health_is_claimed() -> None:

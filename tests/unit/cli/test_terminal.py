@@ -5,30 +5,46 @@ from __future__ import annotations
 import re
 from io import StringIO
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from infra.cli import stack as progress
 from infra.cli import stack as up
 from infra.cli.main_job import MainJobResult
+from infra.client.models import OrderHistory
 from infra.local.steps import StepProgress, StepStatus
 
 RESULT = MainJobResult(
     "demo",
     "the-key",
-    {
-        "id": "o-1",
-        "client_order_id": "demo-1",
-        "side": "buy",
-        "quantity": 1,
-        "symbol": "2330",
-        "state": "filled",
-        "average_price": "600.5",
-        "timeline": [
-            {"step": "accepted", "at": "2026-01-02T03:04:05Z", "elapsed_ms": 0.0},
-            {"step": "filled", "at": "2026-01-02T03:04:06Z", "elapsed_ms": 41.26},
-        ],
-    },
+    msgspec.convert(
+        {
+            "id": "o-1",
+            "client_order_id": "demo-1",
+            "side": "buy",
+            "quantity": 1,
+            "symbol": "2330",
+            "user_id": "demo",
+            "account_id": "demo-account",
+            "price_type": "MKT",
+            "price": None,
+            "time_in_force": "IOC",
+            "state": "filled",
+            "final": True,
+            "broker_order_id": "P-1",
+            "filled_quantity": 1,
+            "code": None,
+            "reason": None,
+            "accepted_at": "2026-01-02T03:04:05Z",
+            "average_price": "600.5",
+            "timeline": [
+                {"step": "accepted", "at": "2026-01-02T03:04:05Z", "elapsed_ms": 0.0},
+                {"step": "filled", "at": "2026-01-02T03:04:06Z", "elapsed_ms": 41.26},
+            ],
+        },
+        OrderHistory,
+    ),
     0.0412,
 )
 
@@ -85,7 +101,7 @@ def test_a_terminal_shows_the_orders_steps_as_a_table() -> None:
     text = _frames(written)
     assert "Order demo-1 of user demo: buy 1 2330 is filled at 600.5 after 41 ms over REST" in text
     assert "ms since accepted" in text
-    assert re.search(r"│ filled +│ 2026-01-02T03:04:06Z │ +41\.3 │", text)
+    assert re.search(r"│ filled +│ 2026-01-02T03:04:06\.000000Z │ +41\.3 │", text)
 
 
 def test_a_pipe_gets_the_orders_steps_as_lines() -> None:

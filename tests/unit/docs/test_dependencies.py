@@ -34,7 +34,8 @@ def test_every_explanation_says_why_and_instead_of_what() -> None:
 
 
 def test_the_lock_pins_every_direct_dependency_and_names_no_local_path() -> None:
-    text = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    locks = (ROOT / "requirements.lock", ROOT / "infra" / "aws" / "requirements.lock")
+    text = "\n".join(lock.read_text(encoding="utf-8") for lock in locks)
     pinned = set(re.findall(r"^([a-z0-9-]+)==", text, re.M))
     assert _direct() - pinned == set()
     assert "://" not in text

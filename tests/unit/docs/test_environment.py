@@ -11,7 +11,8 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from infra.settings import EcsSettings, LocalSettings, Settings
+from infra.settings import EcsSettings, LocalSettings, Settings, read_settings
+from infra.vault.key_pairs import OrchestratorKey, orchestrator_key_file
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / ".env.example"
@@ -51,6 +52,35 @@ def test_every_line_of_the_example_parses_to_the_default(monkeypatch: pytest.Mon
     for model in (Settings, LocalSettings, EcsSettings):
         defaults = {name: field.default for name, field in model.model_fields.items()}
         assert model().model_dump() == defaults
+
+
+def test_no_two_keys_have_one_default_path() -> None:
+    fields = {**Settings.model_fields, **EcsSettings.model_fields}
+    paths = [field.default for name, field in fields.items() if re.search(r"(key|public)_file$", name)]
+    paths += [orchestrator_key_file(Settings().orchestrator_key_dir, name) for name in OrchestratorKey]
+    named = [str(path) for path in paths if str(path)]
+    assert len(set(named)) == len(named), named
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable", "value", "said"),
+    [
+        (Settings, "BERTH_API_PROCESSES", "0", "Input should be greater than or equal to 1"),
+        (Settings, "BERTH_ALERT_MAILS", "canary@example.com", "it is not the JSON of a list or object"),
+        (EcsSettings, "BERTH_ECS_SUBNETS", "canary", "it is not the JSON of a list or object"),
+        (LocalSettings, "BERTH_LOCAL_UI_PORT", "canary", "Input should be a valid integer, unable to parse"),
+    ],
+)
+def test_a_setting_that_is_not_valid_ends_the_process_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, kind: type[BaseSettings], variable: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit) as ended:
+        read_settings(kind)
+    assert str(ended.value).startswith(f"error: {variable}: {said}")
+    assert "canary" not in str(ended.value)
+    monkeypatch.delenv(variable)
+    assert read_settings(kind) == kind()
 
 
 def test_a_pool_too_small_for_a_close_is_refused() -> None:

@@ -45,3 +45,16 @@ def test_every_requirement_stands_once() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
+def test_every_test_that_the_security_page_names_exists() -> None:
+    """A line of it without its test would be a promise."""
+    page = (ROOT / "docs" / "how-it-works" / "security.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page)
+    assert len(named) > 20
+    missing = [
+        f"{path}::{test}"
+        for path, test in named
+        if not re.search(rf"^(async )?def {test}\(", (ROOT / path).read_text(encoding="utf-8"), re.M)
+    ]
+    assert missing == []

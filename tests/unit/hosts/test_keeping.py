@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from activities.pool.hosts import HostProvisioner
-from activities.pool.snapshot import PoolSnapshot
+from activities.pool.snapshot import HostProvisioner, PoolSnapshot
 from infra.cli.fleet import explain_hosts, workers_of_pool
 from infra.hosts.scaling import HostKind, HostsUnreachable
-from infra.launchers.fake import FakeLauncher
-from infra.launchers.port import LaunchSpec
 from infra.launchers.registry import create_host_scaler
 from infra.settings import EcsSettings, Settings
+from infra.worker_task import LaunchSpec
+from tests.contract.launchers.fake import FakeLauncher
 from tests.unit.hosts.simulated import COLD, SimulatedHosts
 from tests.unit.hosts.test_simulated import HostClock
 from worker_runtime.protocol.launch import WorkerConfig
@@ -29,7 +28,11 @@ class ScriptedPools:
 
 async def launched(launcher: FakeLauncher, number: int) -> None:
     config = WorkerConfig(
-        worker_id=f"w{number}", pool="default", valkey_url="", launch_token=b"t", orchestrator_key=b"k"
+        worker_id=f"w{number}",
+        pool="default",
+        valkey_url="",
+        launch_token=b"t",
+        orchestrator_keys=(b"k",),
     )
     await launcher.launch(LaunchSpec(config=config), f"token-{number}")
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from infra.launchers.docker import container
 from infra.launchers.docker.exits import DockerPosition
-from infra.launchers.port import LaunchSpec
-from infra.worker_task import LaunchFailed, signed_exit_code
+from infra.worker_task import LaunchFailed, LaunchSpec, signed_exit_code
 from worker_runtime.protocol.launch import WorkerConfig
 
 CONFIG = WorkerConfig(
@@ -19,7 +18,7 @@ CONFIG = WorkerConfig(
     pool="default",
     valkey_url="redis://:canary-password@valkey:6379/0",
     launch_token=b"canary-token",
-    orchestrator_key=bytes(32),
+    orchestrator_keys=(bytes(32),),
     version="1.2",
 )
 
@@ -48,7 +47,11 @@ def test_labels_give_the_same_task_back() -> None:
 @pytest.mark.parametrize("worker_id", ["", "../w", "-w", "w" * 101, "w 1"])
 def test_a_worker_id_that_is_no_name_is_refused(worker_id: str) -> None:
     config = WorkerConfig(
-        worker_id=worker_id, pool="p", valkey_url="", launch_token=b"", orchestrator_key=bytes(32)
+        worker_id=worker_id,
+        pool="p",
+        valkey_url="",
+        launch_token=b"",
+        orchestrator_keys=(bytes(32),),
     )
     with pytest.raises(LaunchFailed):
         document(LaunchSpec(config=config))

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infra.launchers.fake import FakeLauncher
 from infra.launchers.limited import LaunchLimited, LaunchTurns, LimitedLauncher, OwnRate
-from infra.launchers.port import LaunchSpec
+from infra.worker_task import LaunchSpec
+from tests.contract.launchers.fake import FakeLauncher
 from tests.contract.launchers.specs import spec
 
 

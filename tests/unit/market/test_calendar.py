@@ -9,12 +9,44 @@ import pytest
 
 from infra.market.calendar import TAIPEI, CalendarUnreadable, Market, load_calendar
 from infra.market.table import FIRST, holiday_table
+from worker_runtime.protocol.order_terms import OrderLot
 
 STOCK, FUTURES = Market.STOCK, Market.FUTURES
 
 
 def at(text: str) -> datetime:
     return datetime.fromisoformat(text).replace(tzinfo=TAIPEI)
+
+
+@pytest.mark.parametrize(
+    ("lot", "moment", "expected"),
+    [
+        (OrderLot.INTRADAY_ODD, "2026-11-20 08:59:59", False),
+        (OrderLot.INTRADAY_ODD, "2026-11-20 09:00", True),
+        (OrderLot.INTRADAY_ODD, "2026-11-20 13:30", True),
+        (OrderLot.INTRADAY_ODD, "2026-11-20 13:40", False),
+        (OrderLot.ODD, "2026-11-20 10:00", False),
+        (OrderLot.ODD, "2026-11-20 13:39:59", False),
+        (OrderLot.ODD, "2026-11-20 13:40", True),
+        (OrderLot.ODD, "2026-11-20 14:30", True),
+        (OrderLot.FIXING, "2026-11-20 13:59:59", False),
+        (OrderLot.FIXING, "2026-11-20 14:00", True),
+        (OrderLot.FIXING, "2026-11-20 14:30:01", False),
+        (OrderLot.FIXING, "2026-11-21 14:00", False),  # Saturday
+        # A day that ends at 11:00: what follows the close comes earlier, too.
+        (OrderLot.INTRADAY_ODD, "2026-11-23 08:45", False),
+        (OrderLot.INTRADAY_ODD, "2026-11-23 11:01", False),
+        (OrderLot.ODD, "2026-11-23 11:10", True),
+        (OrderLot.FIXING, "2026-11-23 11:30", True),
+        (OrderLot.FIXING, "2026-11-23 14:00", False),
+    ],
+)
+def test_odd_lots_and_the_closing_price_have_hours_of_their_own(
+    lot: OrderLot, moment: str, expected: bool, tmp_path: Path
+) -> None:
+    changes = tmp_path / "days.json"
+    changes.write_text('{"2026-11-23": "08:30-11:00"}')
+    assert load_calendar(changes).is_open(STOCK, at(moment), lot) is expected
 
 
 @pytest.mark.parametrize(
@@ -48,6 +80,34 @@ def test_an_operators_file_closes_and_shortens_days(tmp_path: Path) -> None:
     assert days.is_open(STOCK, at("2026-11-19 10:59"))
     assert not days.is_open(STOCK, at("2026-11-19 11:01"))
     assert days.is_open(STOCK, at("2026-11-21 10:00"))
+
+
+@pytest.mark.parametrize(
+    ("day", "evening", "expected"),
+    [
+        ("2026-11-20", False, {STOCK: "09:00", FUTURES: "08:45"}),
+        ("2026-11-20", True, {FUTURES: "15:00"}),
+        ("2026-11-18", False, {}),  # a typhoon
+        ("2026-11-18", True, {}),
+        ("2026-11-19", False, {STOCK: "09:00", FUTURES: "08:45"}),  # it only ends early
+        ("2026-11-19", True, {FUTURES: "15:00"}),
+        ("2026-11-17", False, {STOCK: "10:00", FUTURES: "10:00"}),
+        ("2026-11-21", False, {STOCK: "09:00", FUTURES: "09:00"}),  # a Saturday to make up for another day
+        ("2026-11-21", True, {}),
+        ("2026-02-17", False, {}),  # lunar new year
+        ("2026-02-17", True, {}),
+    ],
+)
+def test_each_market_has_a_bell_of_its_own(
+    tmp_path: Path, day: str, evening: bool, expected: dict[Market, str]
+) -> None:
+    path = tmp_path / "days.json"
+    path.write_text(
+        '{"2026-11-17": "10:00-13:00", "2026-11-18": "closed", "2026-11-19": "08:30-11:00", '
+        '"2026-11-21": "09:00-13:00"}'
+    )
+    bells = load_calendar(path).bells(date.fromisoformat(day), evening=evening)
+    assert bells == {market: at(f"{day} {clock}") for market, clock in expected.items()}
 
 
 def test_a_day_with_other_hours_keeps_its_evening_and_a_closed_one_does_not(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def _tick(world: World) -> World:
         for worker in world.workers
     )
     waited = min(LOST_WAIT, world.waited + 1) if world.phase == "waiting" else 0
-    return world._replace(workers=workers, waited=waited)
+    mark, kept = max(0, world.mark - 1), min(TTL, world.kept + 1)
+    return world._replace(workers=workers, waited=waited, mark=mark, kept=kept)
 
 
 def _urgent(worker: ModelWorker, rules: Rules) -> bool:
@@ -94,6 +95,9 @@ def _orchestrator(world: World, rules: Rules) -> Iterator[Step]:
         yield from _stop(world, rules)
     if world.phase == "waiting" and world.waited >= LOST_WAIT:
         yield f"worker {epoch} counts as gone with its host", world._replace(phase="free", waited=0)
+    kept = world.kept >= TTL or not rules.check_kept
+    if rules.mark_proves and world.phase == "waiting" and not world.mark and kept:
+        yield f"the mark of {epoch} has run out", world._replace(phase="free", waited=0)
     if world.late_own and (world.owner == 0 or world.owner <= world.late_own):
         yield (
             f"the other orchestrator repeats set_owner.lua of {world.late_own}",
@@ -105,7 +109,7 @@ def _claimed(world: World, rules: Rules, phase: str = "serving") -> World:
     """The next assignment, its owner key, and a worker that gets the credentials."""
     epoch = world.epoch + 1
     late = epoch if rules.late_own else 0
-    claimed = world._replace(epoch=epoch, phase=phase, owner=max(world.owner, epoch), late_own=late)
+    claimed = world._replace(epoch=epoch, phase=phase, owner=max(world.owner, epoch), late_own=late, mark=0)
     return _with(claimed, epoch - 1, ModelWorker(alive=True, credentials=True))
 
 
@@ -165,7 +169,8 @@ def _session_ended(worker: ModelWorker, rules: Rules) -> ModelWorker:
 def _valkey(world: World, rules: Rules) -> Iterator[Step]:
     if world.flushes:
         # What was queued is settled by the API; the model goes on with the same number of orders.
-        yield "Valkey loses everything", world._replace(owner=0, flushes=world.flushes - 1)
+        kept = 0 if rules.mark_proves else world.kept
+        yield "Valkey loses everything", world._replace(owner=0, flushes=world.flushes - 1, mark=0, kept=kept)
 
 
 # --- a worker -----------------------------------------------------------------------------------------
@@ -246,7 +251,8 @@ def _network(world: World, rules: Rules, index: int, worker: ModelWorker) -> Ite
     if worker.renewal == "sent" and world.owner:
         if world.owner == epoch or not rules.check_epoch_in_mark:
             renewed = worker._replace(renewal="reply") if worker.alive else lost
-            yield f"Valkey renews the mark of {epoch}", _with(world, index, renewed)
+            mark = TTL if rules.mark_proves and epoch == world.epoch else world.mark
+            yield f"Valkey renews the mark of {epoch}", _with(world, index, renewed)._replace(mark=mark)
         else:
             yield f"Valkey fences {epoch}", _with(world, index, lost._replace(fenced=worker.alive))
     if worker.doing == "popping":

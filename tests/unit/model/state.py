@@ -40,6 +40,10 @@ class Rules:
     lease_from_send: bool = True
     #: When a host is lost, the owner key is taken from the old epoch before the wait, not after it.
     fence_before_wait: bool = True
+    #: The worker of a lost host counts as gone when its mark has run out, which is read after the fence.
+    mark_proves: bool = False
+    #: A mark proves nothing until Valkey has kept its data for longer than a lease.
+    check_kept: bool = True
     #: No claim is made while the worker of an earlier assignment may still run; that one is ended first.
     check_unended: bool = True
     #: What a process sent before its end reaches the broker before anything its successor sends.
@@ -113,6 +117,10 @@ class World(NamedTuple):
     late_claims: int = 0
     #: The latest epoch whose worker has logged in.
     newest_login: int = 0
+    #: Ticks until the mark of the present assignment runs out, and since Valkey lost its data; with
+    #: `mark_proves` only.
+    mark: int = 0
+    kept: int = TTL
 
 
 #: The launcher confirms every end; processes are stopped and let go at any point, Valkey loses its data,
@@ -120,6 +128,8 @@ class World(NamedTuple):
 CONFIRMED = Rules()
 #: The launcher may lose a host on which the worker runs on, cut off. Nothing there is stopped.
 HOST_LOST = Rules(host_lost=True, freezes=False, late_own=False, replacements=0)
+#: And its mark is believed.
+MARK_PROVES = Rules(host_lost=True, freezes=False, late_own=False, replacements=0, mark_proves=True)
 #: A workflow may be terminated at any point, and a claim of an orchestrator that stood still come late.
 UNKNOWN_WORKERS = Rules(terminations=1, late_claims=1, replacements=0, late_own=False)
 #: For harm that lies behind another one.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.model.explore import explore
-from tests.unit.model.state import CONFIRMED, HOST_LOST, UNKNOWN_WORKERS
+from tests.unit.model.state import CONFIRMED, HOST_LOST, MARK_PROVES, UNKNOWN_WORKERS, Rules
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -18,6 +20,16 @@ def test_no_interleaving_breaks_one_owner_while_the_launcher_confirms_each_end()
 
 def test_no_interleaving_breaks_one_owner_when_a_host_is_lost_and_its_worker_runs_on() -> None:
     explored = explore(HOST_LOST)
+    assert explored.violation is None, explored.story
+    assert explored.worlds > 50_000
+
+
+@pytest.mark.parametrize(
+    "rules", [replace(MARK_PROVES, flushes=0), replace(MARK_PROVES, orders=0)], ids=["orders", "a flush"]
+)
+def test_no_interleaving_breaks_one_owner_when_a_mark_that_has_run_out_is_believed(rules: Rules) -> None:
+    """Orders and a flush together take ten times as long; they were explored once."""
+    explored = explore(rules)
     assert explored.violation is None, explored.story
     assert explored.worlds > 50_000
 

@@ -14,6 +14,7 @@ from tests.unit.model.state import (
     BEHIND,
     CONFIRMED,
     HOST_LOST,
+    MARK_PROVES,
     OLD_ORDER,
     STOLEN_ORDER,
     TWO_SESSIONS,
@@ -53,6 +54,9 @@ def test_a_claim_that_does_not_check_unended_assignments_makes_two_sessions(faul
         pytest.param(replace(HOST_LOST, check_epoch_in_mark=False), TWO_SESSIONS, id="no epoch in mark"),
         pytest.param(replace(HOST_LOST, lease_from_send=False), TWO_SESSIONS, id="lease from the reply"),
         pytest.param(replace(HOST_LOST, fence_before_wait=False), TWO_SESSIONS, id="wait before the fence"),
+        pytest.param(replace(MARK_PROVES, fence_before_wait=False), TWO_SESSIONS, id="mark before the fence"),
+        pytest.param(replace(MARK_PROVES, check_kept=False), TWO_SESSIONS, id="mark of a flushed Valkey"),
+        pytest.param(replace(MARK_PROVES, lease_from_send=False), TWO_SESSIONS, id="mark, lease from reply"),
     ],
 )
 def test_without_a_safeguard_the_model_finds_the_harm(rules: Rules, harm: Violation) -> None:

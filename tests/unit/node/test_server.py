@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
+from infra.alerts.errors import collector
 from infra.launchers.process import ProcessLauncher
 from infra.local.components import NodeComponent
 from infra.node.keeper import Keeper
@@ -18,7 +20,7 @@ from infra.node.protocol import MAX_LINE, StopTask, TaskList
 from infra.node.register import NodeRegister
 from infra.node.server import NodeServer
 from infra.settings import Settings
-from infra.worker_task import Task
+from infra.worker_task import LauncherUnreachable, Task
 from worker_runtime.protocol.messages import MAX_MESSAGE, encode
 
 MANY = [
@@ -106,3 +108,17 @@ async def test_background_work_that_swallows_a_cancellation_does_not_hold_up_the
         keeper.work_in_the_background()
         await keeper.begun.wait()
         await asyncio.wait_for(keeper.close(), 10)
+
+
+async def test_errors_of_the_node_reach_the_log_of_one_orchestrator(settings: Settings) -> None:
+    collector.take()
+    async with serving(settings):
+        collector.put({("node|node.stop_failed", "node.stop_failed in node on here"): 3})
+        with capture_logs() as logged:
+            first, second = (ProcessLauncher(settings.node_socket, silence=1.0) for _ in range(2))
+            for launcher in (first, second):
+                with pytest.raises(LauncherUnreachable):  # it has only one beat to say
+                    await anext(launcher.exits())
+    [line] = [line for line in logged if line["event"] == "node_error"]
+    assert (line["log_level"], line["count"]) == ("error", 3)
+    assert line["detail"] == "node.stop_failed in node on here"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from decimal import Decimal
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from infra.database.models import Order
+from infra.database.orders.acceptance import place_request
 from worker_runtime.protocol import keys, messages, requests
 from worker_runtime.protocol.errors import BerthError, Fenced, MalformedMessage, UnsupportedSchema, from_code
 from worker_runtime.protocol.messages import (
@@ -16,7 +21,6 @@ from worker_runtime.protocol.messages import (
     Claim,
     ClaimReply,
     Connect,
-    ControlMessage,
     Credentials,
     Event,
     Failure,
@@ -38,7 +42,7 @@ from worker_runtime.protocol.messages import (
     decode,
     encode,
 )
-from worker_runtime.protocol.requests import Request
+from worker_runtime.protocol.requests import BooksCompared, ControlMessage, Request
 
 ORDER = PlaceOrder(
     request_id="r",
@@ -56,9 +60,15 @@ ORDER = PlaceOrder(
     generation="g",
 )
 ACCOUNT = SealedAccount(
-    account_id="a", broker="paper", broker_type="stock", simulation=True, version=1, sealed=b"\x00\xff"
+    account_id="a",
+    broker="paper",
+    broker_type="stock",
+    simulation=True,
+    version=1,
+    budgets=["b"],
+    sealed=b"\x00\xff",
 )
-FILL = Fill(fill_id="f", quantity=1, price=Decimal("612.5"), at_ms=1)
+FILL = Fill(fill_id="f", quantity=1, price=Decimal("612.5"), at_ms=1_795_410_000_001)
 EVERY = [
     (ORDER, Request),
     (Answer(request_id="r", outcome=OrderOutcome(order_id="o", state=OrderState.FILLED)), Answer),
@@ -72,6 +82,7 @@ EVERY = [
             generation="g",
             connect_timeout=1.0,
             accounts=[ACCOUNT],
+            sealed_keys=b"k",
         ),
         InboxMessage,
     ),
@@ -79,24 +90,32 @@ EVERY = [
     (ReleaseClaim(claim_id="c", worker_id="w", reason="r"), InboxMessage),
     (Shutdown(user_id="42", epoch=1, reason="r"), ControlMessage),
     (
-        ReloadCredentials(reload_id="l", user_id="42", epoch=1, worker_id="w", accounts=[ACCOUNT]),
+        ReloadCredentials(
+            reload_id="l", user_id="42", epoch=1, worker_id="w", accounts=[ACCOUNT], sealed_keys=b"k"
+        ),
         ControlMessage,
     ),
+    (BooksCompared(user_id="42", epoch=1, account_id="a", at_ms=1, blocks=True), ControlMessage),
     (ClaimReply(claim_id="c", worker_id="w", epoch=1, attempt=1), ClaimReply),
     (
         WorkerEvent(
-            worker_id="w", user_id="42", epoch=1, sequence=1, kind=WorkerEventKind.CONNECTED, at_ms=1
+            worker_id="w",
+            user_id="42",
+            epoch=1,
+            sequence=1,
+            kind=WorkerEventKind.CONNECTED,
+            at_ms=1_795_410_000_000,
         ),
         Event,
     ),
     (
         OrderEvent(
-            event_id="e",
-            order_id="o",
+            event_id="6a3f3c1e-0b0c-4f6e-9f5e-1d2c3b4a5968:e",
+            order_id="6a3f3c1e-0b0c-4f6e-9f5e-1d2c3b4a5968",
             user_id="42",
             epoch=1,
             state=OrderState.FILLED,
-            at_ms=1,
+            at_ms=1_795_410_000_000,
             fill=FILL,
             average_price=Decimal("1.1"),
         ),
@@ -146,6 +165,26 @@ def test_a_later_schema_version_is_refused_by_name() -> None:
         decode(msgspec.json.encode(later), Request)
 
 
+def test_an_odd_lot_is_refused_by_a_reader_that_would_take_shares_for_lots() -> None:
+    """Release 0.1.0 read version 1 only, and passes over fields that it does not know."""
+    row = SimpleNamespace(
+        **{name: getattr(ORDER, name) for name in PlaceOrder.__struct_fields__},
+        id=ORDER.order_id,
+        deadline_at=datetime(2026, 11, 20, 10, 0, 5),
+        created_at=datetime(2026, 11, 20, 10),
+    )
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({}, 1),
+        ({"lot": "odd"}, 2),
+        ({"condition": "short_selling"}, 2),
+        ({"open_close": "day_trade"}, 2),
+    ]
+    for changes, version in cases:
+        request = place_request(cast(Order, SimpleNamespace(**(vars(row) | changes))), "")
+        assert request.v == version
+        assert decode(encode(request), Request) == request
+
+
 def test_unknown_fields_are_ignored_so_that_an_older_worker_understands_a_newer_api() -> None:
     newer = msgspec.json.decode(encode(ORDER)) | {"colour": "blue"}
     assert decode(msgspec.json.encode(newer), Request) == ORDER
@@ -182,9 +221,8 @@ def test_a_frame_is_parsed_or_malformed(raw: bytes) -> None:
         frame = requests.parse_frame(raw)
     except MalformedMessage:
         return
-    assert (
-        b"%d|%s|%s" % (frame.deadline_ms, frame.request_id.encode(), frame.payload) == raw or raw[:1] == b"0"
-    )
+    parts = (frame.deadline_ms, frame.request_id.encode(), frame.mac.encode(), frame.payload)
+    assert b"%d|%s|%s|%s" % parts == raw or raw[:1] == b"0"
 
 
 def test_all_keys_of_one_user_share_a_cluster_slot() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from worker_runtime.protocol import sealing
 from worker_runtime.protocol.errors import InvalidSeal, InvalidSignature, MalformedMessage
-from worker_runtime.protocol.messages import ReleaseClaim, decode
+from worker_runtime.protocol.messages import ClaimReply, ReleaseClaim, decode
 
 BINDING: dict[str, Any] = {
     "user_id": "42",
@@ -80,6 +80,29 @@ def test_a_signed_message_is_read_back_and_an_altered_one_is_not() -> None:
     assert decode(sealing.verify(envelope, orchestrator.public_key()), ReleaseClaim) == message
     with pytest.raises(InvalidSignature):
         sealing.verify(envelope, Ed25519PrivateKey.generate().public_key())
+
+
+def test_one_signature_that_fits_one_known_key_is_enough() -> None:
+    old, new, foreign = (Ed25519PrivateKey.generate() for _ in range(3))
+    message = ReleaseClaim(claim_id="c", worker_id="w", reason="test")
+    both = sealing.sign(message, new, old)
+    for known in ([old], [new], [new, old], [foreign, old]):
+        assert sealing.verify(both, *(key.public_key() for key in known))
+        with pytest.raises(InvalidSignature):
+            sealing.verify(sealing.sign(message, Ed25519PrivateKey.generate()), known[0].public_key())
+    with pytest.raises(InvalidSignature):
+        sealing.verify(both, foreign.public_key())
+    with pytest.raises(InvalidSignature):
+        sealing.verify(sealing.sign(message), old.public_key())
+
+
+def test_a_reply_is_read_with_the_token_of_either_launch_secret() -> None:
+    reply = ClaimReply(claim_id="c", worker_id="w", epoch=1, attempt=1)
+    tokens = [sealing.launch_token(secret * 32, "w") for secret in (b"n", b"o")]
+    for token in tokens:
+        assert sealing.open_reply(sealing.prove_reply(reply, token), *tokens) == reply
+    with pytest.raises(InvalidSignature):
+        sealing.open_reply(sealing.prove_reply(reply, tokens[1]), tokens[0])
 
 
 @given(st.binary(max_size=300))

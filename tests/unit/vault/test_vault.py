@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from infra.vault import key_pairs, vault
 from infra.vault.key_file import KeyFileCorrupt, KeyFileExposed, KeyFileMissing
 from infra.vault.key_pairs import (
     MasterKeyRing,
+    OrchestratorKeys,
     UnknownMasterKey,
     UnwrapFailed,
     create_master_key,
@@ -27,6 +29,7 @@ from infra.vault.key_pairs import (
     load_ring,
 )
 from infra.vault.kms import KmsMasterKey
+from infra.vault.secret_versions import CHECK_PERIOD, add_version, drop_before
 from infra.vault.vault import DecryptFailed
 from worker_runtime.protocol.messages import Credentials
 
@@ -118,10 +121,33 @@ def test_key_files_are_private_and_read_back(tmp_path: Path) -> None:
     assert private.stat().st_mode & 0o777 == 0o600
     assert load_public(public) == created
     assert load_ring(private).public == created
-    keys = key_pairs.create_orchestrator_keys(tmp_path / "orchestrator.key")
-    again = key_pairs.load_orchestrator_keys(tmp_path / "orchestrator.key")
-    assert (again.public_key, again.launch_secret) == (keys.public_key, keys.launch_secret)
-    assert (tmp_path / "orchestrator.key").stat().st_mode & 0o777 == 0o600
+    made = key_pairs.create_orchestrator_keys(tmp_path)
+    assert {path.name: path.stat().st_mode & 0o777 for path in made} == {
+        "signing.key": 0o600,
+        "launch.key": 0o600,
+        "budget.key": 0o600,
+    }
+    keys, again = OrchestratorKeys(tmp_path), OrchestratorKeys(tmp_path)
+    assert (again.public_keys, again.budget_names("p")) == (keys.public_keys, keys.budget_names("p"))
+    assert again.launch_token("w") == keys.launch_token("w")
+
+
+def test_running_orchestrators_follow_the_rotation_of_their_keys(tmp_path: Path) -> None:
+    made = key_pairs.create_orchestrator_keys(tmp_path)
+    keys = OrchestratorKeys(tmp_path)
+    public, budget, token = keys.public_keys, keys.budget_names("p"), keys.launch_token("w")
+    for path in made:
+        assert add_version(path, keep=2) == 2
+    # A worker that another orchestrator launched with the new secret is known at once.
+    assert keys.launch_tokens("w") == [OrchestratorKeys(tmp_path).launch_token("w"), token]
+    time.sleep(CHECK_PERIOD)
+    assert keys.public_keys[1:] == public
+    assert keys.budget_names("p")[:1] == budget
+    assert len(set(keys.budget_names("p"))) == 2
+    assert [key.public_key().public_bytes_raw() for key in keys.signing_keys] == list(keys.public_keys)
+    for path in made:
+        drop_before(path, 2)
+    assert keys.launch_tokens("w") == [OrchestratorKeys(tmp_path).launch_token("w")]
 
 
 def test_a_private_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
@@ -139,8 +165,10 @@ def test_a_corrupt_key_file_is_refused_and_named(tmp_path: Path, content: bytes)
     path.chmod(0o600)
     with pytest.raises(KeyFileCorrupt, match=r"broken\.key"):
         load_ring(path)
-    with pytest.raises(KeyFileCorrupt, match=r"broken\.key"):
-        key_pairs.load_orchestrator_keys(path)
+    key_pairs.create_orchestrator_keys(tmp_path)
+    path.replace(tmp_path / "launch.key")
+    with pytest.raises(KeyFileCorrupt, match=r"launch\.key"):
+        OrchestratorKeys(tmp_path)
 
 
 def test_a_missing_key_file_says_what_makes_it(tmp_path: Path) -> None:

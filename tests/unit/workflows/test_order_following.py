@@ -103,7 +103,7 @@ def test_the_end_of_the_trading_day_ends_it_once_a_person_was_told() -> None:
     assert follow.step(DAY_END, DAY_END) == OrderStep.WAIT
     concern = follow.concern(DAY_END, DAY_END, SETTINGS)
     assert follow.with_attention(concern).step(DAY_END, DAY_END) == OrderStep.END
-    assert "check 1: listed, submitted" in follow.full_story(concern)
+    assert "check 1: the broker lists it, and the order is submitted" in follow.full_story(concern)
 
 
 def test_pauses_double_up_to_the_longest() -> None:

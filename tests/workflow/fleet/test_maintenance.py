@@ -78,19 +78,28 @@ async def test_the_schedule_starts_passes_that_never_overlap(temporal: Client) -
 
     try:
         async with fake.worker(temporal):
-            await asyncio.gather(*(schedules.ensure_maintenance(temporal, settings) for _ in range(3)))
+            await asyncio.gather(
+                *(
+                    schedules.ensure_schedules(temporal, settings, names.MAINTENANCE_SCHEDULE)
+                    for _ in range(3)
+                )
+            )
             await until(lambda: len(fake.finished) >= 2)
             found = (await handle.describe()).schedule
             assert found.policy.overlap == ScheduleOverlapPolicy.SKIP
             assert found.policy.catchup_window == timedelta(minutes=1)
             await handle.pause(note="by an operator")
             await until(rests)  # a pass that nobody serves would be met by another test
-        await schedules.ensure_maintenance(temporal, Settings(maintenance_period=30.0))
+        await schedules.ensure_schedules(
+            temporal, Settings(maintenance_period=30.0), names.MAINTENANCE_SCHEDULE
+        )
         found = (await handle.describe()).schedule
         assert found.spec.intervals[0].every == timedelta(seconds=30)
         assert (found.state.paused, found.state.note) == (True, "by an operator")
     finally:
-        await schedules.ensure_maintenance(temporal, Settings(maintenance_period=0.0))
+        await schedules.ensure_schedules(
+            temporal, Settings(maintenance_period=0.0), names.MAINTENANCE_SCHEDULE
+        )
     with pytest.raises(RPCError):
         await temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE).describe()
-    await schedules.ensure_maintenance(temporal, Settings(maintenance_period=0.0))
+    await schedules.ensure_schedules(temporal, Settings(maintenance_period=0.0), names.MAINTENANCE_SCHEDULE)

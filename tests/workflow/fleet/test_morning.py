@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,11 @@ async def run(client: Client, given: mo.MorningInput, id: str = "morning-by-the-
     return await client.execute_workflow(MorningWorkflow.run, given, id=id, task_queue=names.BULK_QUEUE)
 
 
+def pauses(times: list[float]) -> list[float]:
+    """Seconds from each of these moments to the next."""
+    return [after - at for at, after in pairwise(times)]
+
+
 async def test_users_are_connected_over_the_window_in_pages(skipping: WorkflowEnvironment) -> None:
     morning = FakeMorning(50, bell_in=3000.0)
     began = (await skipping.get_current_time()).timestamp()
@@ -31,6 +37,36 @@ async def test_users_are_connected_over_the_window_in_pages(skipping: WorkflowEn
     first, last = morning.tries[0][1], morning.tries[-1][1]
     assert first >= began + 1799, "not before the window"
     assert 1100 < last - first < 1200, "spread over the window, and done at the bell"
+
+
+async def test_each_bell_has_its_window_and_everybody_stays_until_the_last(
+    skipping: WorkflowEnvironment,
+) -> None:
+    morning = FakeMorning(50, bell_in=2000.0, later=(30, 0, 5))
+    began = (await skipping.get_current_time()).timestamp()
+    async with morning.serving(skipping.client):
+        result = await run(skipping.client, mo.MorningInput(window=1200.0, page=20))
+    assert (result.users, result.connected) == (85, 85)
+    assert [user for user, _ in morning.tries] == morning.users
+    tried, at = dict(morning.tries), began + 2000.0
+    for users, bell in (
+        (morning.users[:50], at),
+        (morning.users[50:80], at + 900),
+        (morning.users[80:], at + 2700),
+    ):
+        assert bell - 1201 < tried[users[0]]
+        assert all(tried[user] < bell for user in users)
+    assert set(morning.stays) == set(morning.users)
+    assert all(abs(stay - (at + 2700)) < 5 for stay in morning.stays.values())
+
+
+async def test_an_evening_is_another_run_than_the_morning(skipping: WorkflowEnvironment) -> None:
+    morning = FakeMorning(2)
+    async with morning.serving(skipping.client):
+        await run(skipping.client, mo.MorningInput())
+        evening = await run(skipping.client, mo.MorningInput(evening=True), id="evening-by-the-clock")
+        again = await run(skipping.client, mo.MorningInput(evening=True), id="evening-by-hand")
+    assert (evening.connected, again.reason) == (2, "this day's evening has begun already")
 
 
 async def test_a_second_start_on_the_same_day_does_nothing(skipping: WorkflowEnvironment) -> None:
@@ -52,17 +88,51 @@ async def test_on_a_holiday_it_ends_at_once_and_says_why(skipping: WorkflowEnvir
     assert not morning.tries
 
 
-async def test_who_fails_is_tried_once_more_and_stops_nobody_else(skipping: WorkflowEnvironment) -> None:
-    morning = FakeMorning(6)
+async def test_who_fails_is_tried_again_until_the_last_bell_and_stops_nobody_else(
+    skipping: WorkflowEnvironment,
+) -> None:
+    """Each page has its last turn long after the first failure: repeats do not wait for it."""
+    morning = FakeMorning(6, bell_in=1200.0)
     later = mo.Connected(ok=False, code="WORKER_UNAVAILABLE", retryable=True)
     never = mo.Connected(ok=False, code="LOGIN_REJECTED")
-    morning.script = {"u0001": [later], "u0002": [later, later], "u0003": [never]}
+    morning.script = {"u0000": [later], "u0001": [later] * 3, "u0002": [later] * 9, "u0003": [never]}
     async with morning.serving(skipping.client):
-        result = await run(skipping.client, mo.MorningInput(day=DAY))
+        result = await run(skipping.client, mo.MorningInput(day=DAY, page=2))
     assert (result.users, result.connected, result.failed) == (6, 4, 2)
     assert result.codes == {"WORKER_UNAVAILABLE": 1, "LOGIN_REJECTED": 1}
+    tried = {user: [at for one, at in morning.tries if one == user] for user in morning.users}
+    # The first try of u0002 is 800 s before the bell: 30 + 60 + 120 + 240 s later comes the last one.
+    assert [len(times) for times in tried.values()] == [2, 4, 5, 1, 1, 1]
+    assert [round(after - at) for at, after in pairwise(tried["u0001"])] == pytest.approx(
+        [30, 60, 120], abs=3
+    )
+    turns = [times[0] for times in tried.values()]
+    assert [round(after - at) for at, after in pairwise(turns)] == pytest.approx([200] * 5, abs=3)
+
+
+async def test_after_the_bell_who_fails_is_tried_once_more(skipping: WorkflowEnvironment) -> None:
+    morning = FakeMorning(3, bell_in=-60.0)
+    later = mo.Connected(ok=False, code="WORKER_UNAVAILABLE", retryable=True)
+    morning.script = {"u0000": [later], "u0002": [later] * 9}
+    async with morning.serving(skipping.client):
+        result = await run(skipping.client, mo.MorningInput(day=DAY, page=2))
+    assert (result.users, result.connected, result.codes) == (3, 2, {"WORKER_UNAVAILABLE": 1})
     tried = [user for user, _ in morning.tries]
-    assert [tried.count(user) for user in morning.users] == [1, 2, 2, 1, 1, 1]
+    assert [tried.count(user) for user in morning.users] == [2, 1, 2]
+
+
+async def test_when_all_fail_repeats_keep_the_rate_and_end(skipping: WorkflowEnvironment) -> None:
+    morning = FakeMorning(30, bell_in=100.0)
+    later = mo.Connected(ok=False, code="TEMPORAL_UNAVAILABLE", retryable=True)
+    morning.script = {user: [later] * 9 for user in morning.users}
+    async with morning.serving(skipping.client):
+        result = await run(skipping.client, mo.MorningInput(day=DAY, page=7, rate=1.0))
+    assert (result.users, result.connected, result.codes) == (30, 0, {"TEMPORAL_UNAVAILABLE": 30})
+    repeats = [
+        at for n, (user, at) in enumerate(morning.tries) if user in [one for one, _ in morning.tries[:n]]
+    ]
+    assert len(repeats) >= 30
+    assert all(after - at >= 0.9 for at, after in pairwise(sorted(repeats)))
 
 
 @pytest.mark.timeout(120)

@@ -58,7 +58,7 @@ async def test_an_order_that_is_certainly_absent_is_rejected_after_a_minute(
     assert took >= 60
     [reason] = book.settled
     assert reason.startswith("never reached the broker")
-    assert "check 1: missing, unknown" in reason
+    assert "check 1: the broker does not list it, and the order is unknown" in reason
 
 
 async def test_where_absence_is_never_certain_a_person_is_told_once_and_it_is_followed_on(
@@ -120,7 +120,7 @@ async def test_what_it_knows_goes_on_in_a_new_run_after_a_release(skipping: Work
         await latest.signal(OrderWorkflow.recheck)
         assert await handle.result() == "filled"
     assert book.asked[:3] == [0, 1, 2]
-    assert view.story == ("check 1: listed, submitted",)
+    assert view.story == ("check 1: the broker lists it, and the order is submitted",)
 
 
 async def test_a_database_that_is_away_only_costs_a_check(skipping: WorkflowEnvironment) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +58,9 @@ async def test_a_day_without_trading_is_left_out_and_says_so(skipping: WorkflowE
 
 async def test_the_schedule_follows_the_settings_and_keeps_a_pause(temporal: Client) -> None:
     try:
-        await schedules.ensure_statements(temporal, Settings(statements="on", statements_at="18:05"))
+        await schedules.ensure_schedules(
+            temporal, Settings(statements="on", statements_at="18:05"), names.STATEMENTS_SCHEDULE
+        )
         handle = temporal.get_schedule_handle(names.STATEMENTS_SCHEDULE)
         # Nobody serves its queue here: what it would start must not be met by another test.
         await handle.pause(note="by an operator")
@@ -70,15 +71,15 @@ async def test_the_schedule_follows_the_settings_and_keeps_a_pause(temporal: Cli
         assert found.policy.overlap == ScheduleOverlapPolicy.SKIP
         assert found.policy.catchup_window == timedelta(hours=12)
         changed = Settings(statements="on", statements_zone="Europe/Berlin", statements_rate=2.0)
-        await schedules.ensure_statements(temporal, changed)
+        await schedules.ensure_schedules(temporal, changed, names.STATEMENTS_SCHEDULE)
         found = (await handle.describe()).schedule
         assert found.spec.time_zone_name == "Europe/Berlin"
         assert (found.state.paused, found.state.note) == (True, "by an operator")
     finally:
-        await schedules.ensure_statements(temporal, Settings(statements="off"))
+        await schedules.ensure_schedules(temporal, Settings(statements="off"), names.STATEMENTS_SCHEDULE)
     with pytest.raises(RPCError):
         await temporal.get_schedule_handle(names.STATEMENTS_SCHEDULE).describe()
-    await schedules.ensure_statements(temporal, Settings(statements="off"))
+    await schedules.ensure_schedules(temporal, Settings(statements="off"), names.STATEMENTS_SCHEDULE)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ async def test_the_schedule_follows_the_settings_and_keeps_a_pause(temporal: Cli
     [
         ({}, False),
         ({"mail_host": "mail.example.com"}, True),
-        ({"webhook_key_files": (Path("key"),)}, True),
+        ({"webhook_key_file": "key"}, True),
         ({"mail_host": "mail.example.com", "statements": "off"}, False),
         ({"statements": "on"}, True),
     ],

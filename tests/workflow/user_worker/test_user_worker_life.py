@@ -64,6 +64,40 @@ async def test_newer_activity_lets_the_worker_sleep_the_rest(
     assert closed.timestamp() - began == pytest.approx(900 + 1800, abs=60)
 
 
+@pytest.mark.parametrize("connected", [False, True], ids=["started for it", "connected already"])
+async def test_a_worker_stays_until_its_first_quiet_time_after_the_bell(
+    skipping: WorkflowEnvironment, fleet: FakeFleet, connected: bool
+) -> None:
+    began = time.time()
+    settings = m.UserWorkerSettings(idle_timeout=1800)
+    async with serving(skipping.client, fleet.activities()):
+        if connected:
+            await ensure_active(skipping.client, "u1", settings)
+        await ensure_active(skipping.client, "u1", settings, stay_until=began + 3000)
+        await ensure_active(skipping.client, "u1", settings, stay_until=began + 2000)  # an earlier one
+        await ensure_active(skipping.client, "u1", settings, stay_until=began + 90000)  # no bell
+        await finished(skipping, "u1")
+        closed = (await handle(skipping.client, "u1").describe()).close_time
+    assert [stop.reason for stop in fleet.stops] == ["idle"]
+    assert closed is not None
+    assert closed.timestamp() - began == pytest.approx(3000 + 1800, abs=60)
+
+
+async def test_a_worker_that_replaces_a_dead_one_before_the_bell_stays_as_well(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    began = time.time()
+    settings = m.UserWorkerSettings(idle_timeout=600)
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1", settings, stay_until=began + 3000)
+        await lose(skipping, 1)
+        await until_worker(skipping, "w2")
+        await finished(skipping, "u1")
+        closed = (await handle(skipping.client, "u1").describe()).close_time
+    assert closed is not None
+    assert closed.timestamp() - began == pytest.approx(3000 + 600, abs=60)
+
+
 async def test_a_worker_of_which_nothing_is_known_is_left_alone_when_idle(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:

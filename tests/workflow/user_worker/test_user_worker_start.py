@@ -60,6 +60,17 @@ async def test_an_empty_pool_launches_for_the_same_claim(
     assert not active.worker.warm
 
 
+async def test_a_launch_on_a_cold_host_is_waited_for(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
+    """For longer than a claim may take: 0.5 s here, 30 s in life. A cold host takes 48 to 63 s."""
+    fleet.claim_script = [m.ClaimStatus.EMPTY, m.ClaimStatus.ACTIVE]
+    fleet.launch_seconds = 1.5
+    own = m.UserWorkerSettings(claim_timeout=0.5, launch_timeout=6.0)
+    async with serving(skipping.client, fleet.activities()):
+        active = await ensure_active(skipping.client, "u1", settings=own)
+    assert fleet.launches == [active.worker.claim_id]
+    assert m.UserWorkerSettings().launch_timeout > 63
+
+
 async def test_a_failed_launch_takes_a_new_claim_id(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
     fleet.claim_script = [m.ClaimStatus.EMPTY]
     fleet.launch_failures = 1

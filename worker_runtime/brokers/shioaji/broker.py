@@ -4,8 +4,6 @@ The first login imports the SDK, never earlier, because it starts threads, which
 Blocking calls run through `call_within`, because neither the constructor nor the login takes a timeout.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading
@@ -26,6 +24,7 @@ from worker_runtime.brokers.shioaji.sdk import (
     CallTimedOut,
     build_order,
     call_within,
+    find_contract,
     find_trade,
     queries_first,
     to_milliseconds,
@@ -140,6 +139,21 @@ class ShioajiBroker:
 
         return self._call_once(timeout, submit)
 
+    def reference_price(self, symbol: str) -> Decimal | None:
+        """The contract's; None if it is not of today in Taipei (`update_date`: 2026/11/24), as in an old
+        session."""
+        today = time.strftime("%Y/%m/%d", time.gmtime(time.time() + _TAIPEI))
+        try:
+            contract = find_contract(self._api, self._key.broker_type, symbol)
+            return (
+                Decimal(str(contract.reference)) or None
+                if contract.update_date.replace("-", "/") == today
+                else None
+            )
+        except Exception as error:  # the boundary of the SDK: without it the exchange's own limits remain
+            self._log.debug("shioaji.no_reference", symbol=symbol, error=type(error).__name__)
+            return None
+
     def queries_before_change(self, broker_order_id: str) -> bool:
         api, _ = self._session()
         return queries_first(api, self._key.broker_type, broker_order_id)
@@ -183,9 +197,10 @@ class ShioajiBroker:
     def positions(self, timeout: float) -> list[Position]:
         api, account = self._session()
         limit = to_milliseconds(timeout)
-        return mapping.positions_of(
-            self._query(timeout, lambda: api.list_positions(account, unit="Common", timeout=limit))
-        )
+        stock = self._key.broker_type == "stock"
+        unit = "Share" if stock else "Common"
+        found = self._query(timeout, lambda: api.list_positions(account, unit=unit, timeout=limit))
+        return mapping.stock_positions_of(found) if stock else mapping.positions_of(found)
 
     def balance(self, timeout: float) -> Balance:
         api, account = self._session()
@@ -277,7 +292,7 @@ class ShioajiBroker:
         """The account of this connection: the one with its id, or the only one of its type."""
         kind = _ACCOUNT[self._key.broker_type]
         found = [account for account in accounts if account.account_type.name == kind]
-        named = [account for account in found if account.account_id == self._key.account_id]
+        named = [account for account in found if account.account_id == self._key.at_broker]
         chosen = named or found
         if len(chosen) != 1:
             raise LoginRejected(f"the login has {len(found)} accounts of the type {kind}, none with our id")

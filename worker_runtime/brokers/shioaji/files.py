@@ -4,8 +4,6 @@ A worker's processes end without `atexit`, and some by SIGKILL. So the folder is
 is closed, and what a killed session left is removed by its successor.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

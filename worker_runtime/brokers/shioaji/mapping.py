@@ -4,8 +4,6 @@ Errors are distinguished by the names of their classes and those of their parent
 tests, need no SDK. Names and meanings: stubs of shioaji 1.7.9.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from decimal import Decimal
@@ -22,6 +20,7 @@ from worker_runtime.protocol.errors import (
 )
 from worker_runtime.protocol.exchange import Balance, ExchangeOrder, Position
 from worker_runtime.protocol.messages import Credentials, Fill, OrderState, PriceType, Side, TimeInForce
+from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
 
 #: Takes secrets out of a text.
 Redactor = Callable[[str], str]
@@ -58,6 +57,13 @@ _STATES = {
     # Undocumented; neither final nor alive for certain, so reconciliation has to check.
     "Inactive": OrderState.UNKNOWN,
 }
+
+
+#: `StockOrderLot`, `StockOrderCond` and `FuturesOCType` of the SDK, in the order of our own.
+LOTS = dict(zip(OrderLot, ("Common", "Odd", "IntradayOdd", "Fixing"), strict=True))
+CONDITIONS = dict(zip(OrderCondition, ("Cash", "MarginTrading", "ShortSelling"), strict=True))
+OPEN_CLOSE = dict(zip(OpenClose, ("Auto", "New", "Cover", "DayTrade"), strict=True))
+_CONDITION_OF = {name: condition for condition, name in CONDITIONS.items()}
 
 
 def redactor_of(credentials: Credentials) -> Redactor:
@@ -148,15 +154,28 @@ def order_of(trade: Any) -> ExchangeOrder:
 
 
 def positions_of(found: Iterable[Any]) -> list[Position]:
-    """`list_positions(unit=Common)`: lots, with a direction instead of a sign."""
+    """`list_positions` of a futures account: lots, with a direction instead of a sign."""
     return [
-        Position(
-            symbol=str(one.code),
-            quantity=int(one.quantity) * (1 if side_of(_enum_value(one.direction)) is Side.BUY else -1),
-            average_price=price_of(one.price),
+        Position(symbol=str(one.code), quantity=_signed(one), average_price=price_of(one.price))
+        for one in found
+    ]
+
+
+def stock_positions_of(found: Iterable[Any]) -> list[Position]:
+    """`list_positions(unit=Share)`: shares, each condition by itself; others than ours count as cash."""
+    return [
+        Position.of_shares(
+            str(one.code),
+            _signed(one),
+            price_of(one.price),
+            _CONDITION_OF.get(_enum_value(one.cond), OrderCondition.CASH),
         )
         for one in found
     ]
+
+
+def _signed(position: Any) -> int:
+    return int(position.quantity) * (1 if side_of(_enum_value(position.direction)) is Side.BUY else -1)
 
 
 def balance_of(found: Any) -> Balance:

@@ -6,8 +6,6 @@ same `event_id`. Events name a deal by `exchange_seq`, lists by `seq`; where the
 source with the same price, quantity and second is the same one.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping

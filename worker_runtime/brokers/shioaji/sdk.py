@@ -3,8 +3,6 @@
 Nothing here sends anything that changes an order. The SDK comes in as an argument.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -79,7 +77,7 @@ def build_order(sdk: Any, api: Any, account: Any, broker_type: str, order: Place
     """Contract and order of the SDK; raises `OrderRejected` for what it cannot express."""
     if len(order.tag) > mapping.MAX_TAG:
         raise OrderRejected(f"the tag has more than {mapping.MAX_TAG} characters")
-    market = order.price_type is PriceType.MARKET
+    market = order.price_type is not PriceType.LIMIT
     if not market and order.price is None:
         raise OrderRejected("a limit order needs a price")
     words = {
@@ -93,12 +91,13 @@ def build_order(sdk: Any, api: Any, account: Any, broker_type: str, order: Place
     }
     try:
         if broker_type == "stock":
-            native = sdk.StockOrder(**words, order_lot="Common", order_cond="Cash")
+            lot, condition = mapping.LOTS[order.lot], mapping.CONDITIONS[order.condition]
+            native = sdk.StockOrder(**words, order_lot=lot, order_cond=condition)
         else:
             if market and order.time_in_force is TimeInForce.ROD:
                 raise OrderRejected("TAIFEX takes no market order for the rest of the day (9938)")
-            native = sdk.FuturesOrder(**words, octype="Auto")
-        return _contract(api, broker_type, order.symbol), native
+            native = sdk.FuturesOrder(**words, octype=mapping.OPEN_CLOSE[order.open_close])
+        return find_contract(api, broker_type, order.symbol), native
     except BerthError:
         raise
     except Exception as error:  # nothing has been sent yet, whatever it is
@@ -127,7 +126,8 @@ def _find_cached(api: Any, broker_order_id: str) -> Any:
     return next((trade for trade in api.list_trades() if str(trade.order.id) == broker_order_id), None)
 
 
-def _contract(api: Any, broker_type: str, symbol: str) -> Any:
+def find_contract(api: Any, broker_type: str, symbol: str) -> Any:
+    """Raises `OrderRejected`."""
     for security in SECURITY[broker_type]:
         found = api.contracts.get(symbol, security_type=security)
         if found is not None:

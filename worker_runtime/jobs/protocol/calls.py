@@ -4,8 +4,6 @@ No client is imported here. Servers run a call with redis-py (`run_script(client
 own client (`client.run(*call)`). All are safe to repeat.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,9 +19,12 @@ from worker_runtime.jobs.protocol.messages import (
     JobCancelled,
     JobResult,
     JobStatus,
-    encode_job,
+    sign_job,
+    sign_result,
 )
-from worker_runtime.protocol.messages import Failure, encode
+from worker_runtime.protocol import bounds
+from worker_runtime.protocol.authentication import MessageKeys
+from worker_runtime.protocol.messages import Failure
 from worker_runtime.protocol.scripts import Script
 
 
@@ -33,6 +34,22 @@ class QueueCall(NamedTuple):
     script: Script
     keys: list[str]
     args: list[Any]
+
+
+def reply_number(value: bytes | str | None) -> int:
+    """A number in a job's hash, which its runner writes; 0 for what is none, at most `bounds.LATEST_MS`."""
+    try:
+        return min(max(int(float(value or 0)), 0), bounds.LATEST_MS)
+    except (ValueError, OverflowError):
+        return 0
+
+
+def reply_progress(value: bytes | str | None) -> Any:
+    """What a job said of its progress; None if that is no JSON."""
+    try:
+        return None if value is None else msgspec.json.decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def reply_text(value: bytes | str) -> str:
@@ -45,24 +62,26 @@ def encode_arguments(value: object) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(value))
 
 
-def enqueue(job: Job, tag: str = job_keys.FLEET_TAG, digest: str = "") -> QueueCall:
-    """Puts a job on its queue, with the digest of the request; raises `MalformedMessage`.
+def enqueue(job: Job, keys: MessageKeys, tag: str = job_keys.FLEET_TAG) -> QueueCall:
+    """Puts a job on its queue; raises `MalformedMessage`. `keys`: the tag's.
 
-    The reply: `[b"queued", id]`, `[b"seen", id, digest]` for a repeat, `[b"duplicate", id]` when another job
+    The reply: `[b"queued", id]`, `[b"seen", id]` for a repeat, `[b"duplicate", id]` when another job
     has the unique key.
     """
-    body = encode_job(job)
+    body = sign_job(job, keys)
     priority = 0 if job.queue == FIFO_QUEUE else job.priority
     args: list[Any] = [job.job_id, body, job.name, job.queue, priority, int(job.idempotent), job.unique]
-    args += [job.group, max(0, round(job.delay * 1000)), BOOST_MS, job.on_failed, job.rate_key, digest]
+    args += [job.group, max(0, round(job.delay * 1000)), BOOST_MS, job.rate_key]
     return QueueCall(job_scripts.ENQUEUE, [job_keys.meta(tag)], args)
 
 
-def cancel(job_id: str, tag: str = job_keys.FLEET_TAG) -> QueueCall:
+def cancel(job_id: str, keys: MessageKeys, tag: str = job_keys.FLEET_TAG) -> QueueCall:
     """Cancels a job. The reply: `cancelled`, `asked` (its runner will kill it), `failed`, `unknown`."""
     failure = Failure.of(JobCancelled("cancelled before it ran"))
     result = JobResult(job_id=job_id, status=JobStatus.CANCELLED, failure=failure)
-    return QueueCall(job_scripts.CANCEL, [job_keys.meta(tag)], [job_id, encode(result), RESULT_TTL])
+    return QueueCall(
+        job_scripts.CANCEL, [job_keys.meta(tag)], [job_id, sign_result(result, keys), RESULT_TTL]
+    )
 
 
 def requeue(job_ids: Sequence[str], tag: str = job_keys.FLEET_TAG) -> QueueCall:
@@ -72,12 +91,12 @@ def requeue(job_ids: Sequence[str], tag: str = job_keys.FLEET_TAG) -> QueueCall:
 
 def suspend(*, queue: str = "", runner: str = "", tag: str = job_keys.FLEET_TAG) -> QueueCall:
     """Stops claims of this queue, by runners of this name, or all, until `resume`. Running jobs go on."""
-    return configure({_halt_field(queue, runner): "1"}, tag)
+    return configure({halt_field(queue, runner): "1"}, tag)
 
 
 def resume(*, queue: str = "", runner: str = "", tag: str = job_keys.FLEET_TAG) -> QueueCall:
     """Ends one `suspend` with the same arguments."""
-    return configure({_halt_field(queue, runner): None}, tag)
+    return configure({halt_field(queue, runner): None}, tag)
 
 
 def configure(settings: Mapping[str, str | None], tag: str = job_keys.FLEET_TAG) -> QueueCall:
@@ -86,7 +105,8 @@ def configure(settings: Mapping[str, str | None], tag: str = job_keys.FLEET_TAG)
     return QueueCall(job_scripts.CONFIGURE, [job_keys.meta(tag)], args)
 
 
-def _halt_field(queue: str, runner: str) -> str:
+def halt_field(queue: str, runner: str) -> str:
+    """Field of the settings: no claims of this queue, by runners of this name, or at all."""
     if queue:
         return f"halt_queue:{queue}"
     return f"halt_runner:{runner}" if runner else "halt"

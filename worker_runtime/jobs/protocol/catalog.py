@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from decimal import Decimal
 from typing import Annotated, Any
 
@@ -33,12 +33,16 @@ _Url = Annotated[str, msgspec.Meta(min_length=1, max_length=2048, pattern=r"^[!-
 _Address = Annotated[
     str, msgspec.Meta(max_length=254, pattern=r"^[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]+@[A-Za-z0-9.-]+\Z")
 ]
+#: E.164.
+_Phone = Annotated[str, msgspec.Meta(pattern=r"^\+[1-9]\d{6,14}\Z")]
+#: What Twilio takes as one message.
+_Text = Annotated[str, msgspec.Meta(min_length=1, max_length=1600)]
+_Word = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+_Values = Annotated[dict[_Word, Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=20)]
 
 
-class TooManyOrders(BerthError):
+class TooManyOrders(BerthError, code="TOO_MANY_ORDERS", status=422):
     """More orders than one job can carry; take a shorter time, or the export of the API."""
-
-    code = "TOO_MANY_ORDERS"
 
 
 class OrderRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -62,6 +66,9 @@ class OrderRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     origin: str | None = None
     code: str | None = None
     reason: str | None = None
+    lot: str = "common"
+    condition: str = "cash"
+    open_close: str = "auto"
 
 
 def pack_orders(rows: Sequence[OrderRow]) -> bytes:
@@ -153,6 +160,37 @@ class SendEmail(msgspec.Struct, frozen=True, kw_only=True):
     text: Annotated[str, msgspec.Meta(max_length=16_000)]
 
 
+class SendSms(msgspec.Struct, frozen=True, kw_only=True):
+    """One SMS to one number."""
+
+    to: _Phone
+    text: _Text
+
+
+class SendWhatsapp(msgspec.Struct, frozen=True, kw_only=True):
+    """One WhatsApp message: free text within 24 h of the recipient's last message, else a template."""
+
+    to: _Phone
+    text: _Text | None = None
+    #: Id of an approved template (`HX…`), and its variables.
+    template: Annotated[str, msgspec.Meta(pattern=r"^HX[0-9a-fA-F]{32}\Z")] | None = None
+    variables: _Values = {}
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.template is None):
+            raise ValueError("either text or template")
+
+
+class SendPush(msgspec.Struct, frozen=True, kw_only=True):
+    """One notification to one installed app, by its registration token."""
+
+    token: Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,4096}\Z")]
+    title: Annotated[str, msgspec.Meta(max_length=200)]
+    text: Annotated[str, msgspec.Meta(max_length=2000)]
+    #: For the app, which the device's user does not see.
+    data: _Values = {}
+
+
 class MakeStatement(msgspec.Struct, frozen=True, kw_only=True):
     """The statement of one user's day, from the orders accepted in it."""
 
@@ -213,8 +251,15 @@ class EmailReceipt(msgspec.Struct, frozen=True, kw_only=True):
     message_id: str
 
 
+class MessageReceipt(msgspec.Struct, frozen=True, kw_only=True):
+    """The provider has accepted the message under this id."""
+
+    message_id: str
+    elapsed_ms: float
+
+
 class StatementLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One symbol of one account: lots bought and sold, and their average prices."""
+    """One symbol of one account: lots or shares bought and sold, and their average prices."""
 
     account_id: str
     symbol: str
@@ -224,6 +269,8 @@ class StatementLine(msgspec.Struct, frozen=True, kw_only=True):
     sold_average: Decimal | None = None
     #: The number of orders by state.
     orders: dict[str, int] = {}
+    #: Whether these are odd lots: shares.
+    odd: bool = False
 
 
 class Statement(msgspec.Struct, frozen=True, kw_only=True):
@@ -271,28 +318,24 @@ class JobKind:
     retry_delay: float = 120.0
 
 
-PING = JobKind("ping", "default", True, 10.0)
-#: Receivers recognise repeats by the delivery id. A minute is enough for a slow receiver.
-WEBHOOK = JobKind("webhook", "webhook", True, 60.0)
-#: If the process dies, nobody can tell whether the mail was sent, and two mails are worse than none.
-EMAIL = JobKind("email", "email", False, 120.0)
-STATEMENT = JobKind("statement", "default", True, 60.0)
-#: On the queues of mails and webhooks: their runners have what these need.
-STATEMENT_MAIL = JobKind("statement_email", "email", False, 120.0)
-STATEMENT_POST = JobKind("statement_webhook", "webhook", True, 60.0)
-EXPORT = JobKind("order_export", "default", True, 60.0)
-#: A session that logs in again is back within seconds.
-SNAPSHOT = JobKind("position_snapshot", "default", True, 150.0, retry_delay=10.0)
-
 JOB_KINDS: dict[type[msgspec.Struct], JobKind] = {
-    PingRunner: PING,
-    DeliverWebhook: WEBHOOK,
-    SendEmail: EMAIL,
-    MakeStatement: STATEMENT,
-    MailStatement: STATEMENT_MAIL,
-    PostStatement: STATEMENT_POST,
-    ExportOrders: EXPORT,
-    SnapshotPositions: SNAPSHOT,
+    PingRunner: JobKind("ping", "default", True, 10.0),
+    #: Receivers recognise repeats by the delivery id. A minute is enough for a slow receiver.
+    DeliverWebhook: JobKind("webhook", "webhook", True, 60.0),
+    #: If the process dies, nobody can tell whether the mail was sent, and two mails are worse than none.
+    SendEmail: JobKind("email", "email", False, 120.0),
+    #: The same for these two: their provider knows no key by which it would recognise a repeat.
+    SendSms: JobKind("sms", "sms", False, 60.0),
+    SendWhatsapp: JobKind("whatsapp", "whatsapp", False, 60.0),
+    #: A repeat replaces the first one on the device. The delay is FCM's least pause after too many.
+    SendPush: JobKind("push", "push", True, 60.0, retry_delay=60.0),
+    MakeStatement: JobKind("statement", "default", True, 60.0),
+    #: On the queues of mails and webhooks: their runners have what these need.
+    MailStatement: JobKind("statement_email", "email", False, 120.0),
+    PostStatement: JobKind("statement_webhook", "webhook", True, 60.0),
+    ExportOrders: JobKind("order_export", "default", True, 60.0),
+    #: A session that logs in again is back within seconds.
+    SnapshotPositions: JobKind("position_snapshot", "default", True, 150.0, retry_delay=10.0),
 }
 
 
@@ -304,10 +347,4 @@ def make_job(job_id: str, work: msgspec.Struct, **options: Any) -> Job:
         msgspec.json.decode(args, type=type(work))  # only decoding checks the bounds
     except msgspec.ValidationError as error:
         raise MalformedMessage(f"arguments of {kind.name}: {error}") from None
-    values: dict[str, Any] = {
-        "queue": kind.queue,
-        "idempotent": kind.idempotent,
-        "timeout": kind.timeout,
-        "retry_delay": kind.retry_delay,
-    }
-    return Job(job_id=job_id, name=kind.name, args=msgspec.Raw(args), **(values | options))
+    return Job(job_id=job_id, args=msgspec.Raw(args), **(asdict(kind) | options))

@@ -15,9 +15,8 @@ the key of the settings (`queue_lib.lua`).
 | jobs:{tag}:group:<group> | zset | until it ends | jobs of an ordered group; the first one may run |
 | jobs:{tag}:unique:<key> | string | until it ends | the job that has this key |
 | jobs:{tag}:rate:<name>:<key> | string | while it matters | Unix ms at which the next job may run |
-| jobs:{tag}:totals | hash | for ever | counts of the fleet's runners |
-| jobs:{tag}:users | hash | for ever | counts of the runners of users' own jobs (tag of the fleet) |
-| jobs:{tag}:counted:<runner> | string | 1 h | number of its last batch of counts (tag of the fleet) |
+| jobs:{tag}:totals | hash | for ever | what its runners have counted; of a user until collected |
+| jobs:{tag}:users | hash | for ever | collected counts of all users' own jobs (tag of the fleet) |
 | jobs:{tag}:running:<name> | hash | for ever | node → jobs of this type that run there |
 | jobs:{tag}:beats | hash | for ever | runner → beat; a runner is dead if it does not change |
 | jobs:{tag}:runner:<runner> | hash | 420 s | name, node, queues, state, jobs, born_at, seen_at |
@@ -26,14 +25,11 @@ the key of the settings (`queue_lib.lua`).
 | jobs:{tag}:doorbell | list | until rung | wakes an idle runner of all queues |
 | jobs:{tag}:doorbell:<queue> | list | until rung | wakes an idle runner of this queue |
 | jobs:{tag}:failed | zset | 14 days | job → Unix ms of its failure |
-| jobs:{tag}:result:<id> | string | 500 s | the result |
-| jobs:{tag}:request:<id> | string | 1 day | digest of the request that chose this id |
+| jobs:{tag}:result:<id> | string | 500 s, of the fleet a day | the result |
 | jobs:{tag}:recent | string | 500 s | number of jobs that the user has asked for |
 | jobs:{tag}:done:<id> | channel |  | the result, once it is stored |
 | jobs:{tag}:events | stream | 10,000 | what became of each run; of a user 100, for a day |
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -44,6 +40,11 @@ FLEET_TAG = "jobs"
 def user_tag(user_id: str) -> str:
     """The tag of a user's own jobs. No user id makes it the fleet's."""
     return f"user:{user_id}"
+
+
+def tag_of(user_id: str) -> str:
+    """The tag of a user's own jobs; without a user that of the fleet."""
+    return user_tag(user_id) if user_id else FLEET_TAG
 
 
 def _key(tag: str, *parts: str) -> str:
@@ -75,7 +76,6 @@ held = _many("held")
 mailbox = _many("mailbox")
 failed = _one("failed")
 result = _many("result")
-request_digest = _many("request")
 recent_requests = _one("recent")
 done = _many("done")
 events = _one("events")
@@ -88,6 +88,11 @@ def subqueue(tag: str, queue: str, name: str) -> str:
 def doorbell(tag: str, queue: str = "") -> str:
     """The doorbell of one queue, or of the runners that serve all queues."""
     return _key(tag, "doorbell", queue) if queue else _key(tag, "doorbell")
+
+
+def every_key(tag: str) -> str:
+    """A pattern of all keys of this tag."""
+    return _key(tag, "*")
 
 
 def user_totals() -> str:

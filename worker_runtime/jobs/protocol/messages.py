@@ -1,17 +1,19 @@
-"""Messages of the job queue, as JSON: a job and its result.
+"""Messages of the job queue: a job and its result, each as its MAC, a space, and JSON.
 
 A job names its type, and the runner finds the code in its registry. Nothing in a message is imported or
 executed: `args` is data that must fit the type's struct.
-"""
 
-from __future__ import annotations
+Valkey's scripts have no key: the result of a job whose runner died is not believed.
+"""
 
 import re
 from enum import StrEnum
 
 import msgspec
 
-from worker_runtime.protocol.errors import BerthError, MalformedMessage
+from worker_runtime.protocol import bounds
+from worker_runtime.protocol.authentication import MessageKeys, read_payload, sign_payload
+from worker_runtime.protocol.errors import BerthError, InvalidSignature, MalformedMessage
 from worker_runtime.protocol.messages import Failure, Message, decode, encode
 
 #: JSON of nothing: the value of a job that returned none. (A `Raw` cannot be optional.)
@@ -33,51 +35,38 @@ BOOST_MS = 60_000
 #: The queue without priorities: first in, first out.
 FIFO_QUEUE = "scheduler"
 
+_JOB_USE, _RESULT_USE = b"job/1", b"job_result/1"
+
 _NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _KEY_PATTERN = re.compile(r"[!-z|~]{1,128}")  # printable, no space, no braces: hash tags stay what they are
 
 
-class UnknownJob(BerthError):
-    """This runner has no job of that name; another one may, if it is newer or has the keys."""
-
-    code = "JOB_UNKNOWN"
-    retryable = True
+class UnknownJob(BerthError, code="JOB_UNKNOWN", retryable=True):
+    """This runner does not do jobs of that type; another one may, if it is newer or has the keys."""
 
 
-class JobFailed(BerthError):
+class JobFailed(BerthError, code="JOB_FAILED"):
     """The job failed."""
 
-    code = "JOB_FAILED"
 
-
-class JobTimeout(JobFailed):
+class JobTimeout(JobFailed, code="JOB_TIMEOUT"):
     """The job took longer than it may, and was killed."""
 
-    code = "JOB_TIMEOUT"
 
-
-class JobCrashed(JobFailed):
+class JobCrashed(JobFailed, code="JOB_CRASHED"):
     """The job's process, or its runner, died while it ran."""
 
-    code = "JOB_CRASHED"
 
-
-class JobOutcomeUnknown(JobFailed):
+class JobOutcomeUnknown(JobFailed, code="JOB_OUTCOME_UNKNOWN"):
     """The job may have done its work or not: its process or runner died, and it must not run twice."""
 
-    code = "JOB_OUTCOME_UNKNOWN"
 
-
-class JobCancelled(JobFailed):
+class JobCancelled(JobFailed, code="JOB_CANCELLED"):
     """Someone cancelled the job."""
 
-    code = "JOB_CANCELLED"
 
-
-class ResultTooLarge(JobFailed):
+class ResultTooLarge(JobFailed, code="RESULT_TOO_LARGE"):
     """The job's result is larger than a result may be."""
-
-    code = "RESULT_TOO_LARGE"
 
 
 class JobStatus(StrEnum):
@@ -114,8 +103,7 @@ class Job(Message, frozen=True, kw_only=True, tag="job"):
     unique: str = ""
     #: Jobs of one group run one after the other, in the order they came. A retry holds the group.
     group: str = ""
-    #: Type of the job that is enqueued, with `FailedJob` as its arguments, when this one has failed for
-    #: good. Its id is this one's with `:failed:` and a number appended.
+    #: Of release 0.1.0, where no producer used it.
     on_failed: str = ""
     #: Jobs of this type with the same key share the rate that the type's settings give.
     rate_key: str = ""
@@ -123,7 +111,7 @@ class Job(Message, frozen=True, kw_only=True, tag="job"):
 
 
 class FailedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments of a job that handles another job's failure."""
+    """Of release 0.1.0: the arguments of the job that `on_failed` named."""
 
     job_id: str
     name: str
@@ -142,15 +130,15 @@ class JobResult(Message, frozen=True, kw_only=True, tag="job_result"):
     traceback: str = ""
     #: Its standard output and error; only the beginning and the end if it was long.
     output: str = ""
-    attempt: int = 0
+    attempt: bounds.Counter = 0
     runner: str = ""
-    started_at_ms: int = 0
-    finished_at_ms: int = 0
+    started_at_ms: bounds.TimeMsOrZero = 0
+    finished_at_ms: bounds.TimeMsOrZero = 0
 
 
 def encode_job(job: Job) -> bytes:
     """The encoded job; raises `MalformedMessage` if no runner would accept it."""
-    for field, value in (("name", job.name), ("queue", job.queue), ("on_failed", job.on_failed or "none")):
+    for field, value in (("name", job.name), ("queue", job.queue)):
         if not _NAME_PATTERN.fullmatch(value):
             raise MalformedMessage(f"{field}: 1 to 64 of a-z, 0-9, '_', '.', '-'")
     keys = {"unique": job.unique or "-", "group": job.group or "-", "rate_key": job.rate_key or "-"}
@@ -174,12 +162,41 @@ def encode_job(job: Job) -> bytes:
 
 
 def read_job(body: bytes) -> Job:
-    """Reads a job; raises `MalformedMessage`."""
+    """Reads a job without its MAC; raises `MalformedMessage`."""
     job: Job = decode(body, Job, limit=MAX_JOB)
     return job
 
 
-def read_result(body: bytes) -> JobResult:
-    """Reads a result; raises `MalformedMessage`."""
-    result: JobResult = decode(body, JobResult)
+def read_result(entry: bytes) -> JobResult:
+    """Reads a result, whoever wrote it; raises `MalformedMessage`."""
+    result: JobResult = decode(entry[max(0, entry.find(b"{")) :], JobResult)
+    return result
+
+
+def sign_job(job: Job, keys: MessageKeys) -> bytes:
+    """Raises `MalformedMessage` if no runner would accept the job."""
+    return sign_payload(keys, _JOB_USE, encode_job(job))
+
+
+def sign_result(result: JobResult, keys: MessageKeys) -> bytes:
+    return sign_payload(keys, _RESULT_USE, encode(result))
+
+
+def read_signed_job(entry: bytes, job_id: str, keys: MessageKeys) -> tuple[Job, bytes]:
+    """The job that stands under this id, and its JSON.
+
+    Raises what `read_payload` does, or `MalformedMessage`.
+    """
+    body = read_payload(keys, _JOB_USE, entry, f"job {job_id}")
+    job = read_job(body)
+    if job_id != job.job_id:
+        raise InvalidSignature(f"job {job_id}")
+    return job, body
+
+
+def read_signed_result(entry: bytes, job_id: str, keys: MessageKeys) -> JobResult:
+    """Raises what `read_signed_job` does."""
+    result = read_result(read_payload(keys, _RESULT_USE, entry, f"result of job {job_id}"))
+    if result.job_id != job_id:
+        raise InvalidSignature(f"result of job {job_id}")
     return result

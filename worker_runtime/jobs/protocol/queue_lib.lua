@@ -172,20 +172,6 @@ local function publish_event(kind, id, name, queue, attempt, result)
   if result then redis.call('PUBLISH', P .. 'done:' .. id, result) end
 end
 
--- Enqueues the job that handles another one's failure, in the same step as that failure, so that no crash
--- loses it. It is an ordinary job, named by the producer of the first.
-local function enqueue_failure_handler(id, name, queue, attempt, handler, result)
-  local failure = cjson.decode(result).failure
-  local now, us = clock()
-  local score = sequence(us, redis.call('HGET', META, 'sequence'))
-  local own = id .. ':failed:' .. string.format('%.0f', score) -- the job may fail again after a requeue
-  local body = cjson.encode({type = 'job', v = 1, job_id = own, name = handler, queue = queue, priority = 0,
-    idempotent = true, args = {job_id = id, name = name, attempt = tonumber(attempt), failure = failure}})
-  redis.call('HSET', P .. 'job:' .. own, 'body', body, 'name', handler, 'queue', queue, 'priority', 0,
-    'idempotent', 1, 'score', score, 'due', now, 'queued_at', now, 'attempt', 0, 'crashes', 0)
-  enter_queue(own, now)
-end
-
 -- Forgets a user's oldest failed jobs if there are too many.
 local function trim_failed()
   for _, id in ipairs(redis.call('ZRANGE', P .. 'failed', 0, -USERS_FAILED - 1)) do
@@ -203,8 +189,6 @@ local function end_job(status, id, job, result, ttl, retention)
     redis.call('EXPIRE', key, retention)
     redis.call('ZADD', P .. 'failed', (clock()), id)
     if of_user() then trim_failed() end
-    local handler = redis.call('HGET', key, 'on_failed')
-    if handler then enqueue_failure_handler(id, job[1], job[2], job[3], handler, result) end
   else
     redis.call('DEL', key)
   end

@@ -1,7 +1,5 @@
 """The Lua scripts of the job queue. Each is loaded after `queue_lib.lua`, which all share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from worker_runtime.protocol.scripts import Script
@@ -30,7 +28,6 @@ PROGRESS = _load("progress")
 RING = _load("ring")
 SCAN = _load("scan")
 CONFIGURE = _load("configure")
-COUNT = _load("count")
 
 #: All of them: a runner loads them when it joins.
 ALL = tuple(_LOADED)

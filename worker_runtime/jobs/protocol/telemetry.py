@@ -1,14 +1,15 @@
-"""The format of the jobs' telemetry: fields of the counters, and log lines of events.
+"""The format of the jobs' telemetry: fields of the counters, and log lines of events, errors.
 
 An event is one JSON line in the Elastic Common Schema, which Filebeat and OpenSearch take as it is. It never
 holds a job's arguments or its value.
 """
 
-from __future__ import annotations
-
+import re
+import socket
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -87,3 +88,20 @@ class JobEventFormatter:
             _encode_line(_EventLine(datetime.now(UTC), level, message, self._service, event, labels, error))
             + b"\n"
         )
+
+
+#: Errors that wait in Valkey to be told to operators, about.
+MAX_ERRORS = 1000
+#: Fields of a log line that tell two errors apart, and others that operators see. None holds a secret or what
+#: an order says; what an exception says stays in the log, because it may quote anything.
+_TELLING = ("code", "error", "where", "loop", "kind", "check")
+_SHOWN = (*_TELLING, "reason", "detail", "pool", "task", "user_id", "worker_id", "order_id", "job_id")
+_LOGIN = re.compile(r"//[^@\s/]+@")
+
+
+def error_report(service: str, event: str, fields: Mapping[str, Any]) -> tuple[str, str]:
+    """An error as operators are told of it: a key, which errors that are alike share, and a sentence."""
+    shown = {name: _LOGIN.sub("//", str(fields[name]))[:100] for name in _SHOWN if name in fields}
+    key = "|".join((service, event, *(shown.get(name, "") for name in _TELLING)))
+    about = "".join(f", {name}={value}" for name, value in shown.items())
+    return key[:500], f"{event} in {service} on {socket.gethostname()}{about}"[:500]

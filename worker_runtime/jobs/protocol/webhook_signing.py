@@ -6,8 +6,6 @@ from the fleet's key, so no job and no database holds it. A receiver compares on
 constant time and refuses a `t` that is minutes old.
 """
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A type of job (name, arguments, function), and what a running job is given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +27,8 @@ class JobContext(msgspec.Struct, frozen=True):
         self._send_progress(value)
 
 
-class RetryLater(JobFailed):
+class RetryLater(JobFailed, code="JOB_RETRY", retryable=True):
     """The job could not do its work now; it asks for another attempt."""
-
-    code = "JOB_RETRY"
-    retryable = True
 
     def __init__(self, detail: str = "", *, delay: float | None = None) -> None:
         """`delay` in seconds; None: the job's own delay between attempts."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from worker_runtime.jobs.config import MailOutlet
-from worker_runtime.jobs.protocol import catalog
-from worker_runtime.jobs.protocol.catalog import EmailReceipt, SendEmail
+from worker_runtime.jobs.protocol.catalog import JOB_KINDS, EmailReceipt, SendEmail
 from worker_runtime.jobs.protocol.messages import JobFailed, JobOutcomeUnknown
 from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
 
@@ -14,59 +13,67 @@ if TYPE_CHECKING:
     import smtplib
 
 
-class MailRefused(JobFailed):
+class MailRefused(JobFailed, code="MAIL_REFUSED"):
     """The mail server refused the mail for good."""
 
-    code = "MAIL_REFUSED"
 
-
-class MailDeferred(RetryLater):
+class MailDeferred(RetryLater, code="MAIL_DEFERRED"):
     """The mail server cannot take the mail now."""
-
-    code = "MAIL_DEFERRED"
 
 
 def email_job(outlet: MailOutlet) -> JobType:
     """The type `email`, with the server that sends our mails."""
 
     def send(arguments: SendEmail, context: JobContext) -> EmailReceipt:
-        # Imported here: what mails need would cost every runner and child some MiB.
-        import smtplib
-        import ssl
-
         message_id, data = _message(arguments, context.job_id, outlet.sender)
-        client: smtplib.SMTP | None = None
-        try:
-            trust = ssl.create_default_context(cafile=outlet.ca_file or None)
-            if outlet.security == "tls":
-                client = smtplib.SMTP_SSL(outlet.host, outlet.port, timeout=outlet.timeout, context=trust)
-            else:
-                client = smtplib.SMTP(outlet.host, outlet.port, timeout=outlet.timeout)
-            client.ehlo_or_helo_if_needed()
-            if outlet.security == "starttls":
-                client.starttls(context=trust)  # raises when the server has no TLS: nothing goes in clear
-                client.ehlo()
-            if outlet.username:
-                client.login(outlet.username, outlet.password)
-            _check("MAIL", *client.mail(outlet.sender))
-            _check("RCPT", *client.rcpt(arguments.to))
-            _check("DATA", *client.docmd("DATA"))
-        except UnicodeError:  # its text quotes the password
-            raise MailRefused("the mail server's name or login is not ASCII") from None
-        except smtplib.SMTPResponseException as error:
-            raise _mail_error(type(error).__name__, error.smtp_code) from None
-        except (smtplib.SMTPNotSupportedError, ssl.SSLCertVerificationError) as error:
-            raise MailRefused(f"the server cannot be used: {type(error).__name__}") from None
-        except OSError as error:  # all of smtplib's errors are, too
-            raise MailDeferred(type(error).__name__) from None
-        else:
-            _send_text(client, data)
-            return EmailReceipt(message_id=message_id)
-        finally:
-            if client is not None:
-                client.close()
+        _talk(outlet, arguments.to, data)
+        return EmailReceipt(message_id=message_id)
 
-    return JobType(name=catalog.EMAIL.name, arguments=SendEmail, run=send)
+    return JobType(name=JOB_KINDS[SendEmail].name, arguments=SendEmail, run=send)
+
+
+def check_login(outlet: MailOutlet) -> None:
+    """Logs in and sends nothing. Raises `MailRefused` or `MailDeferred`."""
+    _talk(outlet, "", None)
+
+
+def _talk(outlet: MailOutlet, to: str, data: bytes | None) -> None:
+    """Logs in at the server, and sends one mail if there is one."""
+    # Imported here: what mails need would cost every runner and child some MiB.
+    import smtplib
+    import ssl
+
+    client: smtplib.SMTP | None = None
+    try:
+        trust = ssl.create_default_context(cafile=outlet.ca_file or None)
+        if outlet.security == "tls":
+            client = smtplib.SMTP_SSL(outlet.host, outlet.port, timeout=outlet.timeout, context=trust)
+        else:
+            client = smtplib.SMTP(outlet.host, outlet.port, timeout=outlet.timeout)
+        client.ehlo_or_helo_if_needed()
+        if outlet.security == "starttls":
+            client.starttls(context=trust)  # raises when the server has no TLS: nothing goes in clear
+            client.ehlo()
+        if outlet.username:
+            client.login(outlet.username, outlet.password)
+        if data is not None:
+            _check("MAIL", *client.mail(outlet.sender))
+            _check("RCPT", *client.rcpt(to))
+            _check("DATA", *client.docmd("DATA"))
+    except UnicodeError:  # its text quotes the password
+        raise MailRefused("the mail server's name or login is not ASCII") from None
+    except smtplib.SMTPResponseException as error:
+        raise _mail_error(type(error).__name__, error.smtp_code) from None
+    except (smtplib.SMTPNotSupportedError, ssl.SSLCertVerificationError) as error:
+        raise MailRefused(f"the server cannot be used: {type(error).__name__}") from None
+    except OSError as error:  # all of smtplib's errors are, too
+        raise MailDeferred(type(error).__name__) from None
+    else:
+        if data is not None:
+            _send_text(client, data)
+    finally:
+        if client is not None:
+            client.close()
 
 
 def _send_text(client: smtplib.SMTP, data: bytes) -> None:

@@ -3,8 +3,6 @@
 They are made from the orders that the job carries.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from decimal import Decimal
@@ -12,8 +10,8 @@ from decimal import Decimal
 import msgspec
 
 from worker_runtime.jobs.config import MailOutlet, WebhookOutlet
-from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol.catalog import (
+    JOB_KINDS,
     DeliverWebhook,
     ExportOrders,
     MailStatement,
@@ -31,14 +29,15 @@ from worker_runtime.jobs.types.job_type import JobContext, JobType
 from worker_runtime.jobs.types.mail import email_job
 from worker_runtime.jobs.types.webhook import webhook_job
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES
+from worker_runtime.protocol.order_terms import ODD_LOTS
 
 
 def make_statement(arguments: MakeStatement, _context: JobContext) -> Statement:
     """Raises `MalformedMessage`."""
     rows = unpack_orders(arguments.orders)
-    groups: dict[tuple[str, str], list[OrderRow]] = {}
+    groups: dict[tuple[str, str, bool], list[OrderRow]] = {}
     for row in rows:
-        groups.setdefault((row.account_id, row.symbol), []).append(row)
+        groups.setdefault((row.account_id, row.symbol, row.lot in ODD_LOTS), []).append(row)
     return Statement(
         user_id=arguments.user_id,
         day=arguments.day,
@@ -48,12 +47,13 @@ def make_statement(arguments: MakeStatement, _context: JobContext) -> Statement:
     )
 
 
-def _line(account_id: str, symbol: str, rows: list[OrderRow]) -> StatementLine:
+def _line(account_id: str, symbol: str, odd: bool, rows: list[OrderRow]) -> StatementLine:
     bought, bought_average = _filled(rows, "buy")
     sold, sold_average = _filled(rows, "sell")
     return StatementLine(
         account_id=account_id,
         symbol=symbol,
+        odd=odd,
         bought=bought,
         bought_average=bought_average,
         sold=sold,
@@ -84,9 +84,11 @@ def export_orders(arguments: ExportOrders, _context: JobContext) -> OrderExport:
 #: Bytes: far more than 40 KiB of packed orders need, and little beside a session in the same container.
 _MEMORY = 128 * 1024 * 1024
 STATEMENT_JOB = JobType(
-    name=catalog.STATEMENT.name, arguments=MakeStatement, run=make_statement, memory=_MEMORY
+    name=JOB_KINDS[MakeStatement].name, arguments=MakeStatement, run=make_statement, memory=_MEMORY
 )
-EXPORT_JOB = JobType(name=catalog.EXPORT.name, arguments=ExportOrders, run=export_orders, memory=_MEMORY)
+EXPORT_JOB = JobType(
+    name=JOB_KINDS[ExportOrders].name, arguments=ExportOrders, run=export_orders, memory=_MEMORY
+)
 
 
 #: The event of the webhook.
@@ -102,7 +104,7 @@ def statement_email_job(outlet: MailOutlet) -> JobType:
         text = statement_text(made)
         return mail.run(SendEmail(to=arguments.to, subject=f"Statement of {made.day}", text=text), context)
 
-    return JobType(name=catalog.STATEMENT_MAIL.name, arguments=MailStatement, run=send)
+    return JobType(name=JOB_KINDS[MailStatement].name, arguments=MailStatement, run=send)
 
 
 def statement_webhook_job(outlet: WebhookOutlet) -> JobType:
@@ -116,7 +118,7 @@ def statement_webhook_job(outlet: WebhookOutlet) -> JobType:
         )
         return post.run(delivery, context)
 
-    return JobType(name=catalog.STATEMENT_POST.name, arguments=PostStatement, run=deliver)
+    return JobType(name=JOB_KINDS[PostStatement].name, arguments=PostStatement, run=deliver)
 
 
 def statement_text(made: Statement) -> str:
@@ -130,8 +132,9 @@ def statement_text(made: Statement) -> str:
         if line.account_id != account:
             account = line.account_id
             lines += ["", f"Account {account}"]
-        lines.append(f"  {line.symbol}: {_trades(line)}")
-    return "\n".join([*lines, "", "Quantities are lots. Fees and taxes are the broker's and not in it.", ""])
+        lines.append(f"  {line.symbol}{' (shares)' if line.odd else ''}: {_trades(line)}")
+    lines += ["", "Quantities are lots, or shares. Fees and taxes are the broker's and not in it.", ""]
+    return "\n".join(lines)
 
 
 def _trades(line: StatementLine) -> str:

@@ -1,32 +1,23 @@
 """The job `webhook`: one signed POST."""
 
-from __future__ import annotations
-
 import time
 
 from worker_runtime.jobs.config import WebhookOutlet
-from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import webhook_signing as signing
-from worker_runtime.jobs.protocol.catalog import DeliverWebhook, WebhookReceipt
+from worker_runtime.jobs.protocol.catalog import JOB_KINDS, DeliverWebhook, WebhookReceipt
 from worker_runtime.jobs.protocol.messages import JobFailed
 from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
 
 #: Statuses after which another attempt makes sense, beside all from 500 on.
 _PASSING = frozenset({408, 425, 429})
-#: Seconds. A longer `Retry-After` of the receiver is ignored.
-_LONGEST_WAIT = 3600.0
 
 
-class WebhookRefused(JobFailed):
+class WebhookRefused(JobFailed, code="WEBHOOK_REFUSED"):
     """The receiver refused the delivery."""
 
-    code = "WEBHOOK_REFUSED"
 
-
-class WebhookDeferred(RetryLater):
+class WebhookDeferred(RetryLater, code="WEBHOOK_DEFERRED"):
     """The receiver cannot take the delivery now."""
-
-    code = "WEBHOOK_DEFERRED"
 
 
 def webhook_job(outlet: WebhookOutlet) -> JobType:
@@ -48,16 +39,14 @@ def webhook_job(outlet: WebhookOutlet) -> JobType:
             ),
         }
         begun = time.monotonic()
-        reply = webhook_client.post_webhook(arguments.url, body, headers, outlet)
+        reply = webhook_client.send_post(arguments.url, body, headers, outlet)
         elapsed = (time.monotonic() - begun) * 1000
         if 200 <= reply.status < 300:
             return WebhookReceipt(status=reply.status, elapsed_ms=round(elapsed, 3))
         if reply.status in _PASSING or reply.status >= 500:
-            after = reply.retry_after
-            wait = after if after is not None and after <= _LONGEST_WAIT else None
-            raise WebhookDeferred(f"status {reply.status}", delay=wait)
+            raise WebhookDeferred(f"status {reply.status}", delay=reply.retry_after)
         if 300 <= reply.status < 400:
             raise WebhookRefused(f"status {reply.status}: redirects are not followed")
         raise WebhookRefused(f"status {reply.status}")
 
-    return JobType(name=catalog.WEBHOOK.name, arguments=DeliverWebhook, run=deliver)
+    return JobType(name=JOB_KINDS[DeliverWebhook].name, arguments=DeliverWebhook, run=deliver)

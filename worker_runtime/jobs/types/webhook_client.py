@@ -1,22 +1,24 @@
-"""Sends one POST to an address that a stranger may have chosen.
+"""Sends one POST: a webhook to an address that a stranger may have chosen, a message to its provider.
 
 The name is resolved once, the address is checked, and the connection goes to that address: a name that points
 into our own network, now or a moment later, leads nowhere. Redirects are not followed.
 """
 
-from __future__ import annotations
-
 import http.client
 import ipaddress
 import socket
 import ssl
+import time
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
-from worker_runtime.jobs.config import WebhookOutlet
+from worker_runtime.jobs.config import PostOutlet
 from worker_runtime.jobs.protocol.messages import JobFailed
 from worker_runtime.jobs.types.job_type import RetryLater
 
+#: Seconds. A longer `Retry-After` of the receiver is ignored.
+_LONGEST_WAIT = 3600.0
 #: Addresses that stand for others, which the checks below would miss (RFC 4291, 6052, 8215).
 _TRANSLATED = (
     ipaddress.ip_network("64:ff9b::/96"),
@@ -25,30 +27,28 @@ _TRANSLATED = (
 )
 
 
-class AddressRefused(JobFailed):
+class AddressRefused(JobFailed, code="WEBHOOK_ADDRESS_REFUSED"):
     """Deliveries go to public addresses over https only."""
 
-    code = "WEBHOOK_ADDRESS_REFUSED"
 
-
-class CertificateRefused(JobFailed):
+class CertificateRefused(JobFailed, code="WEBHOOK_CERTIFICATE_REFUSED"):
     """The receiver's certificate is not valid for its name."""
 
-    code = "WEBHOOK_CERTIFICATE_REFUSED"
 
-
-class ReceiverUnreachable(RetryLater):
+class ReceiverUnreachable(RetryLater, code="WEBHOOK_UNREACHABLE"):
     """The receiver could not be reached, or did not answer in time."""
 
-    code = "WEBHOOK_UNREACHABLE"
+    #: The connection was there: the receiver may have got the request.
+    sent = False
 
 
 @dataclass(frozen=True, slots=True)
 class WebhookReply:
-    """The status, and the seconds of `Retry-After` if there were any."""
+    """The status, the seconds of `Retry-After` (None: not asked for, or too long), the body's beginning."""
 
     status: int
     retry_after: float | None
+    body: bytes = b""
 
 
 class _PinnedConnection(http.client.HTTPConnection):
@@ -68,9 +68,13 @@ class _PinnedConnection(http.client.HTTPConnection):
             self.sock = self._context.wrap_socket(link, server_hostname=self.host)
 
 
-def post_webhook(url: str, body: bytes, headers: dict[str, str], outlet: WebhookOutlet) -> WebhookReply:
-    """Sends and reads the head of the reply. Raises `AddressRefused`, `CertificateRefused`,
-    `ReceiverUnreachable`."""
+def send_post(
+    url: str, body: bytes, headers: dict[str, str], outlet: PostOutlet, most: int = 0
+) -> WebhookReply:
+    """Sends, and reads the head of the reply with up to `most` bytes of its body.
+
+    Raises `AddressRefused`, `CertificateRefused`, `ReceiverUnreachable`.
+    """
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
@@ -84,20 +88,37 @@ def post_webhook(url: str, body: bytes, headers: dict[str, str], outlet: Webhook
         context = ssl.create_default_context(cafile=outlet.ca_file or None)
     connection = _PinnedConnection(host, port, target, context, outlet.timeout)
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    connected = False
     try:
+        connection.connect()
+        connected = True
         connection.request("POST", path, body, headers)
         response = connection.getresponse()
-        after = response.headers.get("Retry-After", "")
-        return WebhookReply(response.status, float(after) if after.isascii() and after.isdigit() else None)
+        pause = _seconds(response.headers.get("Retry-After", ""))
+        return WebhookReply(response.status, pause, response.read(most) if most else b"")
     except ssl.SSLCertVerificationError as error:
         raise CertificateRefused(error.verify_message) from None
     except (OSError, http.client.HTTPException) as error:
-        raise ReceiverUnreachable(type(error).__name__) from None
+        unreachable = ReceiverUnreachable(type(error).__name__)
+        unreachable.sent = connected
+        raise unreachable from None
     finally:
         connection.close()
 
 
-def _target(host: str, port: int, *, plain: bool, outlet: WebhookOutlet) -> tuple[str, int]:
+def _seconds(after: str) -> float | None:
+    """RFC 9110, 10.2.3: seconds, or a date."""
+    try:
+        if after.isascii() and after.isdigit():
+            pause = float(after)
+        else:
+            pause = max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
+    except ValueError:
+        return None
+    return pause if pause <= _LONGEST_WAIT else None
+
+
+def _target(host: str, port: int, *, plain: bool, outlet: PostOutlet) -> tuple[str, int]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:

@@ -1,7 +1,5 @@
 """The tables of the first release. The SQL stands beside this file, with a blank line between statements."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from alembic import op

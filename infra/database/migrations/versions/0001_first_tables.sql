@@ -1,3 +1,5 @@
+create sequence control_number as bigint
+
 create sequence switch_version as bigint
 
 create table audit_trail (
@@ -11,6 +13,16 @@ create table audit_trail (
 )
 
 create index audit_trail_by_subject on audit_trail (subject, id)
+
+create table daily_reports (
+  day date not null,
+  since timestamptz not null,
+  until timestamptz not null,
+  figures jsonb not null,
+  made_at timestamptz default clock_timestamp() not null,
+  mailed_at timestamptz,
+  primary key (day)
+)
 
 create table maintenance_passes (
   id bigint generated always as identity,
@@ -56,10 +68,19 @@ create index reconciliations_by_account on reconciliations (user_id, account_id)
 
 create index reconciliations_open on reconciliations (user_id, account_id) where resolved_at is null
 
+create table startup_tasks (
+  name varchar(64) not null,
+  progress jsonb default '{}' not null,
+  steps integer default '0' not null,
+  began_at timestamptz default clock_timestamp() not null,
+  ended_at timestamptz,
+  primary key (name)
+)
+
 create table switches (
   scope varchar(160) not null,
   state varchar(16) not null,
-  version bigint default nextval('switch_version') not null,
+  version bigint not null,
   actor varchar(128) not null,
   reason varchar not null,
   at timestamptz default clock_timestamp() not null,
@@ -71,6 +92,8 @@ create table users (
   id varchar(64) not null,
   epoch bigint default '0' not null,
   created_at timestamptz default now() not null,
+  disabled_at timestamptz,
+  removed_at timestamptz,
   primary key (id)
 )
 
@@ -109,18 +132,31 @@ create table worker_transitions (
 
 create index worker_transitions_by_user on worker_transitions (user_id, id)
 
+create table allowed_images (
+  image varchar(512) not null,
+  actor varchar(128) not null,
+  reason varchar not null,
+  added_at timestamptz default clock_timestamp() not null,
+  primary key (image)
+)
+
 create table api_keys (
   id uuid not null,
   key_hash varchar(64) not null,
   prefix varchar(16) not null,
   role varchar(16) not null,
   user_id varchar(64),
+  label varchar(128) default '' not null,
   created_at timestamptz default now() not null,
+  last_used_at timestamptz,
+  expires_at timestamptz,
   revoked_at timestamptz,
+  session_of uuid,
   primary key (id),
   constraint api_keys_role check (role in ('user', 'operator', 'admin')),
   unique (key_hash),
-  foreign key(user_id) references users (id)
+  foreign key(user_id) references users (id),
+  foreign key(session_of) references api_keys (id)
 )
 
 create table broker_accounts (
@@ -130,9 +166,30 @@ create table broker_accounts (
   broker_type varchar(32) not null,
   simulation boolean not null,
   created_at timestamptz default now() not null,
+  reported_epoch bigint default '0' not null,
+  reported_ms bigint default '0' not null,
   primary key (user_id, account_id),
   foreign key(user_id) references users (id)
 )
+
+create table dead_letters (
+  id uuid not null,
+  kind varchar(32) not null,
+  source varchar(128) not null,
+  subject varchar(256) not null,
+  user_id varchar(64) not null,
+  reason varchar not null,
+  message bytea not null,
+  count bigint default '1' not null,
+  first_at timestamptz default clock_timestamp() not null,
+  last_at timestamptz default clock_timestamp() not null,
+  closed_at timestamptz,
+  primary key (id)
+)
+
+create index dead_letters_by_source on dead_letters (source)
+
+create index dead_letters_by_time on dead_letters (last_at)
 
 create table statement_addresses (
   user_id varchar(64) not null,
@@ -141,6 +198,15 @@ create table statement_addresses (
   updated_at timestamptz default clock_timestamp() not null,
   primary key (user_id),
   foreign key(user_id) references users (id)
+)
+
+create table worker_launches (
+  worker_id varchar(128) not null,
+  pool varchar(64) not null,
+  version varchar(128) not null,
+  task_id varchar(256),
+  launched_at timestamptz default clock_timestamp() not null,
+  primary key (worker_id)
 )
 
 create table worker_sessions (
@@ -154,17 +220,17 @@ create table worker_sessions (
   assigned_at timestamptz default clock_timestamp() not null,
   claimed_at timestamptz,
   connected_at timestamptz,
+  fenced_at timestamptz,
   ended_at timestamptz,
   end_reason varchar,
   crashed boolean default false not null,
   primary key (claim_id),
+  constraint worker_sessions_by_worker unique (worker_id),
   constraint worker_sessions_epoch unique (user_id, epoch),
   foreign key(user_id) references users (id)
 )
 
 create index worker_sessions_by_claim_time on worker_sessions (pool, claimed_at)
-
-create index worker_sessions_by_worker on worker_sessions (worker_id)
 
 create index worker_sessions_crashed on worker_sessions (user_id, ended_at) where crashed
 
@@ -217,6 +283,7 @@ create table orders (
   filled_quantity integer default '0' not null,
   average_price numeric(18, 6),
   generation varchar(64) not null,
+  first_epoch bigint default '0' not null,
   deadline_at timestamptz not null,
   created_at timestamptz default clock_timestamp() not null,
   updated_at timestamptz default clock_timestamp() not null,
@@ -227,7 +294,6 @@ create table orders (
   attention_at timestamptz,
   changed bigint default cast(cast(pg_current_xact_id() as text) as bigint) not null,
   primary key (id),
-  foreign key(user_id, account_id) references broker_accounts (user_id, account_id),
   constraint orders_client_order_id unique (user_id, client_order_id),
   constraint orders_tag unique (user_id, account_id, trading_day, tag),
   constraint orders_quantity check (quantity > 0)
@@ -236,6 +302,8 @@ create table orders (
 create index orders_by_change on orders (user_id, changed)
 
 create index orders_by_state on orders (state, updated_at)
+
+create index orders_by_time on orders using brin (created_at) with (autosummarize = on)
 
 create index orders_by_user on orders (user_id, created_at)
 
@@ -270,6 +338,13 @@ create table order_events (
 )
 
 create index order_events_by_order on order_events (order_id, at)
+
+create table worker_scripts (
+  sha varchar(40) not null,
+  source varchar not null,
+  seen_at timestamptz default clock_timestamp() not null,
+  primary key (sha)
+)
 
 create function audit_trail_is_append_only() returns trigger language plpgsql as $$
 begin raise exception 'the audit trail is append-only'; end $$

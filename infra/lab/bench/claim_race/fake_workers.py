@@ -64,7 +64,8 @@ class FakeWorkers:
                 number = len(self.truth.confirmed)
                 self.truth.confirmed.append(0)
                 self.truth.by.append(0)
-                pipe.evalsha(*_ready(number))
+                pipe.evalsha(*_announce(number))
+                pipe.evalsha(*_admit(number))
             pipe.execute()
 
     def _take(self) -> int:
@@ -113,23 +114,18 @@ class FakeWorkers:
         return late
 
 
-def _ready(number: int) -> list[Any]:
+def _announce(number: int) -> list[Any]:
+    entry = keys.pool_worker(claim_ledger.POOL, claim_ledger.worker_id(number))
+    fields = ("public_key", "k", "proof", "p", "task", "t", "version", "v")
+    return [scripts.ANNOUNCE_WORKER.sha, 1, entry, _TTL_MS, *fields]
+
+
+def _admit(number: int) -> list[Any]:
+    """As the orchestrator does with a worker that announced itself."""
     worker = claim_ledger.worker_id(number)
     entry, free = keys.pool_worker(claim_ledger.POOL, worker), keys.pool_ready(claim_ledger.POOL)
     unused = keys.pool_claim(claim_ledger.POOL, ""), keys.pool_born(claim_ledger.POOL, "")
-    fields = ("public_key", "k", "proof", "p", "task", "t", "version", "v")
-    return [
-        scripts.ANNOUNCE_WORKER.sha,
-        4,
-        entry,
-        free,
-        *unused,
-        worker,
-        _TTL_MS,
-        "",
-        keys.CLAIM_TTL,
-        *fields,
-    ]
+    return [scripts.ADMIT_WORKER.sha, 4, entry, free, *unused, worker, "", keys.CLAIM_TTL]
 
 
 def _settle(worker: int, claim: str, wanted: str) -> list[Any]:

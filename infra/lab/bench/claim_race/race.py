@@ -43,7 +43,7 @@ RATED = 200_000
 KILL_PERIOD = 1.0
 #: Claims that must be made between two kills: on a busy machine a start takes longer than the period.
 PROGRESS = 200
-_SCRIPTS = (scripts.ANNOUNCE_WORKER, scripts.CLAIM, scripts.SETTLE_CLAIM)
+_SCRIPTS = (scripts.ANNOUNCE_WORKER, scripts.ADMIT_WORKER, scripts.CLAIM, scripts.SETTLE_CLAIM)
 
 
 @dataclass
@@ -186,7 +186,7 @@ def _lost(client: Redis, truth: ConfirmedClaims, claimed: bytearray) -> int:
 def _rate(url: str, client: Redis, what: str, count: int, say: Say) -> dict[str, float]:
     """Claims (or bare pops) a second from a full pool, all clients at once."""
     say(f"claim-race: {count} free workers")
-    client.delete(keys.pool_ready(claim_ledger.POOL))
+    client.flushall()  # the workers of before have the same ids
     workers = FakeWorkers(client, keep=STEP)
     for start in range(0, count, STEP):
         workers.announce(min(STEP, count - start))

@@ -38,6 +38,7 @@ from infra.lab.rest import RequestFailed, RestConnection
 from infra.lab.target import BenchUser, Target, running
 from infra.local.process import ServerFailed
 from infra.settings import Settings
+from infra.temporal.connection import open_client
 
 #: Warm workers, as `berth up` keeps them: the pool's own workflow is part of the cost.
 _POOL = 4
@@ -257,7 +258,7 @@ def _say_left(say: Say, what: str, left: float) -> None:
 
 def _with_temporal(target: Target, work: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
     async def connected() -> T:
-        client = await Client.connect(target.settings.temporal_address)
+        client = await open_client(target.settings)
         result = await work(client)
         await asyncio.sleep(0.1)  # the client's threads end before the loop does (sdk-python#300)
         return result

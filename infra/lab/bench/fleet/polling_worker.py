@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from temporalio import activity
-from temporalio.client import Client
 from temporalio.worker import PollerBehaviorAutoscaling, Worker
 
 from infra.lab.bench.fleet.polling_workflow import QUEUE, READ_MARK, NaivePollingWorkflow
 from infra.settings import Settings
+from infra.temporal.connection import open_client
 from infra.valkey import client as valkey
 from worker_runtime.protocol import keys
 
@@ -46,7 +46,7 @@ async def _serve(polls: Callable[[], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.set)
     client = valkey.connect_valkey(settings.valkey_url, max_connections=256)
-    temporal = await Client.connect(settings.temporal_address, namespace=settings.temporal_namespace)
+    temporal = await open_client(settings)
     async with Worker(
         temporal,
         task_queue=QUEUE,

@@ -34,8 +34,9 @@ class SimulatedNode(NodeComponent):
 
     def command(self) -> Sequence[str]:
         habits = self._habits
+        own = ["--own-login"] if habits.own_login else []
         words = ["--start", str(habits.start), "--connect", str(habits.connect)]
-        return [*super().command(), *words, *(["--used"] if habits.used else [])]
+        return [*super().command(), *words, *(["--used"] if habits.used else []), *own]
 
 
 class SimulatedStack(LocalStack):

@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 from redis import Redis
-from temporalio.client import Client
 
 from infra.database.engine import Database
 from infra.database.workers import passes
@@ -28,6 +27,7 @@ from infra.local.components import NodeComponent
 from infra.local.process import ServerFailed
 from infra.local.stack import LocalStack
 from infra.settings import Settings
+from infra.temporal.connection import open_client
 from worker_runtime.protocol import keys
 
 #: As in `workflows.names`, which this room must not import.
@@ -86,7 +86,7 @@ def _sweep(workers: int, say: Say) -> dict[str, Any]:
 async def _measure(stack: LocalStack, planted: PlantedFleet, say: Say) -> dict[str, Any]:
     settings = stack.settings
     database = Database(settings.database_url)
-    client = await Client.connect(settings.temporal_address)
+    client = await open_client(settings)
     try:
         with Redis.from_url(settings.valkey_url) as valkey:
             planted.into_valkey(valkey)

@@ -38,6 +38,7 @@ from infra.lab.bench.jobs.contenders import Contender, ContenderProcesses, OurRu
 from infra.lab.bench.memory import pss_mib
 from infra.lab.cpu import StolenTime
 from infra.lab.figures import Say, silent
+from infra.lab.loadtest_job import KEYS
 from infra.lab.target import own_folder
 from infra.local.process import ServerFailed
 from infra.local.servers import ValkeyServer
@@ -225,7 +226,7 @@ class _JobMeasurement:
         self._client.flushall()
         one = _RunnerFleet("idle", self._client, self._url, 1)
         with ContenderProcesses(one, 1, self._log) as processes:
-            call = job_calls.enqueue(Job(job_id="ping", name="ping"))
+            call = job_calls.enqueue(Job(job_id="ping", name="ping"), KEYS)
             self._client.eval(call.script.source, len(call.keys), *call.keys, *call.args)
             _wait(lambda: self._client.exists(job_keys.result(job_keys.FLEET_TAG, "ping")), processes)
             time.sleep(1.0)  # the next child is ready

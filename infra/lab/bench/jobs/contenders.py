@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from redis import Redis
 
 from infra.lab.bench.jobs import peers, tasks
+from infra.lab.loadtest_job import KEYS, KEYS_IN_JSON
 from infra.local.process import ServerFailed
 from infra.processes import end_with_parent
 from worker_runtime.jobs.protocol import calls as job_calls
@@ -69,7 +70,7 @@ class OurRunner:
         for first in range(0, count, _PIPELINE):
             pipeline = self._client.pipeline(transaction=False)
             for _ in range(min(_PIPELINE, count - first)):
-                call = job_calls.enqueue(new_job(busy=busy))
+                call = job_calls.enqueue(new_job(busy=busy), KEYS)
                 pipeline.evalsha(call.script.sha, len(call.keys), *call.keys, *call.args)
             pipeline.execute()
 
@@ -77,7 +78,7 @@ class OurRunner:
         self.put({"stamp": stamp})
 
     def put(self, arguments: dict[str, Any]) -> None:
-        call = job_calls.enqueue(new_job(**arguments))
+        call = job_calls.enqueue(new_job(**arguments), KEYS)
         self._client.evalsha(call.script.sha, len(call.keys), *call.keys, *call.args)
 
     def left(self) -> int:
@@ -187,7 +188,7 @@ def runner_command(module: str = "infra.lab.loadtest_job") -> list[str]:
 
 def runner_config(name: str, url: str, **more: Any) -> bytes:
     """The configuration of one of our runners."""
-    return json.dumps({"name": name, "valkey_url": url, **more}).encode()
+    return json.dumps({"name": name, "valkey_url": url, "message_keys": KEYS_IN_JSON, **more}).encode()
 
 
 def _peer(kind: str, url: str, workers: int) -> list[str]:

@@ -20,23 +20,23 @@ from infra.lab.bench.starvation.cpu_group import CpuGroup
 from infra.local.process import ServerFailed
 from infra.node.worker import clean_environment
 from infra.processes import end_with_parent
+from infra.vault.message_secret import MessageSecrets, new_version
 from worker_runtime.protocol import keys, sealing
+from worker_runtime.protocol.answers import read_answer
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import (
     Answer,
     Claim,
-    ClaimReply,
     Credentials,
     PlaceOrder,
     PriceType,
     SealedAccount,
     Side,
     TimeInForce,
-    decode,
     encode,
 )
-from worker_runtime.protocol.requests import OPEN_SWITCH
-from worker_runtime.protocol.scripts import CLAIM, ENQUEUE, SET_OWNER, Script
+from worker_runtime.protocol.requests import OPEN_SWITCH, sign_request
+from worker_runtime.protocol.scripts import ADMIT_WORKER, CLAIM, ENQUEUE, SET_OWNER, Script
 
 EPOCH = 1
 _POOL = "bench"
@@ -55,10 +55,10 @@ class OrchestratorCommands:
     def run(self, script: Script, names: list[str], args: list[Any]) -> Any:
         return self.redis.eval(script.source, len(names), *names, *args)
 
-    def own(self, user_id: str, worker_id: str) -> None:
-        """Makes the worker the owner of the user."""
+    def own(self, user_id: str, worker_id: str, switch: list[str | int]) -> None:
+        """Makes the worker the owner of the user; `switch` as `UserSwitch.words` gives it."""
         names = [keys.owner(user_id), keys.switch(user_id)]
-        self.run(SET_OWNER, names, [EPOCH, worker_id, _GENERATION, *OPEN_SWITCH.words()])
+        self.run(SET_OWNER, names, [EPOCH, worker_id, _GENERATION, *switch])
 
     def close(self) -> None:
         self.redis.close()
@@ -81,12 +81,13 @@ class ClaimedWorker:
         self.worker_id = f"worker-{user_id}"
         self._commands = commands
         self._key = Ed25519PrivateKey.generate()
+        self._secrets = MessageSecrets([new_version(1)])
         self.config = WorkerConfig(
             worker_id=self.worker_id,
             pool=_POOL,
             valkey_url=commands.url,
             launch_token=os.urandom(32),
-            orchestrator_key=self._key.public_key().public_bytes_raw(),
+            orchestrator_keys=(self._key.public_key().public_bytes_raw(),),
             task_id=f"task-{user_id}",
             paper_exchange=exchange,
             # A broker call never takes longer than the lease, so the lease must outlast the call.
@@ -122,11 +123,15 @@ class ClaimedWorker:
         until = time.monotonic() + _PATIENCE
         names = [keys.pool_ready(_POOL), keys.pool_claim(_POOL, claim_id)]
         args = [claim_id, keys.pool_worker_prefix(_POOL), keys.CLAIM_TTL]
+        entry = keys.pool_worker(_POOL, self.worker_id)
+        admitting = [entry, names[0], keys.pool_claim(_POOL, ""), keys.pool_born(_POOL, "")]
         while (found := commands.run(CLAIM, names, args))[0] == b"empty":
+            commands.run(ADMIT_WORKER, admitting, [self.worker_id, "", keys.CLAIM_TTL])  # as its pump does
             if time.monotonic() > until:
                 raise ServerFailed(f"the worker was not ready within {_PATIENCE:.0f} s")
             time.sleep(0.05)
-        commands.own(self.user_id, self.worker_id)
+        request_keys = self._secrets.request_keys(self.user_id)
+        commands.own(self.user_id, self.worker_id, OPEN_SWITCH.words(request_keys, self.user_id))
         account_id = self.account_id
         sealed = sealing.seal(
             encode(Credentials(api_key="key", secret_key="secret", person_id=self.user_id)),  # noqa: S106
@@ -138,6 +143,7 @@ class ClaimedWorker:
             worker_id=self.worker_id,
         )
         account = SealedAccount(
+            budgets=[self.user_id],
             account_id=account_id,
             broker="paper",
             broker_type="stock",
@@ -153,13 +159,21 @@ class ClaimedWorker:
             generation=_GENERATION,
             connect_timeout=_PATIENCE,
             accounts=[account],
+            sealed_keys=sealing.seal_message_keys(
+                self._secrets.for_worker(self.user_id, EPOCH),
+                found[2],
+                user_id=self.user_id,
+                epoch=EPOCH,
+                claim_id=claim_id,
+                worker_id=self.worker_id,
+            ),
         )
         inbox = keys.pool_inbox(_POOL, self.worker_id)
         commands.redis.rpush(inbox, sealing.sign(claim, self._key))
-        answered = commands.redis.blpop([keys.pool_reply(_POOL, claim_id)], _PATIENCE)
+        answered = commands.redis.blpop([keys.pool_reply(_POOL, self.worker_id, claim_id)], _PATIENCE)
         if answered is None:
             raise ServerFailed(f"the worker was not connected within {_PATIENCE:.0f} s")
-        reply: ClaimReply = decode(answered[1], ClaimReply)
+        reply = sealing.open_reply(answered[1], self.config.launch_token)
         if reply.failure is not None:
             raise ServerFailed(f"the worker: {reply.failure.code}: {reply.failure.detail}")
 
@@ -186,14 +200,17 @@ class ClaimedWorker:
             generation=_GENERATION,
         )
         names = [keys.seen(user_id, request_id), keys.requests(user_id), keys.doorbell(user_id)]
-        args = [request_id, encode(order), int(deadline * 1000), 3_600_000]
+        payload, (seconds, micros) = encode(order), self._commands.redis.time()
+        deadline_ms = int(seconds) * 1000 + int(micros) // 1000 + int(deadline * 1000)
+        mac = sign_request(self._secrets.request_keys(user_id), user_id, request_id, deadline_ms, payload)
+        args = [request_id, payload, deadline_ms, 3_600_000, mac]
         self._commands.run(ENQUEUE, [*names, keys.mark(user_id)], args)
         return request_id
 
     def answer(self, request_id: str) -> Answer | None:
         """The worker's answer, if it is there."""
         data = self._commands.redis.get(keys.response(self.user_id, request_id))
-        return None if data is None else decode(data, Answer)
+        return None if data is None else read_answer(data).answer
 
     def wait(self) -> None:
         """Reaps it, once the group was ended."""

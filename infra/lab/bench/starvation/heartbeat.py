@@ -40,6 +40,7 @@ from infra.lab.target import own_folder
 from infra.local.servers import ValkeyServer
 from infra.processes import end_with_parent
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.requests import OPEN_SWITCH
 
 #: What keeps the CPUs busy, and how many of it.
 LOADS = {"processes": 64, "threads": 240}
@@ -119,7 +120,7 @@ def _measure(stage: HeartbeatSetup, seconds: float, quota: int, load: str, say: 
         block=block,
         pause=pause,
     )
-    stage.commands.own(naive.user_id, naive.worker_id)
+    stage.commands.own(naive.user_id, naive.worker_id, OPEN_SWITCH.words((), naive.user_id))
     marks = (keys.mark(worker.user_id), keys.mark(naive.user_id))
     say(f"heartbeat: quota {quota} %, starting")
     with ExitStack() as ending:

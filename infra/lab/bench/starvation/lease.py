@@ -34,6 +34,7 @@ from infra.lab.bench.starvation.cpu_group import CpuGroup, cpu_group
 from infra.lab.bench.starvation.naive_lease import NaiveLease
 from infra.lab.bench.starvation.renewal_watch import TOLERANCE, RenewalWatch, judge_renewals
 from infra.lab.figures import Say, silent
+from infra.lab.loadtest_job import KEYS
 from infra.lab.target import own_folder
 from infra.local.process import ServerFailed
 from infra.local.servers import ValkeyServer
@@ -140,7 +141,7 @@ class _LeaseBench:
         threads = 0 if processes else LOADS["threads"]
         arguments = {"gate": str(gate), "spins": 86_400.0, "threads": threads}
         for _ in range(slots):
-            call = job_calls.enqueue(msgspec.structs.replace(new_job(**arguments), timeout=86_400.0))
+            call = job_calls.enqueue(msgspec.structs.replace(new_job(**arguments), timeout=86_400.0), KEYS)
             self._client.eval(call.script.source, len(call.keys), *call.keys, *call.args)
 
         def held() -> int:

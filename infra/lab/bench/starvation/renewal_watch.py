@@ -19,10 +19,8 @@ from worker_runtime.protocol.errors import BerthError
 TOLERANCE = 1.0
 
 
-class RenewalWatchFailed(BerthError):
+class RenewalWatchFailed(BerthError, code="WATCH_FAILED"):
     """The watch on the marks was interrupted: its figures would be wrong."""
-
-    code = "WATCH_FAILED"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from infra.lab.chaos.jobs.ledger import RunnerFreeze, RunnerKill, SentJob
 from infra.lab.chaos.jobs.runner import ProxiedRunner
 from infra.lab.chaos.jobs.steps import FREEZE_WEIGHTS, LONG, WEIGHTS, RunnerStep
 from infra.lab.figures import Say
+from infra.lab.loadtest_job import KEYS, KEYS_IN_JSON
 from infra.local.process import HOST, ServerFailed
 from infra.local.servers import ValkeyServer
 from infra.processes import end_with_parent
@@ -136,6 +137,7 @@ class JobChaosRun:
             config = {
                 "name": name,
                 "valkey_url": runner.url,
+                "message_keys": KEYS_IN_JSON,
                 "slots": self._chance.choice((1, 2, 4)),
                 "recycle": self._chance.choice((1, 5, 50)),
                 "lease": self._lease,
@@ -264,7 +266,7 @@ class JobChaosRun:
 
     async def _enqueue(self, job: Job) -> None:
         self.open[job.job_id] = job
-        await self._call(job_calls.enqueue(job))
+        await self._call(job_calls.enqueue(job, KEYS))
 
     async def _stored(self, job_ids: list[str]) -> dict[str, JobResult]:
         stored = await self._retry(

@@ -14,6 +14,7 @@ from infra.exchange.behaviour import Behaviour, FaultPlan, FaultPoint, FillMode
 from infra.exchange.client import ExchangeAdmin
 from infra.exchange.market import PriceWalk
 from infra.lab.chaos.orders import books
+from infra.lab.chaos.orders.api_clock import ApiClock
 from infra.lab.chaos.orders.books import Books
 from infra.lab.chaos.orders.client import ClientOrder, TradingClients, open_http_client
 from infra.lab.chaos.orders.injector import FaultInjector, start_server
@@ -84,7 +85,7 @@ def start_workers(target: Target, users: Sequence[BenchUser]) -> None:
 
 
 async def run_chaos(
-    target: Target, users: Sequence[BenchUser], chaos: OrderChaosRun, say: Say
+    target: Target, users: Sequence[BenchUser], chaos: OrderChaosRun, clock: ApiClock, say: Say
 ) -> ChaosOutcome:
     """Trades and injects faults, then waits until all is settled.
 
@@ -105,7 +106,7 @@ async def run_chaos(
             operator_key=target.stack.admin_key,
             patience=chaos.patience,
         )
-        injector = FaultInjector(target.stack, users, clients.cancel_working)
+        injector = FaultInjector(target.stack, users, clients.cancel_working, clock)
         try:
             say("chaos: orders flow, faults are injected")
             began = loop.time()
@@ -165,6 +166,7 @@ async def _restore(target: Target, users: Sequence[BenchUser], clients: TradingC
         await exchange.close_day()
     for user in users:
         await clients.resume(user)
+        await clients.retry_login(user)
 
 
 async def _wait_until_settled(target: Target, patience: float, say: Say) -> float:

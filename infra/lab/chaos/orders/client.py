@@ -14,7 +14,7 @@ import httpx
 from infra.lab.chaos.orders.followups import FollowUpSender
 from infra.lab.chaos.orders.shapes import FollowUp, OrderShape
 from infra.lab.target import BenchUser
-from worker_runtime.protocol.errors import LoginLimited, Parked, RateLimited, TradingHalted
+from worker_runtime.protocol.errors import LoginLimited, LoginRejected, Parked, RateLimited, TradingHalted
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
 #: Seconds the API may hold one call, and in which a client tries to get an answer to one order.
@@ -31,8 +31,8 @@ _ANSWERED = FINAL_ORDER_STATES | {
 }
 #: Not at its end, as far as the client heard.
 _WORKING = frozenset(OrderState) - FINAL_ORDER_STATES - {OrderState.NEEDS_ATTENTION}
-#: Refusals that pass by themselves, or by the operator's hand.
-_AGAIN = frozenset({Parked.code, TradingHalted.code, RateLimited.code, LoginLimited.code})
+#: Refusals that pass by themselves, or by somebody's hand.
+_AGAIN = frozenset(one.code for one in (Parked, TradingHalted, RateLimited, LoginLimited, LoginRejected))
 
 
 @dataclass
@@ -119,6 +119,10 @@ class TradingClients:
         operator = BenchUser(user.user_id, self._operator_key, user.account_id)
         await self._ask("POST", f"/v1/users/{user.user_id}/worker/resume", operator, {})
 
+    async def retry_login(self, user: BenchUser) -> None:
+        """As a user does it who has put its account right at the broker."""
+        await self._ask("POST", f"/v1/users/{user.user_id}/accounts/{user.account_id}/retry", user, {})
+
     async def cancel_working(self) -> None:
         """Cancels all orders that may still work, at the same moment, and records the answers.
 
@@ -196,6 +200,9 @@ class TradingClients:
             if order.refused == Parked.code:
                 self.counts["resumed"] += 1
                 await self.resume(user)
+            if order.refused == LoginRejected.code:
+                self.counts["login retried"] += 1
+                await self.retry_login(user)
             if loop.time() > until:
                 self.counts["given_up"] += 1
                 return found

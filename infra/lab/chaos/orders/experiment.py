@@ -20,6 +20,7 @@ from infra.database.engine import Database
 from infra.exchange.hours import time_half_a_day_away
 from infra.lab import figures
 from infra.lab.chaos.orders import books, chaos_run, client, schedule, shapes
+from infra.lab.chaos.orders.api_clock import ApiClock
 from infra.lab.chaos.orders.chaos_run import ChaosOutcome, OrderChaosRun
 from infra.lab.chaos.orders.judge import OrderFinding, OrderHarm, OrderVerdict, judge_orders
 from infra.lab.figures import Say, silent
@@ -71,10 +72,13 @@ def run(
     )
     # No midnight in the run: fills from before it are on no list after it, and a person would have to decide.
     overrides.setdefault("exchange_day_begins", time_half_a_day_away(time.time_ns() // 1_000_000))
+    # Equal orders are no mistake here, nor are equal entries, which cannot say so themselves.
+    overrides.setdefault("check_duplicate_window", 0.0)
     say("chaos: the stack starts")
     with ExitStack() as left:
         if folder is None:
             folder = left.enter_context(own_folder())
+        clock = left.enter_context(ApiClock.installed())
         stack = left.enter_context(
             LocalStack(folder, pool_target=_POOL, orchestrators=_ORCHESTRATORS, **overrides)
         )
@@ -83,7 +87,7 @@ def run(
         target = Target(stack)
         traders = target.make_users("chaos", users)
         chaos_run.start_workers(target, traders)
-        aftermath = asyncio.run(chaos_run.run_chaos(target, traders, plan, say))
+        aftermath = asyncio.run(chaos_run.run_chaos(target, traders, plan, clock, say))
         verdict = judge_orders(aftermath.books, aftermath.placed)
         traces = asyncio.run(_traces(target, aftermath, verdict))
         faults = _faults(stack.exchange.log_path)

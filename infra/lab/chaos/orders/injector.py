@@ -24,9 +24,10 @@ from redis.retry import Retry
 from infra import tasks
 from infra.exchange.behaviour import Behaviour
 from infra.exchange.client import ExchangeAdmin, ExchangeUnreachable
+from infra.lab.chaos.orders.api_clock import ApiClock
 from infra.lab.chaos.orders.schedule import FaultKind, FaultTarget, PlannedFault
 from infra.lab.processes import WorkerProcesses, processes_of, send_signal
-from infra.lab.target import BenchUser
+from infra.lab.target import BENCH_KEYS, BenchUser
 from infra.local.process import Server, ServerFailed
 from infra.local.servers import ValkeyServer
 from infra.local.stack import LocalStack
@@ -59,8 +60,11 @@ def promote_copy(valkey: ValkeyServer, made: Path) -> None:
 
 #: Seconds for which the broker's lists go on to lag after a rewind: longer than a new worker needs to log in.
 LISTS_LAG = 4.0
-#: One user in three loses the worker in a rewind.
+#: One user in three loses the worker in a rewind, and with a host.
 _WORKERS_LOST = 3
+#: A host that is stopped comes back this many times a fault's `seconds` after marks have run out; keys of an
+#: account are rejected for as long.
+_AWAY = 4.0
 #: The flush comes this share of a fault's `seconds` (up to 3) after the cancels, which take some 30 ms.
 _CANCELS_TAKE = 0.02
 #: How often a start is tried, and the pause: a server that it needs may be down for a while.
@@ -78,9 +82,14 @@ class FaultInjector:
     """
 
     def __init__(
-        self, stack: LocalStack, users: Sequence[BenchUser], cancel_all: Callable[[], Awaitable[None]]
+        self,
+        stack: LocalStack,
+        users: Sequence[BenchUser],
+        cancel_all: Callable[[], Awaitable[None]],
+        clock: ApiClock,
     ) -> None:
         """`cancel_all` cancels every order that works, all at once, and returns when that is answered."""
+        self._clock = clock
         self.kills: Counter[str] = Counter()
         self.missed: Counter[str] = Counter()
         self.injected: list[str] = []
@@ -126,8 +135,14 @@ class FaultInjector:
         match fault.target:
             case FaultTarget.WORKER | FaultTarget.SESSION | FaultTarget.SUPERVISOR:
                 return await self._worker(fault)
+            case FaultTarget.HOST:
+                return await self._host(fault)
             case FaultTarget.BROKER_SESSION:
                 return await self._broker_session(fault)
+            case FaultTarget.ACCOUNT:
+                return await self._reject_logins(_pick(self._users, fault.lot), fault.seconds)
+            case FaultTarget.API_CLOCK:
+                return self._clock.skew(_api_pids(stack.api), fault.lot)
             case FaultTarget.API_PROCESS:
                 return await self._api_process(fault)
             case FaultTarget.ORCHESTRATOR:
@@ -162,6 +177,19 @@ class FaultInjector:
             await self._freeze(pids, fault.seconds)
         return True
 
+    def _lost_with_host(self, lot: float) -> Sequence[BenchUser]:
+        return self._users[int(lot * _WORKERS_LOST) :: _WORKERS_LOST]
+
+    async def _host(self, fault: PlannedFault) -> bool:
+        pids: list[int] = []
+        for user in self._lost_with_host(fault.lot):
+            pids += (await self._processes_of(user)).all
+        if fault.kind is FaultKind.KILL:
+            send_signal(signal.SIGKILL, *pids)
+        else:
+            await self._freeze(pids, self._stack.settings.mark_ttl + _AWAY * fault.seconds)
+        return any(pids)
+
     async def _processes_of(self, user: BenchUser) -> WorkerProcesses:
         worker_id = await asyncio.to_thread(self._worker_of, user.user_id)
         return await asyncio.to_thread(processes_of, worker_id) if worker_id else WorkerProcesses(0, 0, 0)
@@ -179,6 +207,21 @@ class FaultInjector:
                 return bool(await exchange.end_sessions(user.account_id, abrupt=fault.kind is FaultKind.KILL))
             except ExchangeUnreachable:
                 return False
+
+    async def _reject_logins(self, user: BenchUser, seconds: float) -> bool:
+        """The clients ask for a retry when they hear of it (`TradingClients`)."""
+        async with ExchangeAdmin(self._stack.settings.exchange_admin_url) as exchange:
+            try:
+                await exchange.register(user.account_id, "another key", "secret", user.user_id)
+                await exchange.end_sessions(user.account_id)
+                await asyncio.sleep(_AWAY * seconds)
+            except ExchangeUnreachable:
+                return False
+            finally:
+                await _retry_exchange_call(
+                    partial(exchange.register, user.account_id, *BENCH_KEYS, user.user_id)
+                )
+        return True
 
     @staticmethod
     async def _freeze(pids: Sequence[int], seconds: float) -> None:
@@ -243,8 +286,7 @@ class FaultInjector:
                 return False
             async with self._recorders_stopped():
                 await asyncio.sleep(fault.seconds)
-                first = int(fault.lot * _WORKERS_LOST)
-                for user in self._users[first::_WORKERS_LOST]:
+                for user in self._lost_with_host(fault.lot):
                     send_signal(signal.SIGKILL, *(await self._processes_of(user)).all)
                 await asyncio.to_thread(promote_copy, valkey, copy)
                 await start_server(valkey)

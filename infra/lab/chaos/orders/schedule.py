@@ -16,16 +16,22 @@ class FaultTarget(StrEnum):
 
     #: All processes of one user's worker.
     WORKER = "worker"
+    #: All workers of every third user at once, as when their host is lost.
+    HOST = "host"
     SESSION = "session"
     SUPERVISOR = "supervisor"
     NODE = "node"
     #: One of the API's processes.
     API_PROCESS = "api process"
+    #: The clock of one of the API's processes.
+    API_CLOCK = "clock of an api process"
     #: All of the API.
     API = "api"
     ORCHESTRATOR = "orchestrator"
     #: A user's sessions at the exchange are ended, with or without a message.
     BROKER_SESSION = "broker session"
+    #: A user's account at the exchange.
+    ACCOUNT = "account"
     TEMPORAL = "temporal"
     VALKEY = "valkey"
     POSTGRES = "postgres"
@@ -39,6 +45,10 @@ class FaultKind(StrEnum):
     KILL = "kill"
     #: SIGSTOP, and SIGCONT after `seconds`.
     STOP = "stop"
+    #: Its sessions end, and for a while the exchange rejects its keys.
+    REJECT = "reject logins of"
+    #: Ten minutes ahead or behind, until the process is killed for something else.
+    SKEW = "skew"
     #: An orderly stop, and a start after `seconds`.
     RESTART = "restart"
     #: Valkey forgets everything, and stays up.
@@ -75,6 +85,11 @@ _SERVERS = (
     (FaultTarget.VALKEY, FaultKind.LAG),
     (FaultTarget.POSTGRES, FaultKind.RESTART),
     (FaultTarget.EXCHANGE, FaultKind.RESTART),
+    (FaultTarget.HOST, FaultKind.KILL),
+    #: For longer than marks live; then the workers come back beside their successors.
+    (FaultTarget.HOST, FaultKind.STOP),
+    (FaultTarget.API_CLOCK, FaultKind.SKEW),
+    (FaultTarget.ACCOUNT, FaultKind.REJECT),
 )
 
 
@@ -92,7 +107,8 @@ class PlannedFault:
     lot: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.at:7.1f} s  {self.kind} {self.target} ({self.seconds:.1f} s, lot {self.lot:.3f})"
+        which = f"{self.lot:.0%} down the list"
+        return f"{self.at:7.1f} s  {self.kind} {self.target} ({self.seconds:.1f} s, {which})"
 
 
 def plan_faults(seed: int, seconds: float, server_every: float = SERVER_FAULT_EVERY) -> list[PlannedFault]:

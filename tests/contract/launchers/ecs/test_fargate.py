@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from infra.launchers.ecs.request import run_task
-from infra.launchers.port import LaunchSpec
 from infra.settings import EcsSettings
+from infra.worker_task import LaunchSpec
 from tests.contract.launchers.ecs.ecs_ground import KEY
 from tests.contract.launchers.ecs.ecs_on_moto import CONTAINER, FAMILY, EcsOnMoto
 from tests.contract.launchers.specs import spec
@@ -45,7 +45,7 @@ def hand_over(folder: Path, secret: str) -> Path:
         command = command.replace(there, here)
     environment = {"PATH": os.environ["PATH"], "LAUNCH_KEY": secret}
     subprocess.run([*container("key")["entryPoint"], command], env=environment, check=True, timeout=30)
-    return folder / "launch.key"
+    return folder / Path(config.DEFAULT_KEY_FILE).name
 
 
 def test_the_worker_opens_its_document_with_the_key_that_was_handed_over(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from infra import processes
 from infra.launchers.process import ProcessLauncher
+from infra.local.process import free_port
 from tests.contract.launchers.node_process import STAND_IN, NodeProcess, until
 from tests.contract.launchers.specs import spec
 from tests.contract.launchers.test_contract import take
@@ -171,3 +173,14 @@ async def test_a_damaged_register_is_refused_and_left_as_it_is(short_directory: 
     assert refused.wait(20) == 1
     assert "NODE_STATE_UNREADABLE" in node.log.read_text()
     assert (node.state / "register.db").read_bytes() == b"no database at all" * 100
+
+
+async def test_a_node_shows_its_workers_to_prometheus_also_those_that_it_adopted(node: NodeProcess) -> None:
+    launcher, address = ProcessLauncher(node.socket), f"127.0.0.1:{free_port()}"
+    await launcher.launch(spec("w-1"), "token-1")
+    node.end()
+    await node.start("--metrics", address)
+    await launcher.launch(spec("w-2"), "token-2")
+    async with httpx.AsyncClient(trust_env=False) as http:
+        page = (await http.get(f"http://{address}/metrics")).text
+    assert "berth_node_workers 2.0" in page.splitlines()

@@ -14,9 +14,9 @@ import msgspec
 from redis.asyncio import Redis
 
 from infra import processes
-from infra.launchers.port import LaunchSpec
 from infra.launchers.process import ProcessLauncher
 from infra.local.servers import ValkeyServer
+from infra.worker_task import LaunchSpec
 from tests.contract.launchers.node_process import PATIENCE, NodeProcess
 from tests.contract.launchers.test_contract import take
 from worker_runtime.protocol import keys
@@ -34,11 +34,11 @@ async def test_the_real_worker_becomes_ready_outlives_the_node_and_ends_with_cod
         pool="default",
         valkey_url=valkey_server.url,
         launch_token=b"t" * 32,
-        orchestrator_key=bytes(range(32)),
+        orchestrator_keys=(bytes(range(32)),),
     )
     task = await launcher.launch(LaunchSpec(config=config), "token-1")
     deadline = time.monotonic() + PATIENCE
-    while await valkey_client.zscore(keys.pool_ready("default"), "w-real") is None:
+    while not await valkey_client.exists(keys.pool_worker("default", "w-real")):
         assert time.monotonic() < deadline, node.output_of("w-real")
         await asyncio.sleep(0.02)
     family = processes.live_members(node.pid_of(task.task_id))
@@ -49,7 +49,7 @@ async def test_the_real_worker_becomes_ready_outlives_the_node_and_ends_with_cod
         LaunchSpec(config=msgspec.structs.replace(config, worker_id="w-second")), "token-2"
     )
     deadline = time.monotonic() + PATIENCE
-    while await valkey_client.zscore(keys.pool_ready("default"), "w-second") is None:
+    while not await valkey_client.exists(keys.pool_worker("default", "w-second")):
         assert time.monotonic() < deadline, node.output_of("w-second")
         await asyncio.sleep(0.02)
     await launcher.stop(second.task_id, "test")

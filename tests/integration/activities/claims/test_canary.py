@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from activities.rollout.canary import CanaryRegistry, CanaryRelease
+from infra.database import images
+from infra.database.workers import launches
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
@@ -19,6 +21,8 @@ CANARY = CanaryRelease(version="2", before=Release(version="1", image="w:1"), si
 
 async def free(yard: Yard, worker_id: str, version: str) -> ScriptedPoolWorker:
     """A worker of this version, in the pool."""
+    async with yard.database.session() as session:
+        await launches.record_launch(session, worker_id=worker_id, pool=POOL, version=version)
     worker = ScriptedPoolWorker(yard.client, yard.keys, worker_id, version=version)
     await worker.announce()
     return worker
@@ -93,6 +97,8 @@ async def test_without_a_worker_of_another_version_one_of_the_version_before_is_
     empty = await yard.run(yard.claiming.claim_worker, claim(user, "c1", "2"))
     assert empty.status == m.ClaimStatus.EMPTY
     cold = m.LaunchForClaim(user_id=user, pool=POOL, claim_id="c1", timeout=10.0, failed=("2",))
+    async with yard.database.session() as session:
+        await images.allow_image(session, "w:1", actor="a test", reason="it was in use")
     await yard.run(yard.launching.launch_for_claim, cold)
     (spec,) = yard.launcher.launched
     assert (spec.config.version, spec.image, spec.config.reserved_claim) == ("1", "w:1", "c1")

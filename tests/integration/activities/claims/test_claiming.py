@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
+
+import msgspec
 
 from activities.pool.launch import COLD_PREFIX, worker_id_of
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import reply_of
+from infra.vault.key_pairs import OrchestratorKeys
+from infra.vault.secret_versions import add_version
 from tests.integration.activities.conftest import SECRET, Yard
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
-from worker_runtime.protocol import keys
-from worker_runtime.protocol.messages import Claim, Failure
+from worker_runtime.protocol import keys, sealing
+from worker_runtime.protocol.messages import Claim, ClaimReply, Failure, encode
 from workflows.user_worker import messages as m
 
 UNREACHABLE = Failure(code="BROKER_UNREACHABLE", detail="no route", retryable=True)
@@ -33,6 +38,31 @@ async def test_a_claimed_worker_gets_the_credentials_sealed_to_it(yard: Yard) ->
     assert (row.user_id, row.claim_id, row.task_id) == (user, "c1", worker.task_id)
 
 
+async def test_calls_are_counted_under_names_that_only_a_claim_of_that_person_brings(
+    yard: Yard, tmp_path: Path
+) -> None:
+    """A worker has no key of the names, so it cannot count for another person, whose id it may know."""
+    budgets: list[list[str]] = []
+
+    async def claim(yard: Yard, claim_id: str, person: str) -> None:
+        credentials = msgspec.structs.replace(SECRET, person_id=person)
+        user, worker = await yard.user(credentials=credentials), await yard.worker()
+        await yard.run(yard.claiming.claim_worker, yard.claim(user, claim_id, reply_wait=0.05))
+        message = await worker.next()
+        assert isinstance(message, Claim)
+        budgets.append(message.accounts[0].budgets)
+
+    await claim(yard, "c1", "A123456789")
+    await claim(yard, "c2", "A123456789")
+    await claim(yard, "c3", "B123456789")
+    add_version(tmp_path / "budget.key", keep=2)
+    await claim(replace(yard, keys=OrchestratorKeys(tmp_path)), "c4", "A123456789")
+    one, same, other, later = budgets
+    assert one == same != other
+    assert later[:-1] == one  # under the older key first
+    assert "123456789" not in str(budgets)
+
+
 async def test_a_repeated_claim_gives_the_same_worker_without_a_second_push(yard: Yard) -> None:
     user, worker, other = await yard.user(), await yard.worker(), await yard.worker()
     first, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
@@ -52,6 +82,25 @@ async def test_a_lost_claim_reply_returns_the_same_worker(yard: Yard) -> None:
     second, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
     assert second.status == m.ClaimStatus.ACTIVE
     assert first.worker == second.worker
+
+
+async def test_a_reply_without_the_workers_launch_token_decides_nothing(yard: Yard) -> None:
+    """Whoever can write to Valkey says that the login was rejected, or that the worker is connected."""
+    user, worker = await yard.user(), await yard.worker()
+    first = await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
+    assert first.status == m.ClaimStatus.CONNECTING
+    rejected = Failure(code="LOGIN_REJECTED", detail="wrong key")
+    for failure in (rejected, None):
+        reply = ClaimReply(
+            claim_id="c1", worker_id=worker.worker_id, epoch=1, attempt=1, failure=failure, connected_at_ms=1
+        )
+        for forged in (encode(reply), sealing.prove_reply(reply, yard.keys.launch_token("another worker"))):
+            await reply_of(yard.client.rpush(keys.pool_reply(POOL, worker.worker_id, "c1"), forged))
+    second = await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
+    assert second.status == m.ClaimStatus.CONNECTING
+    third, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
+    assert third.status == m.ClaimStatus.ACTIVE
+    assert third.connected_at == 2.0
 
 
 async def test_a_claim_at_the_same_time_by_two_users_gives_two_workers(yard: Yard) -> None:
@@ -135,8 +184,8 @@ async def test_a_key_that_is_not_proven_gets_no_credentials(yard: Yard) -> None:
     forger.proof = worker.proof
     await forger.announce()
     result = await yard.run(yard.claiming.claim_worker, yard.claim(user))
-    assert result.status == m.ClaimStatus.GONE
-    assert "proven" in result.failure_detail
+    assert result == m.ClaimResult(status=m.ClaimStatus.EMPTY)
+    assert await worker.announce() == "ready"  # with its own key again
     assert not await reply_of(yard.client.exists(keys.pool_inbox(POOL, worker.worker_id), keys.owner(user)))
 
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
+from redis.exceptions import AuthenticationError, NoPermissionError
 from temporalio.exceptions import ApplicationError
 
+from activities.events.pump import EventPump
 from activities.pool.launch import LaunchActivities
 from activities.pool.snapshot import PoolSnapshot, snapshot_of
-from infra.launchers.port import LaunchSpec
-from infra.worker_task import Task
+from infra import tasks
+from infra.local.servers import ValkeyServer
+from infra.valkey import client as valkey
+from infra.valkey.worker_users import WorkerUsers
+from infra.worker_task import LaunchSpec, Task
+from tests.contract.launchers.fake import FakeLauncher
 from tests.integration.activities.conftest import Yard
-from tests.integration.activities.scripted import POOL
+from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
+from worker_runtime.protocol.launch import WorkerConfig
 from workflows.rollout.messages import Release
 from workflows.user_worker import messages as m
 from workflows.worker_pool import messages as pm
@@ -131,3 +142,46 @@ def test_until_a_worker_of_the_release_is_ready_the_last_good_one_is_launched(
         policy=PoolPolicy(target=1, limit=7),
     )
     assert snapshot_of(view) == PoolSnapshot(release=release, good=good, limit=7, missing=wanted)
+
+
+async def test_a_worker_launched_while_valkey_restarts_can_announce_itself(
+    yard: Yard, short_directory: Path
+) -> None:
+    with ValkeyServer(short_directory, password="secret") as server:
+        settings = yard.settings.model_copy(update={"valkey_url": server.url, "worker_valkey_url": ""})
+        announced: list[asyncio.Task[None]] = []
+
+        async def announce(config: WorkerConfig) -> None:
+            worker = ScriptedPoolWorker(
+                client, yard.keys, config.worker_id, reserved_claim=config.reserved_claim
+            )
+            async with valkey.connect_valkey(config.valkey_url) as own:
+                while True:
+                    with suppress(AuthenticationError, NoPermissionError):
+                        await worker.renew_entry(own, ring=True)
+                        return
+                    await asyncio.sleep(0.05)
+
+        async def launched(spec: LaunchSpec, task: Task) -> None:
+            await asyncio.to_thread(server.restart)
+            config = spec.config
+            await client.connection_pool.disconnect()
+            # The watcher.
+            await users.restore([(config.worker_id, config.pool)], [])
+            announced.append(asyncio.create_task(announce(config)))
+
+        async with valkey.connect_valkey(server.url) as client:
+            users = WorkerUsers(client, yard.database, yard.keys)
+            launching = LaunchActivities(
+                client,
+                yard.database,
+                FakeLauncher(launched),
+                settings,
+                yard.keys,
+                FixedPools(PoolSnapshot(limit=None)),
+                users,
+            )
+            pump = EventPump(client, yard.database, yard.launcher, yard.keys, users)
+            async with tasks.running(pump.run()), tasks.running(pump.attend()):
+                await yard.run(launching.launch_for_claim, launch("u", timeout=10.0))
+        await asyncio.gather(*announced)

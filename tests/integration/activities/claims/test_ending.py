@@ -11,19 +11,18 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from sqlalchemy import select
 from temporalio.testing import ActivityEnvironment
 
+from activities.claims.stop import StopActivity
 from infra.database.models import AuditEntry
 from infra.database.workers import sessions as worker_sessions
 from infra.jobs.client import JobClient
-from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
-from infra.worker_task import LauncherUnreachable
+from infra.valkey.worker_users import WorkerUsers
 from tests.integration.activities.conftest import SECRET, Yard
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker, popped
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.protocol import keys, scripts, sealing
+from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.messages import (
-    ControlMessage,
     Credentials,
     Failure,
     ReleaseClaim,
@@ -31,6 +30,7 @@ from worker_runtime.protocol.messages import (
     Shutdown,
     decode,
 )
+from worker_runtime.protocol.requests import ControlMessage
 from workflows.user_worker import messages as m
 
 
@@ -46,29 +46,34 @@ async def serving_user(yard: Yard) -> tuple[str, ScriptedPoolWorker, m.WorkerRef
 
 
 async def mark(yard: Yard, user: str, worker: ScriptedPoolWorker, epoch: int) -> str:
-    state = await valkey.run_script(
-        yard.client,
-        scripts.RENEW_MARK,
-        [keys.owner(user), keys.mark(user), keys.metadata(user)],
-        [
-            *(epoch, worker.worker_id, 30_000),
-            *("last_activity_ms", 123_000, "state", "Active"),
-            *("public_key", worker.public_key.hex(), "proof", worker.proof.hex()),
-        ],
+    return await yard.renew_mark(
+        *(user, worker.worker_id, epoch),
+        last_activity_ms=123_000,
+        state="Active",
+        public_key=worker.public_key.hex(),
+        proof=worker.proof.hex(),
     )
-    return bytes(state).decode()
 
 
 async def control(yard: Yard, user: str) -> ControlMessage:
     item = await popped(yard.client, keys.control(user), 30.0)
     assert item is not None, "no control message"
-    payload = sealing.verify(item, Ed25519PublicKey.from_public_bytes(yard.keys.public_key))
+    payload = sealing.verify(item, *map(Ed25519PublicKey.from_public_bytes, yard.keys.public_keys))
     message: ControlMessage = decode(payload, ControlMessage)
     return message
 
 
 def stop(user: str, ref: m.WorkerRef, grace: float = 0.0) -> m.StopWorker:
     return m.StopWorker(user_id=user, worker=ref, reason="idle", grace=grace)
+
+
+async def test_a_stopped_worker_can_no_longer_log_in_to_valkey(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+    users = WorkerUsers(yard.client, yard.database, yard.keys)
+    await users.admit(worker.worker_id, POOL, user)
+    stopping = StopActivity(yard.client, yard.database, yard.ends, yard.keys, users)
+    await yard.run(stopping.stop_worker, stop(user, ref))
+    assert worker.worker_id.encode() not in await yard.client.acl_users()
 
 
 async def test_a_marked_worker_is_asked_before_it_is_stopped(yard: Yard) -> None:
@@ -127,17 +132,6 @@ async def test_an_unconfirmed_claim_can_be_stopped_by_its_claim_id_alone(yard: Y
     assert gone.status == m.ClaimStatus.GONE
 
 
-async def test_the_end_is_not_believed_while_the_launcher_is_away(yard: Yard) -> None:
-    user, _, ref = await serving_user(yard)
-    yard.launcher.unreachable = True
-    with pytest.raises(LauncherUnreachable):
-        await yard.run(yard.stopping.stop_worker, stop(user, ref))
-    assert await reply_of(yard.client.exists(keys.mark(user)))
-    async with yard.database.session() as session:
-        row = await worker_sessions.open_session_of_worker(session, ref.worker_id)
-    assert row is not None
-
-
 async def test_a_stop_leaves_the_mark_of_a_later_worker(yard: Yard) -> None:
     user, _, old = await serving_user(yard)
     new = await yard.worker()
@@ -151,19 +145,29 @@ async def test_a_stop_leaves_the_mark_of_a_later_worker(yard: Yard) -> None:
     assert await reply_of(yard.client.get(keys.mark(user))) == f"2:{new.worker_id}".encode()
 
 
-async def test_a_worker_that_serves_another_claim_by_now_is_left_alone(yard: Yard) -> None:
-    """It slept through the end of its entry, came back as a free one, and was claimed by another user."""
+async def test_a_worker_that_slept_through_its_claim_gets_no_other_user_and_is_stopped(yard: Yard) -> None:
+    """It slept through the end of its entry and came back as a free one, with the claim in its inbox."""
     user, worker = await yard.user(), await yard.worker()
     lost = await yard.run(yard.claiming.claim_worker, yard.claim(user, "old", reply_wait=0.05))
     assert lost.worker is not None
     await worker.next()
     await yard.client.delete(keys.pool_worker(POOL, worker.worker_id))
     assert await worker.announce() == "ready"
-    other = await yard.user()
-    await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(other, "new")), worker.serve())
+    other = await yard.run(yard.claiming.claim_worker, yard.claim(await yard.user(), "new"))
+    assert other.status == m.ClaimStatus.EMPTY
     await yard.run(yard.stopping.stop_worker, stop(user, lost.worker))
+    assert yard.launcher.stops == [(worker.task_id, "idle")]
+
+
+async def test_a_claims_note_that_names_another_claims_worker_stops_nobody(yard: Yard) -> None:
+    await serving_user(yard)
+    free = await yard.worker()
+    user = await yard.user()
+    for victim in (yard.made[next(iter(yard.made))], free):
+        await yard.client.set(keys.pool_claim(POOL, "forged"), victim.worker_id)
+        unknown = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id="forged", pool=POOL)
+        await yard.run(yard.stopping.stop_worker, stop(user, unknown))
     assert not yard.launcher.stops
-    assert len(await yard.launcher.list()) == 1
 
 
 async def test_orders_that_wait_or_were_in_hand_are_counted_when_a_worker_has_stopped(yard: Yard) -> None:
@@ -178,9 +182,9 @@ async def test_orders_that_wait_or_were_in_hand_are_counted_when_a_worker_has_st
 async def test_a_job_that_came_while_a_worker_ended_needs_another_one(yard: Yard, delay: float) -> None:
     user, _, ref = await serving_user(yard)
     job = catalog.make_job("j", catalog.PingRunner(), delay=delay)
-    await JobClient(yard.client).enqueue(job, tag=job_keys.user_tag(user))
+    await JobClient(yard.client, yard.secrets).enqueue(job, tag=job_keys.user_tag(user))
     assert (await yard.run(yard.stopping.stop_worker, stop(user, ref))).waiting == 1
-    await JobClient(yard.client).cancel("j", tag=job_keys.user_tag(user))
+    await JobClient(yard.client, yard.secrets).cancel("j", tag=job_keys.user_tag(user))
     assert (await yard.run(yard.stopping.stop_worker, stop(user, ref))).waiting == 0
 
 
@@ -208,7 +212,9 @@ async def test_a_check_tells_mark_task_and_last_use(yard: Yard) -> None:
     yard.launcher.end(worker.task_id)
     await yard.client.delete(keys.mark(user))
     gone = await yard.run(yard.checking.check_worker, check(user, ref))
-    assert gone == m.WorkerHealth(marked=False, running=False, generation=generation.decode())
+    assert gone == m.WorkerHealth(
+        marked=False, running=False, generation=generation.decode(), unreported=True
+    )
 
 
 async def test_a_check_without_a_launcher_does_not_know(yard: Yard) -> None:

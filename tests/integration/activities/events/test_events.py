@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from uuid import UUID
 
 import pytest
+from structlog.testing import capture_logs
 
 from activities.events.recorder import CLOSED_BY_WORKER, Recorder
-from activities.events.stream import GROUPS, RECORDER_GROUP, RELAY_GROUP, EventStream
+from activities.events.stream import BATCH, GROUPS, RECORDER_GROUP, RELAY_GROUP, EventStream
 from infra import tasks
+from infra.alerts.errors import collector
 from infra.database.engine import DatabaseUnavailable
 from infra.database.orders import acceptance, recording
 from infra.database.workers import sessions as worker_sessions
+from infra.log import collect_errors
 from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys
@@ -25,8 +28,10 @@ from worker_runtime.protocol.messages import (
     OrderState,
     WorkerEvent,
     WorkerEventKind,
-    encode,
 )
+
+#: Unix milliseconds.
+AT = 1_795_410_000_000
 
 
 class FailingHandler:
@@ -36,24 +41,27 @@ class FailingHandler:
         self.events: list[Event] = []
         self.failures = failures
 
-    async def handle(self, events: Sequence[Event]) -> None:
+    async def handle(
+        self, events: Sequence[Event], received_ms: Sequence[int] = ()
+    ) -> Sequence[Event] | None:
         if self.failures:
             self.failures -= 1
             raise DatabaseUnavailable
         self.events.extend(events)
+        return None
 
 
 def worker_event(
     sequence: int, kind: WorkerEventKind = WorkerEventKind.CONNECTED, worker: str = "w1"
 ) -> WorkerEvent:
     return WorkerEvent(
-        worker_id=worker, user_id="u1", epoch=1, sequence=sequence, kind=kind, at_ms=5000, detail="bye"
+        worker_id=worker, user_id="u1", epoch=1, sequence=sequence, kind=kind, at_ms=AT, detail="bye"
     )
 
 
 async def add(yard: Yard, *events: Event) -> None:
     for event in events:
-        await reply_of(yard.client.xadd(keys.EVENTS, {"e": encode(event)}))
+        await yard.send_event(event)
 
 
 @asynccontextmanager
@@ -73,7 +81,7 @@ async def until_heard(heard: FailingHandler, count: int) -> None:
 async def until_acknowledged(yard: Yard, group: str = RECORDER_GROUP) -> None:
     while True:
         groups = {
-            found["name"].decode(): found for found in await reply_of(yard.client.xinfo_groups(keys.EVENTS))
+            found["name"].decode(): found for found in await reply_of(yard.client.xinfo_groups(GROUPS[group]))
         }
         found = groups.get(group)
         if found and found["pending"] == 0 and found["lag"] == 0:
@@ -84,7 +92,7 @@ async def until_acknowledged(yard: Yard, group: str = RECORDER_GROUP) -> None:
 async def test_every_event_reaches_the_handler_in_order(yard: Yard) -> None:
     heard = FailingHandler()
     await add(yard, *(worker_event(number) for number in range(1, 201)))
-    async with reading(EventStream(yard.client, RECORDER_GROUP, heard)):
+    async with reading(EventStream(yard.client, RECORDER_GROUP, heard, yard.secrets)):
         await until_heard(heard, 200)
     assert [event.sequence for event in heard.events if isinstance(event, WorkerEvent)] == list(range(1, 201))
 
@@ -92,7 +100,7 @@ async def test_every_event_reaches_the_handler_in_order(yard: Yard) -> None:
 async def test_a_batch_that_failed_comes_again(yard: Yard) -> None:
     heard = FailingHandler(failures=1)
     await add(yard, worker_event(1), worker_event(2))
-    async with reading(EventStream(yard.client, RECORDER_GROUP, heard)):
+    async with reading(EventStream(yard.client, RECORDER_GROUP, heard, yard.secrets)):
         await until_heard(heard, 2)
         await until_acknowledged(yard)
     assert len(heard.events) == 2
@@ -103,7 +111,7 @@ async def test_a_malformed_event_is_dropped_and_the_rest_goes_on(yard: Yard) -> 
     await reply_of(yard.client.xadd(keys.EVENTS, {"e": b"\xff not json"}))
     await reply_of(yard.client.xadd(keys.EVENTS, {"other": b"1"}))
     await add(yard, worker_event(1))
-    async with reading(EventStream(yard.client, RECORDER_GROUP, heard)):
+    async with reading(EventStream(yard.client, RECORDER_GROUP, heard, yard.secrets)):
         await until_heard(heard, 1)
         await until_acknowledged(yard)
 
@@ -113,7 +121,7 @@ async def test_what_a_dead_consumer_had_taken_goes_to_another(yard: Yard) -> Non
     await reply_of(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
     await add(yard, worker_event(1))
     await reply_of(yard.client.xreadgroup(RECORDER_GROUP, "dead", {keys.EVENTS: ">"}))
-    living = EventStream(yard.client, RECORDER_GROUP, heard, consumer="living", abandoned_ms=0)
+    living = EventStream(yard.client, RECORDER_GROUP, heard, yard.secrets, consumer="living", abandoned_ms=0)
     async with reading(living):
         await until_heard(heard, 1)
         await until_acknowledged(yard)
@@ -121,7 +129,7 @@ async def test_what_a_dead_consumer_had_taken_goes_to_another(yard: Yard) -> Non
 
 async def test_a_flushed_server_gets_its_group_back_from_the_start(yard: Yard) -> None:
     heard = FailingHandler()
-    async with reading(EventStream(yard.client, RECORDER_GROUP, heard)):
+    async with reading(EventStream(yard.client, RECORDER_GROUP, heard, yard.secrets)):
         await add(yard, worker_event(1))
         await until_heard(heard, 1)
         await yard.client.flushall()
@@ -129,32 +137,54 @@ async def test_a_flushed_server_gets_its_group_back_from_the_start(yard: Yard) -
         await until_heard(heard, 2)
 
 
-async def test_the_stream_is_trimmed_only_below_what_every_group_has_read(yard: Yard) -> None:
-    fast, slow = FailingHandler(), FailingHandler()
-    recorder = EventStream(yard.client, RECORDER_GROUP, fast)
-    relay = EventStream(yard.client, RELAY_GROUP, slow)
-    for group in GROUPS:
-        await reply_of(yard.client.xgroup_create(keys.EVENTS, group, id="0", mkstream=True))
+class KeepingHandler(FailingHandler):
+    """Keeps back the events with these sequence numbers."""
+
+    kept: frozenset[int] = frozenset()
+
+    async def handle(self, events: Sequence[Event], received_ms: Sequence[int] = ()) -> list[Event]:
+        self.events.extend(events)
+        return [event for event in events if isinstance(event, WorkerEvent) and event.sequence in self.kept]
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["the same process", "killed meanwhile"])
+async def test_what_a_handler_keeps_comes_again_until_it_is_handled(yard: Yard, killed: bool) -> None:
+    first = KeepingHandler()
+    first.kept = frozenset({1, BATCH + 1})
+    await add(yard, *(worker_event(number) for number in range(1, BATCH + 3)))
+    stream = EventStream(yard.client, RELAY_GROUP, first, yard.secrets, consumer="one", abandoned_ms=50)
+    async with reading(stream):  # kept ones do not hold up the others, and not an end of an outage
+        await until_heard(first, BATCH + 2)
+        await add(yard, worker_event(BATCH + 3))
+        await until_heard(first, BATCH + 3)
+    assert (await reply_of(yard.client.xpending(keys.CHANGES, RELAY_GROUP)))["pending"] == 2
+    again = first
+    if killed:
+        again = KeepingHandler()
+        stream = EventStream(yard.client, RELAY_GROUP, again, yard.secrets, consumer="two", abandoned_ms=50)
+    again.kept = frozenset()
+    again.events.clear()
+    async with reading(stream):
+        await until_heard(again, 2)
+        await until_acknowledged(yard, RELAY_GROUP)
+    assert [event.sequence for event in again.events if isinstance(event, WorkerEvent)] == [1, BATCH + 1]
+
+
+async def test_a_stream_is_trimmed_only_below_what_was_handled(yard: Yard) -> None:
+    heard = FailingHandler()
+    recorder = EventStream(yard.client, RECORDER_GROUP, heard, yard.secrets)
+    await reply_of(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
     await add(yard, *(worker_event(number) for number in range(1, 6)))
-    assert await recorder.step() == 5
     await recorder.upkeep()
     assert await reply_of(yard.client.xlen(keys.EVENTS)) == 5
-    assert await relay.step() == 5
+    assert await recorder.step() == 5
     await recorder.upkeep()
     assert await reply_of(yard.client.xlen(keys.EVENTS)) == 1  # the last one read marks the place
 
 
-async def test_nothing_is_trimmed_while_a_group_is_missing(yard: Yard) -> None:
-    recorder = EventStream(yard.client, RECORDER_GROUP, FailingHandler())
-    await reply_of(yard.client.xgroup_create(keys.EVENTS, RECORDER_GROUP, id="0", mkstream=True))
-    await add(yard, worker_event(1), worker_event(2))
-    await recorder.step()
-    await recorder.upkeep()
-    assert await reply_of(yard.client.xlen(keys.EVENTS)) == 2
-
-
-async def new_order(yard: Yard) -> str:
-    user = await yard.user()
+async def new_order(yard: Yard, user: str = "") -> str:
+    """An accepted order of this user, or of a new one."""
+    user = user or await yard.user()
     now = datetime.now(UTC)
     async with yard.database.session() as session:
         accepted = await acceptance.accept_order(
@@ -171,7 +201,7 @@ async def new_order(yard: Yard) -> str:
                 price=None,
                 time_in_force="IOC",
                 generation="g",
-                deadline_at=now + timedelta(seconds=30),
+                lasts=30.0,
                 trading_day=now.date(),
             ),
         )
@@ -185,7 +215,7 @@ def moved(order_id: str, number: int, state: OrderState, filled: int = 0) -> Ord
         user_id="u1",
         epoch=1,
         state=state,
-        at_ms=5000 + number,
+        at_ms=AT + number,
         filled_quantity=filled,
     )
 
@@ -203,14 +233,25 @@ async def test_order_events_are_recorded_once_however_often_they_come(yard: Yard
     assert [event.state for event in recorded if event.state != "accepted"] == ["submitted", "filled"]
 
 
-@pytest.mark.parametrize("order_id", ["00000000-0000-4000-8000-000000000000", "no uuid"])
-async def test_an_event_of_an_unknown_order_does_not_stop_the_others(yard: Yard, order_id: str) -> None:
-    known = await new_order(yard)
+async def test_an_event_of_an_unknown_order_does_not_stop_the_others(yard: Yard) -> None:
+    known, unknown = await new_order(yard), "00000000-0000-4000-8000-000000000000"
     await Recorder(yard.database).handle(
-        [moved(order_id, 1, OrderState.FILLED), moved(known, 1, OrderState.SUBMITTED)]
+        [moved(unknown, 1, OrderState.FILLED), moved(known, 1, OrderState.SUBMITTED)]
     )
     async with yard.database.session() as session:
         assert (await recording.get_order(session, UUID(known))).state == "submitted"
+
+
+async def test_a_session_that_died_or_cannot_log_in_is_an_error_of_ours(yard: Yard) -> None:
+    kinds = (WorkerEventKind.RECONNECTING, WorkerEventKind.SESSION_REPLACED, WorkerEventKind.FAILED)
+    collector.take()
+    with capture_logs(processors=[collect_errors]) as logged:
+        await Recorder(yard.database).handle([worker_event(n, kind) for n, kind in enumerate(kinds)])
+    told = [line["kind"] for line in logged if line["event"] == "worker_failed"]
+    assert told == ["session_replaced", "failed"]
+    reports = [text for _, text in collector.take()]
+    assert len(reports) == 2
+    assert all("user_id=u1" in text and "bye" not in text for text in reports), "what it says is its own"
 
 
 async def test_connect_and_close_are_written_into_the_assignment(yard: Yard) -> None:
@@ -221,7 +262,7 @@ async def test_connect_and_close_are_written_into_the_assignment(yard: Yard) -> 
     async with yard.database.session() as session:
         row = await worker_sessions.open_session_of_worker(session, worker.worker_id)
     assert row is not None
-    assert row.connected_at == datetime.fromtimestamp(5, UTC)
+    assert row.connected_at == datetime.fromtimestamp(AT / 1000, UTC)
     await recorder.handle([worker_event(2, WorkerEventKind.CLOSED, worker.worker_id)] * 2)
     async with yard.database.session() as session:
         row = await worker_sessions.last_session_of_worker(session, worker.worker_id)

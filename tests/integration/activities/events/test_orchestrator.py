@@ -17,7 +17,7 @@ import pytest
 from infra.database.migrate import migrate
 from infra.local.process import free_port
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
-from infra.vault import key_pairs
+from infra.vault import key_pairs, secret_versions
 from infra.vault import key_pairs as orchestrator_keys
 from workflows.names import SEARCH_ATTRIBUTES
 
@@ -62,7 +62,8 @@ def environment(tmp_path: Path, valkey_server: ValkeyServer, empty_database: str
         "BERTH_DATABASE_URL": empty_database,
         "BERTH_NODE_SOCKET": str(tmp_path / "node.sock"),
         "BERTH_MASTER_KEY_FILE": str(tmp_path / "master.key"),
-        "BERTH_ORCHESTRATOR_KEY_FILE": str(tmp_path / "orchestrator.key"),
+        "BERTH_ORCHESTRATOR_KEY_DIR": str(tmp_path),
+        "BERTH_MESSAGE_KEY_FILE": str(tmp_path / "message.key"),
         "BERTH_POOL": f"orchestrator-{os.getpid()}",
         "BERTH_STOP_GRACE": "1",
     }
@@ -70,7 +71,8 @@ def environment(tmp_path: Path, valkey_server: ValkeyServer, empty_database: str
 
 @pytest.fixture
 def keys(tmp_path: Path) -> None:
-    orchestrator_keys.create_orchestrator_keys(tmp_path / "orchestrator.key")
+    orchestrator_keys.create_orchestrator_keys(tmp_path)
+    secret_versions.create_versions(tmp_path / "message.key")
     key_pairs.create_master_key(tmp_path / "master.key", tmp_path / "master.pub")
 
 
@@ -130,7 +132,7 @@ def test_without_keys_it_ends_at_once_and_says_which(tmp_path: Path, environment
     assert orchestrator.process.wait(30) == 1
     failed = orchestrator.lines()[-1]
     assert (failed["event"], failed["code"]) == ("start_failed", "KEY_FILE_MISSING")
-    assert "orchestrator.key" in failed["reason"]
+    assert "signing.key" in failed["reason"]
 
 
 def test_it_waits_for_a_temporal_that_is_not_there_and_can_be_stopped(

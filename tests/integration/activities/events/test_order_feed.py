@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import structlog
+from msgspec import structs
 from temporalio.client import Client
 
 from activities.events.exit_watcher import ExitWatcher
-from activities.events.relay import Relay
+from activities.events.relay import MOST_SIGNALS, Relay
+from activities.events.stream import RELAY_GROUP, EventStream
 from infra import tasks
 from infra.database.workers import sessions as worker_sessions
 from infra.local.servers import TemporalServer
@@ -25,6 +27,7 @@ from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
 from workflows import names
+from workflows.user_worker.messages import WAS_GONE
 
 
 @pytest.fixture
@@ -113,16 +116,21 @@ async def test_a_users_worker_does_not_wait_behind_free_ones_and_these_share_a_s
     assert busy.signalled.count(pool) == 3
 
 
-async def test_an_end_that_the_workflow_ordered_is_not_told_again(yard: Yard, temporal: Client) -> None:
-    user, worker = await user_with_worker(yard, "ordered")
+@pytest.mark.parametrize(("reason", "told"), [("idle", 0), (WAS_GONE, 1)])
+async def test_an_end_that_the_workflow_ordered_is_not_told_again_but_one_that_it_only_noticed(
+    yard: Yard, temporal: Client, reason: str, told: int
+) -> None:
+    user, worker = await user_with_worker(yard, f"ordered{told}")
     async with yard.database.session() as session:
-        await worker_sessions.end_session(session, claim_id="c1", reason="idle")
+        row = await worker_sessions.last_session_of_worker(session, worker.worker_id)
+        assert row is not None
+        await worker_sessions.end_session(session, claim_id=row.claim_id, reason=reason)
     async with listening(temporal, names.user_worker_id(user)) as handle:
         yard.launcher.end(worker.task_id)
         async for ended in yard.launcher.exits():
             await watch(yard, temporal).report(ended)
             break
-        assert await handle.query(ListenerWorkflow.heard) == []
+        assert len(await handle.query(ListenerWorkflow.heard)) == told
 
 
 async def test_an_end_without_a_workflow_is_no_error(yard: Yard, temporal: Client) -> None:
@@ -235,3 +243,73 @@ async def test_events_that_no_workflow_can_hear_are_logged_once_and_hold_up_nobo
                 await relay.handle([*(event(name) for name in strange), event(user)])
         assert len(await signals(handle, 3)) == 3
     assert [line["event"] for line in logs] == ["event_of_no_workflow"] * len(strange)
+
+
+def flapping(user: str, numbers: range) -> list[WorkerEvent]:
+    """What a worker says whose broker comes and goes."""
+    return [
+        WorkerEvent(
+            worker_id="w1",
+            user_id=user,
+            epoch=1,
+            sequence=number,
+            kind=WorkerEventKind.RECONNECTING if number % 2 else WorkerEventKind.CONNECTED,
+            at_ms=1_795_410_000_000,
+        )
+        for number in numbers
+    ]
+
+
+async def test_a_worker_that_flaps_sends_few_signals_and_the_last_one_arrives(
+    yard: Yard, temporal: Client
+) -> None:
+    user = f"relay-flaps-{os.getpid()}"
+    events = flapping(user, range(10, 510))
+    async with listening(temporal, names.user_worker_id(user)) as handle:
+        relay = Relay(temporal, window=2.0)
+        stream = EventStream(yard.client, RELAY_GROUP, relay, yard.secrets, abandoned_ms=300)
+        await reply_of(yard.client.xgroup_create(keys.CHANGES, RELAY_GROUP, id="0", mkstream=True))
+        for event in events:
+            await yard.send_event(event)
+        async with tasks.running(stream.run()):
+            heard = await signals(handle, MOST_SIGNALS)
+            assert heard[-1][1]["sequence"] == 9 + MOST_SIGNALS
+            group = {"lag": len(events)}
+            while group["lag"]:
+                await asyncio.sleep(0.05)
+                (group,) = await reply_of(yard.client.xinfo_groups(keys.CHANGES))
+        while (await reply_of(yard.client.xpending(keys.CHANGES, RELAY_GROUP)))["pending"]:
+            await stream.upkeep()
+            await asyncio.sleep(0.05)
+        heard = await signals(handle, MOST_SIGNALS + 1)
+        other = [structs.replace(events[-1], user_id="another")]  # others have windows of their own
+        assert await relay.handle(other) == []
+    assert [said["sequence"] for _, said in heard] == [*range(10, 10 + MOST_SIGNALS), events[-1].sequence]
+
+
+async def test_a_held_signal_outlives_the_orchestrator_that_held_it(yard: Yard, temporal: Client) -> None:
+    """kill -9: nothing of the first one's memory is left."""
+    user = f"relay-killed-{os.getpid()}"
+    await reply_of(yard.client.xgroup_create(keys.CHANGES, RELAY_GROUP, id="0", mkstream=True))
+    async with listening(temporal, names.user_worker_id(user)) as handle:
+        for event in flapping(user, range(10, 50)):
+            await yard.send_event(event)
+        for name in ("killed", "next"):
+            relay = Relay(temporal, window=300.0)
+            stream = EventStream(yard.client, RELAY_GROUP, relay, yard.secrets, consumer=name, abandoned_ms=0)
+            await (stream.step() if name == "killed" else stream.upkeep())
+        heard = await signals(handle, MOST_SIGNALS + 1)
+    assert [said["sequence"] for _, said in heard] == [*range(10, 10 + MOST_SIGNALS), 49]
+
+
+async def test_what_was_held_back_before_newer_news_is_not_sent_after_it(temporal: Client) -> None:
+    user = f"relay-older-{os.getpid()}"
+    *first, older, newer = flapping(user, range(10, 12 + MOST_SIGNALS))
+    async with listening(temporal, names.user_worker_id(user)) as handle:
+        relay = Relay(temporal, window=0.5)
+        assert await relay.handle([*first, older], [1] * MOST_SIGNALS + [2]) == [older]
+        await asyncio.sleep(0.5)
+        assert await relay.handle([newer], [3]) == []
+        assert await relay.handle([older], [2]) == []
+        heard = await signals(handle, MOST_SIGNALS + 1)
+    assert heard[-1][1]["sequence"] == newer.sequence

@@ -18,21 +18,24 @@ from activities.events.stream import RECORDER_GROUP, RELAY_GROUP, EventStream
 from infra import tasks
 from infra.local.servers import TemporalServer
 from infra.valkey.client import reply_of
+from infra.worker_task import TaskExit
 from tests.integration.activities import listener
 from tests.integration.activities.claims.test_ending import serving_user
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.events.test_events import until_acknowledged
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind, encode
+from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
 from workflows import names
 
 
 @asynccontextmanager
 async def orchestrator(yard: Yard, temporal: Client, name: str) -> AsyncIterator[None]:
     """The loops that tell, as one process of an orchestrator runs them."""
-    relay = EventStream(yard.client, RELAY_GROUP, Relay(temporal), consumer=name, abandoned_ms=100)
-    recorder = EventStream(yard.client, RECORDER_GROUP, Recorder(yard.database), consumer=name)
+    relay = EventStream(
+        yard.client, RELAY_GROUP, Relay(temporal), yard.secrets, consumer=name, abandoned_ms=100
+    )
+    recorder = EventStream(yard.client, RECORDER_GROUP, Recorder(yard.database), yard.secrets, consumer=name)
     watch = ExitWatcher(yard.client, yard.database, yard.launcher, temporal, pool=POOL)
     running = [asyncio.create_task(loop()) for loop in (relay.run, recorder.run, watch.run)]
     try:
@@ -43,8 +46,15 @@ async def orchestrator(yard: Yard, temporal: Client, name: str) -> AsyncIterator
 
 async def tell(yard: Yard, user: str, sequence: int) -> None:
     kind = WorkerEventKind.RECONNECTING if sequence % 4 == 0 else WorkerEventKind.CONNECTED
-    event = WorkerEvent(worker_id="w1", user_id=user, epoch=1, sequence=sequence, kind=kind, at_ms=sequence)
-    await reply_of(yard.client.xadd(keys.EVENTS, {"e": encode(event)}))
+    event = WorkerEvent(
+        worker_id="w1",
+        user_id=user,
+        epoch=1,
+        sequence=sequence,
+        kind=kind,
+        at_ms=1_795_410_000_000 + sequence,
+    )
+    await yard.send_event(event)
 
 
 async def until(logs: list[structlog.typing.EventDict], *wanted: str) -> None:
@@ -71,7 +81,7 @@ async def test_events_and_ends_of_an_outage_are_all_told_afterwards(yard: Yard, 
                 yard.launcher.end(first.task_id)
                 await until(logs, "event_stream_waits", "exit_not_reported")
         # Now no orchestrator runs either. What the first one had taken is still its own.
-        assert (await reply_of(yard.client.xpending(keys.EVENTS, RELAY_GROUP)))["pending"] == 1
+        assert (await reply_of(yard.client.xpending(keys.CHANGES, RELAY_GROUP)))["pending"] == 1
         for sequence in (8, 10, 12):
             await tell(yard, talker, sequence)
         yard.launcher.end(second.task_id)
@@ -86,3 +96,34 @@ async def test_events_and_ends_of_an_outage_are_all_told_afterwards(yard: Yard, 
         [("worker_lost", first.worker_id)],
         [("worker_lost", second.worker_id)],
     ]
+
+
+@pytest.mark.parametrize(
+    ("reason", "exit_code", "planned"),
+    [
+        ("stopped", -9, True),
+        ("host_restarted", None, True),
+        ("host_lost", None, True),
+        ("lost", None, True),
+        ("exited", 0, True),
+        ("exited", 67, True),
+        ("exited", 69, True),
+        ("exited", 68, False),
+        ("killed", -9, False),
+        ("oom_killed", -9, False),
+    ],
+)
+async def test_what_a_launcher_says_of_an_end_tells_whether_it_counts_as_a_crash(
+    yard: Yard, temporal_server: TemporalServer, reason: str, exit_code: int | None, planned: bool
+) -> None:
+    temporal = await Client.connect(temporal_server.address)
+    user, worker, ref = await serving_user(yard)
+    watch = ExitWatcher(yard.client, yard.database, yard.launcher, temporal, pool=POOL)
+    async with listener.listening(temporal, names.user_worker_id(user)) as handle:
+        await watch.report(
+            TaskExit(
+                task_id=ref.task_id, worker_id=worker.worker_id, exit_code=exit_code, reason=reason, at=1.0
+            )
+        )
+        [(name, said)] = await listener.signals(handle, 1)
+    assert (name, said["reason"], said["planned"]) == ("worker_lost", reason, planned)

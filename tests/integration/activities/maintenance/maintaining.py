@@ -19,15 +19,14 @@ from activities.maintenance.passes import MaintenanceActivities
 from activities.maintenance.scan import FleetScanner
 from infra import tasks
 from infra.database.workers import sessions as worker_sessions
-from infra.launchers.fake import FakeLauncher
-from infra.launchers.port import LaunchSpec
 from infra.local.process import HOST
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
-from infra.worker_task import Task
+from infra.worker_task import LaunchSpec, Task
+from tests.contract.launchers.fake import FakeLauncher
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
-from worker_runtime.protocol import keys, scripts
+from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
 from workflows.maintenance import messages as mm
 from workflows.user_worker import messages as m
@@ -44,13 +43,9 @@ class ServingUser:
     async def renew(self, state: str = "Active", idle: float = 0.0) -> str:
         """As its supervisor does; `idle`: seconds since its last order."""
         used_ms = int((time.time() - idle) * 1000)
-        renewed = await valkey.run_script(
-            self.yard.client,
-            scripts.RENEW_MARK,
-            [keys.owner(self.user), keys.mark(self.user), keys.metadata(self.user)],
-            [self.ref.epoch, self.ref.worker_id, 30_000, "last_activity_ms", used_ms, "state", state],
+        return await self.yard.renew_mark(
+            self.user, self.ref.worker_id, self.ref.epoch, last_activity_ms=used_ms, state=state
         )
-        return bytes(renewed).decode()
 
 
 class MaintainedFleet:
@@ -66,8 +61,8 @@ class MaintainedFleet:
         """Maintenance takes this way to Valkey from now on."""
         yard = self.yard
         settings = yard.settings.model_copy(update={"maintenance_confirm": confirm})
-        scanner = FleetScanner(client, yard.database, yard.launcher, pool=POOL)
-        cleaning = AnomalyCleaner(client, yard.database, yard.launcher, self.temporal)
+        scanner = FleetScanner(client, yard.database, yard.launcher, yard.secrets, pool=POOL)
+        cleaning = AnomalyCleaner(client, yard.database, yard.launcher, yard.ends, self.temporal)
         self.maintenance = MaintenanceActivities(scanner, cleaning, yard.database, settings)
 
     async def fill(self, serving: int, free: int) -> None:
@@ -91,12 +86,12 @@ class MaintainedFleet:
         assert await one.renew() == "ok"
         return one
 
-    async def scan(self) -> mm.Scanned:
-        return await self.yard.run(self.maintenance.scan_fleet, mm.ScanFleet())
+    async def scan(self, *, override: bool = False) -> mm.Scanned:
+        return await self.yard.run(self.maintenance.scan_fleet, mm.ScanFleet(override_guard=override))
 
-    async def run(self) -> tuple[mm.Scanned, dict[str, int]]:
+    async def run(self, *, override: bool = False) -> tuple[mm.Scanned, dict[str, int]]:
         """One pass, as the workflow does it."""
-        scanned = await self.scan()
+        scanned = await self.scan(override=override)
         cleaned = await self.yard.run(self.maintenance.clean_up, self.batch(scanned))
         await self.yard.run(
             self.maintenance.finish_pass, mm.FinishPass(number=scanned.number, outcomes=cleaned.outcomes)
@@ -122,7 +117,7 @@ class MaintainedFleet:
             pool=POOL,
             valkey_url="",
             launch_token=yard.keys.launch_token(worker_id),
-            orchestrator_key=yard.keys.public_key,
+            orchestrator_keys=yard.keys.public_keys,
         )
         task = await yard.launcher.launch(LaunchSpec(config=config), f"token-{worker_id}")
         await reply_of(yard.client.delete(keys.pool_worker(POOL, worker_id)))

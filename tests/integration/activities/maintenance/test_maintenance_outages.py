@@ -16,11 +16,11 @@ from temporalio.client import Client
 
 from activities.events.mark_watcher import MarkWatcher
 from infra import tasks
-from infra.launchers.fake import FakeLauncher
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.worker_task import Task
+from tests.contract.launchers.fake import FakeLauncher
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.maintenance.maintaining import (
     ForgetfulLauncher,
@@ -29,6 +29,7 @@ from tests.integration.activities.maintenance.maintaining import (
     renewing,
 )
 from tests.integration.activities.scripted import born
+from tests.signed import SECRETS
 from worker_runtime.protocol import keys
 
 SERVING, FREE = 8, 3
@@ -54,7 +55,7 @@ async def ready(yard: Yard, temporal: Client) -> tuple[MaintainedFleet, Task]:
 async def watched(fleet: MaintainedFleet) -> AsyncIterator[None]:
     """The watcher beside, which puts owner keys back."""
     settings = fleet.yard.settings.model_copy(update={"watch_period": 0.05})
-    task = asyncio.create_task(MarkWatcher(fleet.yard.client, fleet.temporal, settings).run())
+    task = asyncio.create_task(MarkWatcher(fleet.yard.client, fleet.temporal, settings, SECRETS).run())
     try:
         yield
     finally:
@@ -207,3 +208,30 @@ async def test_a_step_of_the_clocks_stops_nobody(yard: Yard, temporal: Client, s
     await fleet.run()
     assert {task for task, _ in yard.launcher.stops} <= {orphan.task_id}
     assert len(await fleet.running() - {orphan.task_id}) == SERVING + FREE
+
+
+async def test_a_person_may_have_it_act_though_much_looks_odd(yard: Yard, temporal: Client) -> None:
+    fleet = MaintainedFleet(yard, temporal)
+    await fleet.fill(SERVING, FREE)
+    await fleet.quiet()
+    orphans = [await fleet.launched(f"p-silent-{number}") for number in range(SERVING)]
+    for _ in range(3):
+        assert (await fleet.run())[0].guarded == "too many anomalies at once"
+    assert yard.launcher.stops == []
+    scanned, outcomes = await fleet.run(override=True)
+    assert (scanned.guarded, outcomes) == ("", {"stopped": len(orphans)})
+    assert {task for task, _ in yard.launcher.stops} == {orphan.task_id for orphan in orphans}
+
+
+async def test_an_override_finds_an_earlier_pass_though_the_last_one_was_a_moment_ago(
+    yard: Yard, temporal: Client
+) -> None:
+    fleet = MaintainedFleet(yard, temporal)
+    await fleet.fill(SERVING, FREE)
+    await fleet.quiet()
+    orphans = [await fleet.launched(f"p-silent-{number}") for number in range(SERVING)]
+    await fleet.run()
+    fleet.use(yard.client, confirm=0.5)
+    assert (await fleet.run(override=True))[1] == {}  # no pass is old enough, and so none has seen them
+    await asyncio.sleep(0.6)
+    assert (await fleet.run(override=True))[1] == {"stopped": len(orphans)}

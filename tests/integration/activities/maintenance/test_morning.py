@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import date, datetime, time
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -28,7 +29,7 @@ class ScriptedStarter:
         self.asked: list[str] = []
         self.errors: dict[str, BerthError] = {}
 
-    async def ensure_active(self, user_id: str) -> None:
+    async def ensure_active(self, user_id: str, stay_until: float) -> None:
         self.asked.append(user_id)
         await asyncio.sleep(0)
         if user_id in self.errors:
@@ -42,15 +43,18 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
     await made.close()
 
 
-async def trade(database: Database, user_id: str, day: date) -> None:
-    """One order of this user at ten o'clock of that day."""
-    given = {"user": user_id, "at": datetime.combine(day, time(10), TAIPEI), "day": day}
+async def trade(
+    database: Database, user_id: str, day: date, market: str = "stock", clock: time = time(10)
+) -> None:
+    """One order of this user on that day."""
+    at = datetime.combine(day, clock, TAIPEI)
+    given = {"user": user_id, "at": at, "day": day, "market": market}
     async with database.session() as session:
         await session.execute(text("insert into users (id) values (:user) on conflict do nothing"), given)
         await session.execute(
             text(
                 "insert into broker_accounts (user_id, account_id, broker, broker_type, simulation) "
-                "values (:user, 'main', 'paper', 'stock', true) on conflict do nothing"
+                "values (:user, :market, 'paper', :market, true) on conflict do nothing"
             ),
             given,
         )
@@ -59,7 +63,7 @@ async def trade(database: Database, user_id: str, day: date) -> None:
                 "insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, "
                 "quantity, price_type, time_in_force, tag, trading_day, state, generation, deadline_at, "
                 "created_at) "
-                "select gen_random_uuid(), :user, 'main', t, '', '2330', 'buy', 1, 'MKT', 'IOC', "
+                "select gen_random_uuid(), :user, :market, t, '', '2330', 'buy', 1, 'MKT', 'IOC', "
                 "left(t, 6), :day, 'filled', '', cast(:at as timestamptz), cast(:at as timestamptz) "
                 "from (select md5(random()::text) as t) as tag"
             ),
@@ -80,16 +84,59 @@ async def test_recent_are_those_with_an_order_in_the_last_trading_days(database:
     morning, run = MorningActivities(database, DAYS, ScriptedStarter()), ActivityEnvironment().run
     plan = await run(morning.plan_morning, mo.PlanMorning(day="2026-02-23", days=5))
     assert (plan.reason, plan.users) == ("", 3)
-    assert datetime.fromtimestamp(plan.bell, TAIPEI) == datetime(2026, 2, 23, 8, 30, tzinfo=TAIPEI)
+    assert datetime.fromtimestamp(plan.bell, TAIPEI) == datetime(2026, 2, 23, 9, 0, tzinfo=TAIPEI)
     first = await run(morning.recent_users, mo.RecentUsers(since=plan.since, after="", limit=2))
     rest = await run(morning.recent_users, mo.RecentUsers(since=plan.since, after=first[-1], limit=2))
     assert first + rest == ["also", "first-day", "last-day"]
+
+
+async def test_users_are_planned_for_the_first_bell_of_what_they_traded(
+    database: Database, tmp_path: Path
+) -> None:
+    day, before = date(2026, 11, 23), date(2026, 11, 20)
+    for user_id, market, clock in (
+        ("shares", "stock", time(10)),
+        ("both", "stock", time(10)),
+        ("both", "futures", time(9)),
+        ("index", "futures", time(14, 49)),
+        ("evening", "futures", time(14, 50)),
+        ("night", "futures", time(4, 59)),
+        ("always", "futures", time(5)),
+        ("always", "futures", time(23)),
+    ):
+        await trade(database, user_id, before, market, clock)
+    run = ActivityEnvironment().run
+    tried = MorningActivities(database, DAYS, ScriptedStarter())
+
+    async def planned(morning: MorningActivities, *, evening: bool = False) -> list[tuple[str, list[str]]]:
+        request = mo.PlanMorning(day=day.isoformat(), days=1, evening=evening)
+        plan = await run(morning.plan_morning, request)
+        assert plan.bell == plan.groups[-1].bell
+        found = []
+        for group in plan.groups:
+            wanted = mo.RecentUsers(since=plan.since, after="", limit=9, market=group.market, evening=evening)
+            users = await run(morning.recent_users, wanted)
+            assert len(users) == group.users
+            found.append((f"{datetime.fromtimestamp(group.bell, TAIPEI):%H:%M}", users))
+        return found
+
+    by_day = [("08:45", ["always", "both", "index"]), ("09:00", ["shares"])]
+    assert await planned(tried) == by_day
+    assert await planned(tried, evening=True) == [("15:00", ["always", "evening", "night"])]
+    late = tmp_path / "days.json"
+    late.write_text('{"2026-11-23": "10:00-13:00"}')
+    together = MorningActivities(database, calendar.load_calendar(late), ScriptedStarter())
+    assert await planned(together) == [("10:00", ["always", "both", "index", "shares"])]
 
 
 async def test_a_holiday_is_said_and_nobody_is_counted(database: Database) -> None:
     morning = MorningActivities(database, DAYS, ScriptedStarter())
     plan = await ActivityEnvironment().run(morning.plan_morning, mo.PlanMorning(day="2026-02-17", days=5))
     assert plan.reason == "2026-02-17 is no trading day"
+    evening = mo.PlanMorning(day="2026-02-17", days=5, evening=True)
+    assert (
+        await ActivityEnvironment().run(morning.plan_morning, evening)
+    ).reason == "2026-02-17 has no evening session"
 
 
 async def test_a_day_that_is_none_is_refused_for_good(database: Database) -> None:

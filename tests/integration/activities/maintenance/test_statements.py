@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from datetime import UTC, date, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,28 +15,30 @@ from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 from temporalio.worker import Worker
 
-from activities.reports.statements import StatementActivities, last_ended
+from activities.reports.daily import DailyActivities, last_ended
 from infra.database import users
 from infra.database import users as statement_addresses
 from infra.database.engine import Database
 from infra.database.models import StatementAddress
 from infra.jobs.client import JobClient
+from infra.jobs.kept import KeptJobs
 from infra.local.servers import TemporalServer
 from infra.market import calendar
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
+from tests.signed import SECRETS
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys
-from worker_runtime.jobs.protocol.messages import Job, read_job
+from worker_runtime.jobs.protocol.messages import Job, read_signed_job
 from workflows import names
 from workflows.reports import messages as sm
 from workflows.reports.workflow import StatementsWorkflow
-from workflows.sandbox import bare_runner
+from workflows.sandbox import workflow_runner
 
 DAYS = calendar.load_calendar()
 #: A Friday, whose evening's trading ends on Saturday.
 DAY = date(2025, 10, 3)
-BOTH = Settings(mail_host="mail.example.com", webhook_key_files=(Path("key"),))
+BOTH = Settings(mail_host="mail.example.com", webhook_key_file="key")
 
 
 @pytest.fixture
@@ -80,12 +81,18 @@ async def trade(database: Database, user_id: str, *times: datetime, symbol: str 
 
 def statements(
     database: Database, client: Redis, settings: Settings = BOTH, **options: Any
-) -> StatementActivities:
-    return StatementActivities(database, JobClient(client, lambda _line: None), DAYS, settings, **options)
+) -> DailyActivities:
+    return DailyActivities(
+        database,
+        KeptJobs(database, JobClient(client, SECRETS, lambda _line: None)),
+        DAYS,
+        settings,
+        **options,
+    )
 
 
 async def enqueue(
-    made: StatementActivities, *, after: str = "", limit: int = 100, rate: float = 5.0
+    made: DailyActivities, *, after: str = "", limit: int = 100, rate: float = 5.0
 ) -> sm.StatementsPage:
     request = sm.EnqueueStatements(day=DAY.isoformat(), after=after, limit=limit, rate=rate)
     return await ActivityEnvironment().run(made.enqueue_statements, request)
@@ -93,8 +100,8 @@ async def enqueue(
 
 async def job(client: Redis, job_id: str) -> Job:
     body = await client.hget(job_keys.job(job_keys.FLEET_TAG, job_id), "body")
-    assert body is not None, f"there is no job {job_id}"
-    return read_job(body.encode() if isinstance(body, str) else body)
+    assert isinstance(body, bytes), f"there is no job {job_id}"
+    return read_signed_job(body, job_id, SECRETS.job_keys(job_keys.FLEET_TAG))[0]
 
 
 async def test_each_user_with_an_address_gets_one_by_each_way_and_a_repeat_sends_nothing(
@@ -209,7 +216,7 @@ async def test_the_workflow_finds_its_activities_and_enqueues_a_days_statements(
         client,
         task_queue=names.BULK_QUEUE,
         workflows=[StatementsWorkflow],
-        workflow_runner=bare_runner(),
+        workflow_runner=workflow_runner(passed=()),
         activities=[made.plan_statements, made.enqueue_statements],
     ):
         result = await client.execute_workflow(

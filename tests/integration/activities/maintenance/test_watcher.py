@@ -3,39 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 from uuid import uuid4
 
 import pytest
 import structlog
-from redis.asyncio import Redis
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
 
-from activities.events.absences import Absences
-from activities.events.mark_watcher import LOCK, MarkWatcher
+from activities.events.mark_watcher import Absences, MarkWatcher
 from infra import tasks
 from infra.database.engine import DatabaseUnavailable
 from infra.database.locks import lead
-from infra.database.trading import switches
-from infra.database.trading.switches import TradingScope
 from infra.database.workers import sessions as worker_sessions
 from infra.local.process import free_port
 from infra.local.servers import TemporalServer
 from infra.valkey import client as valkey
-from infra.valkey import switch_fanout
 from infra.valkey.client import reply_of
 from tests.integration.activities.claims.test_ending import mark
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.listener import ListenerWorkflow, listening, signals
+from tests.signed import SECRETS
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.requests import SWITCH_SERVER, SwitchState, UserSwitch
 from workflows import names
 from workflows.user_worker import messages as m
 
@@ -52,7 +45,7 @@ async def watching(yard: Yard, temporal: Client) -> AsyncIterator[None]:
     settings = yard.settings.model_copy(
         update={"watch_period": 0.05, "watch_confirm": CONFIRM, "mark_ttl": SETTLE}
     )
-    task = asyncio.create_task(MarkWatcher(yard.client, temporal, settings).run())
+    task = asyncio.create_task(MarkWatcher(yard.client, temporal, settings, SECRETS).run())
     try:
         yield
     finally:
@@ -107,6 +100,7 @@ async def test_a_worker_whose_mark_expired_is_told_to_its_workflow(yard: Yard, t
                 "worker_id": dead.ref.worker_id,
                 "epoch": dead.ref.epoch,
                 "generation": generation.decode(),
+                "outage": True,
             },
         )
     ]
@@ -116,7 +110,7 @@ async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
     yard: Yard, temporal: Client
 ) -> None:
     workers = [await serving(yard) for _ in range(2)]
-    watcher = MarkWatcher(yard.client, temporal, yard.settings)
+    watcher = MarkWatcher(yard.client, temporal, yard.settings, SECRETS)
     absences = Absences(confirm=0.0, settle=30.0)
     async with (
         listening(temporal, names.user_worker_id(workers[0].user)) as handle,
@@ -149,9 +143,9 @@ async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(yard: Yard,
         yard.database.engine.connect() as connection,
     ):
         await one.die()
-        await MarkWatcher(away, temporal, yard.settings).check_marks(connection, absences)
+        await MarkWatcher(away, temporal, yard.settings, SECRETS).check_marks(connection, absences)
         assert await handle.query(ListenerWorkflow.heard) == []
-        await MarkWatcher(yard.client, temporal, yard.settings).check_marks(connection, absences)
+        await MarkWatcher(yard.client, temporal, yard.settings, SECRETS).check_marks(connection, absences)
         assert len(await signals(handle, 1)) == 1
     await away.aclose()
 
@@ -159,7 +153,10 @@ async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(yard: Yard,
 async def test_one_without_a_workflow_is_logged_once_and_no_more(yard: Yard, temporal: Client) -> None:
     one = await serving(yard)
     await one.die()
-    watcher, absences = MarkWatcher(yard.client, temporal, yard.settings), Absences(confirm=0.0, settle=0.0)
+    watcher, absences = (
+        MarkWatcher(yard.client, temporal, yard.settings, SECRETS),
+        Absences(confirm=0.0, settle=0.0),
+    )
     async with yard.database.engine.connect() as connection:
         with structlog.testing.capture_logs() as logs:
             for _ in range(3):
@@ -275,116 +272,3 @@ async def test_a_leader_that_is_stopped_loses_its_place(yard: Yard, where: str) 
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-async def test_a_switch_that_valkey_lost_or_never_heard_of_is_told_again(
-    yard: Yard, temporal: Client
-) -> None:
-    one, other = await serving(yard), await serving(yard)
-    async with yard.database.session() as session:  # as if the API had died right after its commit
-        await switches.put_switch(
-            session, TradingScope(one.user), SwitchState.HALTED, actor="key:1", reason="a test"
-        )
-    await yard.client.delete(keys.switch(other.user))
-    async with watching(yard, temporal):
-        await until_field(yard, one.user, b"halted")
-        await until_field(yard, other.user, b"open")
-        await yard.client.flushall()
-        await until_field(yard, one.user, b"halted")
-
-
-async def test_a_switch_that_is_thrown_and_lost_during_a_check_does_not_come_back_open(
-    yard: Yard, temporal: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, find, write, written = (
-        await serving(yard),
-        switch_fanout.users_behind,
-        switch_fanout.write_switches,
-        [],
-    )
-
-    async def thrown_and_flushed(*given: Any) -> list[str]:
-        monkeypatch.setattr(switch_fanout, "users_behind", find)
-        async with yard.database.session() as session:
-            await switches.put_switch(
-                session, TradingScope(one.user), SwitchState.HALTED, actor="key:1", reason="a test"
-            )
-        await yard.client.delete(keys.switch(one.user))
-        return await find(*given)
-
-    async def writing(client: Redis, server: str, said: dict[str, UserSwitch]) -> None:
-        written.append(said[one.user].every)
-        await write(client, server, said)
-
-    monkeypatch.setattr(switch_fanout, "users_behind", thrown_and_flushed)
-    monkeypatch.setattr(switch_fanout, "write_switches", writing)
-    async with watching(yard, temporal):
-        await until_field(yard, one.user, b"halted")
-    assert set(written) == {SwitchState.HALTED}
-
-
-async def test_a_switch_that_was_told_to_another_server_is_told_again(yard: Yard, temporal: Client) -> None:
-    one, other = await serving(yard), await serving(yard)
-    server = (await valkey.read_server_id(yard.client)).encode()
-    for user in (one.user, other.user):  # as the claim told it
-        assert await reply_of(yard.client.hget(keys.switch(user), SWITCH_SERVER)) == server
-    # A copy that lagged: the same version, for nobody switched since, or an older one.
-    async with yard.database.session() as session:
-        await switches.put_switch(
-            session, TradingScope(one.user), SwitchState.HALTED, actor="key:1", reason="a test"
-        )
-    for user in (one.user, other.user):
-        await reply_of(yard.client.hset(keys.switch(user), SWITCH_SERVER, "another one"))
-    async with watching(yard, temporal):
-        await until_field(yard, one.user, b"halted")
-        await until_field(yard, other.user, server, SWITCH_SERVER)
-    assert await reply_of(yard.client.hget(keys.switch(one.user), SWITCH_SERVER)) == server
-
-
-async def test_a_process_on_standby_writes_the_switches_to_a_new_server_also_when_another_leads(
-    yard: Yard, temporal: Client
-) -> None:
-    """The leader may be frozen, or unable to reach Valkey."""
-    one = await serving(yard)
-    server = (await valkey.read_server_id(yard.client)).encode()
-    await reply_of(yard.client.hset(keys.switch(one.user), SWITCH_SERVER, "another one"))
-    leads = asyncio.Event()
-
-    async def lead_and_rest(_: AsyncConnection) -> None:
-        leads.set()
-        await asyncio.Event().wait()
-
-    leader = asyncio.create_task(lead(yard.settings.database_url, LOCK, lead_and_rest))
-    await leads.wait()
-    async with watching(yard, temporal):
-        await until_field(yard, one.user, server, SWITCH_SERVER)
-        assert not leader.done()
-    await tasks.cancel_tasks(leader)
-
-
-async def test_a_new_server_is_known_since_its_start_and_the_first_of_all_since_ever(
-    yard: Yard, temporal: Client
-) -> None:
-    server = await valkey.read_server_id(yard.client)
-    one = await serving(yard)
-    await reply_of(yard.client.hset(keys.switch(one.user), SWITCH_SERVER, "another one"))
-    async with watching(yard, temporal):
-        await until_field(yard, one.user, server.encode(), SWITCH_SERVER)
-    assert await valkey.server_known_since(yard.client) == 0.0
-    await reply_of(yard.client.hset(keys.SERVER_SINCE, "server", "the one before"))
-    assert await valkey.server_known_since(yard.client) == math.inf
-    await reply_of(yard.client.hset(keys.switch(one.user), SWITCH_SERVER, "the one before"))
-    async with watching(yard, temporal):
-        await until_field(yard, one.user, server.encode(), SWITCH_SERVER)
-    since = await valkey.server_known_since(yard.client)
-    before = (await yard.client.time())[0]
-    running = (await yard.client.info("server"))["uptime_in_seconds"]  # asked between two looks at the clock
-    after = (await yard.client.time())[0]
-    assert before - running - 1 <= since <= after - running + 1
-    await valkey.note_server(yard.client, server)
-    assert await valkey.server_known_since(yard.client) == since
-
-
-async def until_field(yard: Yard, user: str, state: bytes, name: str = "*") -> None:
-    while await reply_of(yard.client.hget(keys.switch(user), name)) != state:  # noqa: ASYNC110 — Valkey has no event
-        await asyncio.sleep(0.01)

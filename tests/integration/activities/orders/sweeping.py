@@ -31,6 +31,7 @@ from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from infra.vault import vault
 from infra.vault.key_pairs import MasterKeyRing
+from tests.signed import SECRETS
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Credentials
 from workflows.names import order_id as order_id_of
@@ -72,7 +73,9 @@ class SweeperStage:
 
     def sweeper(self, **options: Any) -> OrderSweeper:
         ensuring = WorkerStarter(self.temporal, self.settings)
-        return OrderSweeper(self.client, self.database, self.temporal, ensuring, self.settings, **options)
+        return OrderSweeper(
+            self.client, self.database, self.temporal, ensuring, self.settings, SECRETS, **options
+        )
 
     async def order(
         self, *, left: float = 30.0, due: bool = True, generation: str = GENERATION, **columns: Any
@@ -90,7 +93,7 @@ class SweeperStage:
             price=None,
             time_in_force="IOC",
             generation=generation,
-            deadline_at=datetime.now(UTC) + timedelta(seconds=left),
+            lasts=left,
             trading_day=datetime.now(TAIPEI).date(),
             unknown_blocks="off",
         )
@@ -142,7 +145,7 @@ async def main(database_url: str, valkey_url: str, temporal_address: str, lease:
     temporal = await Client.connect(temporal_address)
     settings = Settings(database_url=database_url, sweep_lease=lease)
     ensuring = WorkerStarter(temporal, settings)
-    sweeper = OrderSweeper(valkey.connect_valkey(valkey_url), database, temporal, ensuring, settings)
+    sweeper = OrderSweeper(valkey.connect_valkey(valkey_url), database, temporal, ensuring, settings, SECRETS)
     await sweeper.run()
 
 

@@ -15,8 +15,7 @@ from redis.asyncio import Redis
 from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
-from activities.orders.account_query import AccountQueryClient
-from activities.orders.verification import OrderActivities
+from activities.orders.verification import AccountQueryClient, OrderActivities
 from infra.database.engine import Database
 from infra.database.models import Order
 from infra.exchange.behaviour import Behaviour
@@ -27,6 +26,7 @@ from infra.temporal.starter import WorkerStarter
 from infra.vault.key_pairs import MasterKeyRing
 from tests.integration.activities.orders.sweeping import SweeperStage
 from tests.integration.activities.reporting_worker import ReportingWorker
+from tests.signed import SECRETS
 from worker_runtime.brokers.paper import PaperBroker
 from worker_runtime.protocol.messages import Credentials, OrderState, PlaceOrder, PriceType, Side, TimeInForce
 from workflows.order import messages as om
@@ -88,9 +88,12 @@ class AbsenceScene:
 
     async def check(self, order_id: uuid.UUID) -> om.Verified:
         asking = AccountQueryClient(
-            self.stage.client, WorkerStarter(self.stage.temporal, self.stage.settings)
+            self.stage.client,
+            self.stage.database,
+            WorkerStarter(self.stage.temporal, self.stage.settings),
+            SECRETS,
         )
-        verifying = OrderActivities(self.stage.client, self.stage.database, asking)
+        verifying = OrderActivities(self.stage.client, self.stage.database, asking, SECRETS)
         request = om.VerifyOrder(order_id=str(order_id), user_id=self.stage.user_id, check=0, timeout=20.0)
         return await ActivityEnvironment().run(verifying.verify_order, request)
 
@@ -150,7 +153,7 @@ async def test_an_order_that_a_lagging_list_does_not_show_yet_is_waited_for(scen
 
     follow = await scene.follow(order_id, catches_up)
     assert (follow.step(time.time(), FAR), follow.state) == (OrderStep.END, "filled")
-    assert "missing" in follow.story[0]
+    assert "the broker does not list it" in follow.story[0]
     assert (await scene.stage.row(order_id)).filled_quantity == 2
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from datetime import UTC, date, datetime
+from contextlib import suppress
+from datetime import date
 
 import asyncpg
 import pytest
@@ -12,8 +13,10 @@ from sqlalchemy import text
 
 from activities.events.recorder import Recorder
 from infra.database import accounts
-from infra.database.models import Order
+from infra.database.dead_letters import fails_for_good
+from infra.database.engine import Database
 from infra.database.orders import acceptance, recording
+from infra.database.orders.acceptance import StoredOrder
 from infra.valkey.client import reply_of
 from infra.worker_task import Task
 from tests.integration.activities.conftest import Yard
@@ -47,7 +50,7 @@ async def test_a_claim_that_valkey_lost_is_stopped_by_its_claim_id_alone(yard: Y
     assert worker.worker_id not in {task.worker_id for task in running}
 
 
-async def _accepted(yard: Yard, user: str, account: str) -> Order:
+async def _accepted(yard: Yard, user: str, account: str) -> StoredOrder:
     new = acceptance.NewOrder(
         user_id=user,
         account_id=account,
@@ -60,37 +63,39 @@ async def _accepted(yard: Yard, user: str, account: str) -> Order:
         price=None,
         time_in_force="IOC",
         generation="g",
-        deadline_at=datetime.now(UTC),
+        lasts=0.0,
         trading_day=date(2026, 11, 23),
     )
     async with yard.database.session() as session:
         return (await acceptance.accept_order(session, new)).order
 
 
-def _event(order_id: str, event_id: str, **fields: str) -> OrderEvent:
+def _event(order: StoredOrder, what: str, **fields: str) -> OrderEvent:
     return OrderEvent(
-        event_id=event_id,
-        order_id=order_id,
-        user_id="u",
+        event_id=f"{order.id}:{what}",
+        order_id=str(order.id),
+        user_id=order.user_id,
         epoch=1,
         state=OrderState.SUBMITTED,
-        at_ms=1_000,
+        at_ms=1_795_410_000_000,
         **fields,  # type: ignore[arg-type]
     )
 
 
-async def test_events_that_postgresql_refuses_for_now_come_again(yard: Yard) -> None:
+async def test_events_that_postgresql_refuses_for_now_come_again(yard: Yard, migrated_database: str) -> None:
     user = await yard.user()
     async with yard.database.session() as session:
         [account] = [found.account_id for found in await accounts.accounts_of_user(session, user)]
     order = await _accepted(yard, user, account)
-    event = _event(str(order.id), "told")
-    async with yard.database.session() as session:
+    event = _event(order, "told")
+    owner = Database(migrated_database)
+    async with owner.session() as session:
         await session.execute(text("alter table order_events rename to order_events_away"))
     with pytest.raises(asyncpg.UndefinedTableError):
         await Recorder(yard.database).handle([event])
-    async with yard.database.session() as session:
+    async with owner.session() as session:
         await session.execute(text("alter table order_events_away rename to order_events"))
+    await owner.close()
     await Recorder(yard.database).handle([event])
     async with yard.database.session() as session:
         assert (await recording.get_order(session, order.id)).state == "submitted"
@@ -101,18 +106,22 @@ async def test_an_event_that_postgresql_refuses_does_not_stop_the_others(yard: Y
     async with yard.database.session() as session:
         [account] = [found.account_id for found in await accounts.accounts_of_user(session, user)]
     strange, good = await _accepted(yard, user, account), await _accepted(yard, user, account)
-    await Recorder(yard.database).handle(
-        [
-            _event(str(strange.id), "nul", reason="a NUL \x00 in the broker's text"),
-            _event(str(strange.id), "x" * 500),
-            _event(str(good.id), "good", broker_order_id="b" * 500),
-            _event(str(good.id), "better"),
-        ]
-    )
+    events = [
+        _event(strange, "nul", reason="a NUL \x00 in the broker's text"),
+        _event(strange, "x" * 500),
+        _event(good, "good", broker_order_id="b" * 500),
+        _event(good, "better"),
+    ]
+    with pytest.raises(asyncpg.StringDataRightTruncationError) as refused:
+        await Recorder(yard.database).handle(events)
+    assert fails_for_good(refused.value)
+    for event in events:
+        with suppress(asyncpg.StringDataRightTruncationError):
+            await Recorder(yard.database).handle([event])
     async with yard.database.session() as session:
         assert (await recording.get_order(session, strange.id)).reason == "a NUL  in the broker's text"
         assert (await recording.get_order(session, good.id)).state == "submitted"
         assert {event.event_id for event in await recording.events_of_order(session, good.id)} == {
             f"{good.id}:accepted",
-            "better",
+            f"{good.id}:better",
         }

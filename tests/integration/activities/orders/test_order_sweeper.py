@@ -29,6 +29,7 @@ from infra.valkey.client import reply_of
 from infra.valkey.request_queue import RequestQueue
 from infra.vault.key_pairs import MasterKeyRing
 from tests.integration.activities.orders.sweeping import SweeperStage
+from tests.signed import SECRETS, worker_answer
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import (
     Answer,
@@ -37,7 +38,6 @@ from worker_runtime.protocol.messages import (
     OrderState,
     PlaceOrder,
     decode,
-    encode,
 )
 from worker_runtime.protocol.requests import parse_frame
 from workflows.names import user_worker_id
@@ -50,7 +50,11 @@ async def stage(
     database = Database(migrated_database)
     temporal = await Client.connect(temporal_server.address)
     settings = Settings(
-        database_url=migrated_database, claim_timeout=0.5, connect_timeout=0.5, sweep_period=0.05
+        database_url=migrated_database,
+        claim_timeout=0.5,
+        launch_timeout=0.1,
+        connect_timeout=0.5,
+        sweep_period=0.05,
     )
     stage = SweeperStage(valkey_client, database, temporal, settings)
     await stage.prepare(MasterKeyRing(X25519PrivateKey.generate()))
@@ -75,7 +79,8 @@ async def test_an_order_that_was_never_queued_is_queued_once_by_two_sweepers(sta
 
 async def test_an_order_that_was_queued_is_not_queued_again(stage: SweeperStage) -> None:
     order_id = await stage.order()
-    await RequestQueue(stage.client).enqueue(place_request(await stage.row(order_id), "channel"), 30.0)
+    request = place_request(await stage.row(order_id), "channel")
+    await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
     await reply_of(stage.client.rpop(keys.requests(stage.user_id)))
     await stage.sweeper().round()
     assert await stage.queued() == []
@@ -88,15 +93,15 @@ async def test_an_overdue_order_that_no_worker_took_has_expired_and_stays_so(
     order_id = await stage.order(left=-5.0)
     request = place_request(await stage.row(order_id), "channel")
     if queued:
-        await RequestQueue(stage.client).enqueue(request, 30.0)
+        await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
     await stage.sweeper().round()
     found = await stage.row(order_id)
     assert (found.state, found.reason_code, found.verify_at) == ("expired", "DEADLINE_EXCEEDED", None)
-    answer = await RequestQueue(stage.client).answer(stage.user_id, str(order_id))
+    answer = await RequestQueue(stage.client, SECRETS).answer(stage.user_id, str(order_id), str(order_id), 0)
     assert answer is not None
     assert answer.outcome is not None
     assert answer.outcome.state is OrderState.EXPIRED
-    await RequestQueue(stage.client).enqueue(request, 30.0)  # the API's own, held up until now
+    await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)  # the API's own, held up until now
     assert await stage.queued() == []
 
 
@@ -107,7 +112,7 @@ async def test_an_overdue_order_of_a_queue_that_may_be_an_older_copy_is_unknown_
     order_id = await stage.order(left=-5.0)
     request = place_request(await stage.row(order_id), "channel")
     if queued:
-        await RequestQueue(stage.client).enqueue(request, 30.0)
+        await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
     note: dict[Any, Any] = {
         "server": await valkey.read_server_id(stage.client),
         "at_ms": (await stage.client.time())[0] * 1000,
@@ -116,7 +121,7 @@ async def test_an_overdue_order_of_a_queue_that_may_be_an_older_copy_is_unknown_
     await stage.sweeper().round()
     assert (await stage.row(order_id)).state == "unknown"
     assert await stage.followed(order_id)
-    await RequestQueue(stage.client).enqueue(request, 30.0)
+    await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
     assert await stage.queued() == []
 
 
@@ -129,7 +134,7 @@ async def test_an_overdue_order_is_left_to_its_api_for_a_moment(stage: SweeperSt
 async def test_an_answer_that_nobody_read_is_written(stage: SweeperStage) -> None:
     order_id = await stage.order(left=-5.0)
     outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=2)
-    answer = encode(Answer(request_id=str(order_id), outcome=outcome))
+    answer = worker_answer(stage.user_id, Answer(request_id=str(order_id), outcome=outcome))
     await stage.client.set(keys.response(stage.user_id, str(order_id)), answer)
     await stage.sweeper().round()
     found = await stage.row(order_id)
@@ -139,7 +144,7 @@ async def test_an_answer_that_nobody_read_is_written(stage: SweeperStage) -> Non
 async def test_an_order_that_a_worker_could_not_read_is_rejected(stage: SweeperStage) -> None:
     order_id = await stage.order(left=-5.0)
     failure = Failure(code="MALFORMED_MESSAGE", detail="not JSON")
-    answer = encode(Answer(request_id=str(order_id), failure=failure))
+    answer = worker_answer(stage.user_id, Answer(request_id=str(order_id), failure=failure))
     await stage.client.set(keys.response(stage.user_id, str(order_id)), answer)
     await stage.sweeper().round()
     found = await stage.row(order_id)
@@ -169,7 +174,7 @@ async def test_an_order_of_another_generation_is_unknown_and_never_queued_again(
 
 async def test_an_order_in_a_dead_workers_hand_is_followed(stage: SweeperStage) -> None:
     order_id = await stage.order(left=-5.0)
-    await RequestQueue(stage.client).enqueue(place_request(await stage.row(order_id), ""), 30.0)
+    await RequestQueue(stage.client, SECRETS).enqueue(place_request(await stage.row(order_id), ""), 30.0)
     user = stage.user_id
     await reply_of(stage.client.lmove(keys.requests(user), keys.processing(user), "RIGHT", "LEFT"))
     await stage.sweeper().round()
@@ -240,7 +245,8 @@ async def test_an_order_that_a_worker_left_in_its_queue_when_it_ended_has_anothe
 ) -> None:
     """A drain that opens no new run, or an end over failing logins: nobody but the sweeper looks."""
     order_id = await stage.order()
-    await RequestQueue(stage.client).enqueue(place_request(await stage.row(order_id), "channel"), 30.0)
+    request = place_request(await stage.row(order_id), "channel")
+    await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
     await stage.client.delete(keys.mark(stage.user_id))
     await stage.sweeper().round()
     while not await stage.running(user_worker_id(stage.user_id)):  # noqa: ASYNC110

@@ -16,8 +16,7 @@ from redis.asyncio import Redis
 from temporalio.client import Client
 from temporalio.testing import ActivityEnvironment
 
-from activities.orders.account_query import AccountQueryClient
-from activities.orders.verification import OrderActivities
+from activities.orders.verification import AccountQueryClient, OrderActivities
 from infra.database.engine import Database
 from infra.database.orders import recording
 from infra.database.workers import sessions as worker_sessions
@@ -26,8 +25,10 @@ from infra.settings import Settings
 from infra.temporal.starter import WorkerStarter
 from infra.valkey.client import reply_of
 from infra.vault.key_pairs import MasterKeyRing
+from tests.databases import assign_launched_worker
 from tests.integration.activities.orders.sweeping import SweeperStage
 from tests.integration.activities.reporting_worker import ReportingWorker
+from tests.signed import SECRETS, worker_answer
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import SessionDown, WorkerUnavailable
 from worker_runtime.protocol.exchange import ExchangeOrder
@@ -40,7 +41,6 @@ from worker_runtime.protocol.messages import (
     PriceType,
     Side,
     TimeInForce,
-    encode,
 )
 from workflows.order import messages as om
 
@@ -51,7 +51,9 @@ async def stage(
 ) -> AsyncIterator[SweeperStage]:
     database = Database(migrated_database)
     temporal = await Client.connect(temporal_server.address)
-    settings = Settings(database_url=migrated_database, claim_timeout=0.5, connect_timeout=0.5)
+    settings = Settings(
+        database_url=migrated_database, claim_timeout=0.5, launch_timeout=0.1, connect_timeout=0.5
+    )
     stage = SweeperStage(valkey_client, database, temporal, settings)
     await stage.prepare(MasterKeyRing(X25519PrivateKey.generate()))
     yield stage
@@ -60,8 +62,10 @@ async def stage(
 
 
 def verifying(stage: SweeperStage) -> OrderActivities:
-    asking = AccountQueryClient(stage.client, WorkerStarter(stage.temporal, stage.settings))
-    return OrderActivities(stage.client, stage.database, asking)
+    asking = AccountQueryClient(
+        stage.client, stage.database, WorkerStarter(stage.temporal, stage.settings), SECRETS
+    )
+    return OrderActivities(stage.client, stage.database, asking, SECRETS)
 
 
 async def check(stage: SweeperStage, order_id: uuid.UUID, by: OrderActivities | None = None) -> om.Verified:
@@ -73,7 +77,7 @@ async def listed(
     stage: SweeperStage, order_id: uuid.UUID, state: OrderState, *lots: int, side: Side = Side.BUY
 ) -> ExchangeOrder:
     fills = [
-        Fill(fill_id=f"f{at}", quantity=many, price=Decimal(100 + at), at_ms=1)
+        Fill(fill_id=f"f{at}", quantity=many, price=Decimal(100 + at), at_ms=1_795_410_000_001)
         for at, many in enumerate(lots)
     ]
     return ExchangeOrder(
@@ -104,7 +108,7 @@ async def test_an_order_that_nobody_knows_ends_its_workflow(stage: SweeperStage)
 async def test_an_answer_that_was_not_recorded_comes_before_the_broker(stage: SweeperStage) -> None:
     order_id = await stage.order(state="submitting")
     outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=2)
-    answer = encode(Answer(request_id=str(order_id), outcome=outcome))
+    answer = worker_answer(stage.user_id, Answer(request_id=str(order_id), outcome=outcome))
     await stage.client.set(keys.response(stage.user_id, str(order_id)), answer)
     assert (await check(stage, order_id)).finding == om.VerificationFinding.FINAL
     assert (await stage.row(order_id)).filled_quantity == 2
@@ -171,7 +175,7 @@ async def serve(stage: SweeperStage, *, ended: bool) -> int:
         assigned = await worker_sessions.assign_epoch(
             session, claim_id=claim, user_id=stage.user_id, pool="default"
         )
-        await worker_sessions.set_worker(session, claim_id=claim, worker_id=claim, task_id="t", warm=True)
+        await assign_launched_worker(session, claim, claim)
         if ended:
             await worker_sessions.end_session(session, claim_id=claim, reason="died")
     return assigned.epoch
@@ -181,10 +185,9 @@ async def serve(stage: SweeperStage, *, ended: bool) -> int:
 async def test_a_missing_order_comes_with_what_its_absence_is_worth(stage: SweeperStage, died: bool) -> None:
     order_id = await stage.order(left=-30.0, state="unknown")
     epoch = await serve(stage, ended=died)
-    if died:
-        await serve(stage, ended=False)
+    present = await serve(stage, ended=False) if died else epoch
     told = OrderEvent(
-        event_id="e",
+        event_id=f"{order_id}:e",
         order_id=str(order_id),
         user_id=stage.user_id,
         epoch=epoch,
@@ -193,7 +196,9 @@ async def test_a_missing_order_comes_with_what_its_absence_is_worth(stage: Sweep
     )
     async with stage.database.session() as session:
         await recording.record_event(session, told)
-    async with ReportingWorker(stage.client, stage.user_id) as worker:
+    worker = ReportingWorker(stage.client, stage.user_id)
+    worker.epoch = present
+    async with worker:
         seen = await check(stage, order_id)
         worker.certain = False
         unsure = await check(stage, order_id)
@@ -262,7 +267,9 @@ async def test_a_dead_end_is_put_on_the_list_for_a_person(stage: SweeperStage) -
 
 async def test_a_question_whose_ring_a_frozen_worker_took_is_rung_for_again(stage: SweeperStage) -> None:
     await stage.client.set(keys.mark(stage.user_id), "1:w")
-    asking = AccountQueryClient(stage.client, WorkerStarter(stage.temporal, stage.settings))
+    asking = AccountQueryClient(
+        stage.client, stage.database, WorkerStarter(stage.temporal, stage.settings), SECRETS
+    )
     question = asyncio.create_task(asking.orders(stage.user_id, "main", 3.0))
     rings = [await reply_of(stage.client.blpop([keys.doorbell(stage.user_id)], timeout=3)) for _ in range(2)]
     assert all(rings), "one ring, and nobody took the question"

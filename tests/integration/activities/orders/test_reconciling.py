@@ -23,7 +23,7 @@ from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.vault.key_pairs import MasterKeyRing
 from tests.integration.activities.orders.sweeping import SweeperStage
-from worker_runtime.protocol.errors import AccountBlocked
+from worker_runtime.protocol.errors import AccountBlocked, MalformedMessage
 from worker_runtime.protocol.exchange import ExchangeOrder, Position
 from worker_runtime.protocol.messages import (
     AccountReported,
@@ -34,7 +34,7 @@ from worker_runtime.protocol.messages import (
     Side,
     TimeInForce,
 )
-from worker_runtime.protocol.requests import AccountReport, encode_report
+from worker_runtime.protocol.requests import AccountReport, BooksCompared, ControlMessage, encode_report
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ async def a_while_passes(stage: SweeperStage) -> None:
         await session.execute(text("update orders set updated_at = updated_at - interval '5 minutes'"))
 
 
-def held(symbol: str, lots: int) -> Position:
-    return Position(symbol=symbol, quantity=lots, average_price=Decimal(100))
+def held(symbol: str, lots: int, odd_shares: int = 0) -> Position:
+    return Position(symbol=symbol, quantity=lots, average_price=Decimal(100), odd_shares=odd_shares)
 
 
 def listed(broker_order_id: str, *lots: int, state: OrderState = OrderState.FILLED) -> ExchangeOrder:
@@ -82,7 +82,9 @@ def listed(broker_order_id: str, *lots: int, state: OrderState = OrderState.FILL
         time_in_force=TimeInForce.IOC,
         state=state,
         fills=[
-            Fill(fill_id=f"{broker_order_id}-{at}", quantity=many, price=Decimal(100), at_ms=1)
+            Fill(
+                fill_id=f"{broker_order_id}-{at}", quantity=many, price=Decimal(100), at_ms=1_795_410_000_001
+            )
             for at, many in enumerate(lots)
         ],
     )
@@ -96,7 +98,9 @@ async def report(
     certain: bool = True,
     ago: float = 0.0,
     blocks: bool = False,
-) -> None:
+    epoch: int = 1,
+    odd_shown: bool = True,
+) -> AccountReported:
     """What a session tells after its login, through the recorder."""
     now = int((time.time() - ago) * 1000)
     found = AccountReport(
@@ -106,16 +110,18 @@ async def report(
         absence_certain=certain,
         orders=list(orders),
         positions=list(positions),
+        odd_shown=odd_shown,
     )
     event = AccountReported(
         worker_id="w",
         user_id=stage.user_id,
         account_id="main",
-        epoch=1,
+        epoch=epoch,
         at_ms=now,
         report=encode_report(found),
     )
     await Recorder(stage.database, differences_block=blocks).handle([event])
+    return event
 
 
 async def rows(stage: SweeperStage) -> list[Reconciliation]:
@@ -205,6 +211,26 @@ async def test_a_difference_blocks_the_account_if_the_settings_say_so_until_some
             await reconciliations.resolve_reconciliation(session, row.id, actor="key:7", reason="again")
 
 
+async def test_the_worker_is_told_of_each_comparison_that_may_block_also_of_a_repeat(
+    stage: SweeperStage,
+) -> None:
+    told: list[BooksCompared] = []
+
+    async def tell(message: ControlMessage) -> None:
+        assert isinstance(message, BooksCompared)
+        told.append(message)
+
+    first, differs = await report(stage), await report(stage, held("2330", 3), blocks=True)
+    recorder = Recorder(stage.database, differences_block=True, send_control=tell)
+    await recorder.handle([first, differs])  # their first answers were lost
+    await Recorder(stage.database, send_control=tell).handle([differs])  # nothing waits without the setting
+    assert [(one.at_ms, one.blocks) for one in told] == [(first.at_ms, True), (differs.at_ms, True)]
+    [row] = await rows(stage)
+    await resolve(stage, row)
+    await recorder.handle([differs])
+    assert (told[-1].account_id, told[-1].epoch, told[-1].blocks) == ("main", 1, False)
+
+
 async def test_what_an_account_held_before_its_first_comparison_is_where_its_books_begin(
     stage: SweeperStage,
 ) -> None:
@@ -212,7 +238,7 @@ async def test_what_an_account_held_before_its_first_comparison_is_where_its_boo
     await report(stage, held("2454", 5), complete=False)
     await report(stage, held("2330", 10), held("2454", 5))
     done = OrderEvent(
-        event_id="1",
+        event_id=f"{order_id}:1",
         order_id=str(order_id),
         user_id=stage.user_id,
         epoch=1,
@@ -236,7 +262,7 @@ async def test_fills_that_came_after_the_first_comparison_are_not_in_what_it_beg
     now = int(time.time() * 1000)
     events = [
         OrderEvent(
-            event_id=str(lots),
+            event_id=f"{order_id}:{lots}",
             order_id=str(order_id),
             user_id=stage.user_id,
             epoch=1,
@@ -328,9 +354,31 @@ async def test_two_comparisons_at_once_leave_one_open_row(stage: SweeperStage) -
         assert await reconciliations.open_reconciliations(session, after=waiting.id) == []
 
 
-async def test_a_report_that_cannot_be_read_does_not_stop_the_others(stage: SweeperStage) -> None:
+async def test_a_report_that_cannot_be_read_is_malformed(stage: SweeperStage) -> None:
     broken = AccountReported(
-        worker_id="w", user_id=stage.user_id, account_id="main", epoch=1, at_ms=1, report={"orders": 7}
+        worker_id="w",
+        user_id=stage.user_id,
+        account_id="main",
+        epoch=1,
+        at_ms=1_795_410_000_000,
+        report={"orders": 7},
     )
-    await Recorder(stage.database).handle([broken])
+    with pytest.raises(MalformedMessage):  # so that the stream gives it up
+        await Recorder(stage.database).handle([broken])
     assert await rows(stage) == []
+
+
+@pytest.mark.parametrize("epoch", [1, 2], ids=["same worker", "next worker"])
+async def test_an_earlier_report_that_comes_again_changes_nothing(stage: SweeperStage, epoch: int) -> None:
+    """Whoever has Valkey can add a genuine report again: of a time when the books agreed, or did not."""
+    await report(stage, ago=60)
+    agreed = await report(stage, ago=50)
+    differed = await report(stage, held("2330", 5), ago=40, epoch=epoch)
+    [row] = await rows(stage)
+    await Recorder(stage.database).handle([agreed])
+    assert [(one.id, one.resolved_at) for one in await rows(stage)] == [(row.id, None)]
+    await report(stage, ago=30, epoch=epoch)
+    for again in (differed, agreed, differed):
+        await Recorder(stage.database).handle([again])
+    [row] = await rows(stage)
+    assert row.resolved_by == reconciliations.CLOSED_BY_COMPARISON

@@ -20,11 +20,10 @@ from activities.pool.launch import LaunchActivities
 from activities.pool.snapshot import PoolSnapshots
 from activities.rollout.replacement import RolloutActivities
 from infra import tasks
-from infra.launchers.port import LaunchSpec
 from infra.market import calendar
 from infra.temporal.starter import WorkerStarter
 from infra.valkey.client import reply_of
-from infra.worker_task import Task
+from infra.worker_task import LaunchSpec, Task
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys

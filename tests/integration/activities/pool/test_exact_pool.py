@@ -13,15 +13,15 @@ from redis.asyncio import Redis
 from temporalio.client import Client, WorkflowHandle
 from temporalio.worker import Worker
 
+from activities.pool import entries
 from activities.pool.launch import LaunchActivities
 from activities.pool.sizing import PoolActivities
 from infra import tasks
-from infra.launchers.port import LaunchSpec
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.market import calendar
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
-from infra.worker_task import Task
+from infra.worker_task import LaunchSpec, Task
 from tests.contract.launchers.troublesome import UnsteadyLauncher
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys, scripts
@@ -55,16 +55,11 @@ class AnnouncingWorkers:
 
     async def _announce(self, task: Task) -> None:
         await asyncio.sleep(int(task.task_id.rpartition("-")[2]) % 10 * 0.05)
-        worker = keys.pool_worker(POOL, task.worker_id)
-        claim = (keys.pool_claim(POOL, ""), keys.pool_born(POOL, ""))
         told = ("public_key", b"k" * 32, "proof", b"", "task", task.task_id, "version", "test")
         async with self._turn:
-            await valkey.run_script(
-                self._client,
-                scripts.ANNOUNCE_WORKER,
-                [worker, keys.pool_ready(POOL), *claim],
-                [task.worker_id, 600_000, "", keys.CLAIM_TTL, *told],
-            )
+            worker = keys.pool_worker(POOL, task.worker_id)
+            await valkey.run_script(self._client, scripts.ANNOUNCE_WORKER, [worker], [600_000, *told])
+            await entries.admit(self._client, POOL, task.worker_id, "")
 
     async def close(self) -> None:
         await tasks.cancel_tasks(*self._starting)

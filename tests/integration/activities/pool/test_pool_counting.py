@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from temporalio.exceptions import ApplicationError
 
 from activities.pool.launch import POOL_PREFIX, LaunchActivities, worker_id_of
 from infra.valkey.client import reply_of
+from infra.vault.secret_versions import load_versions
 from tests.contract.launchers.troublesome import NeverReadyLauncher
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
@@ -33,12 +35,15 @@ async def test_a_repeated_launch_is_the_same_worker(yard: Yard) -> None:
     assert await count(yard) == pm.PoolCount(ready=1, starting=0)
 
 
-async def test_a_worker_gets_its_own_launch_token_and_no_key_of_ours(yard: Yard) -> None:
+async def test_a_worker_gets_its_own_launch_token_and_no_key_of_ours(yard: Yard, tmp_path: Path) -> None:
     launched = await yard.run(yard.launching.launch_pool_worker, launch("t1"))
     config = yard.launcher.launched[0].config
     assert config.launch_token == yard.keys.launch_token(launched.worker_id)
-    assert config.orchestrator_key == yard.keys.public_key
-    assert yard.keys.launch_secret not in (config.launch_token, config.orchestrator_key)
+    assert config.orchestrator_keys == yard.keys.public_keys
+    private = {
+        load_versions(tmp_path / name)[0].secret for name in ("signing.key", "launch.key", "budget.key")
+    }
+    assert private.isdisjoint([config.launch_token, *config.orchestrator_keys])
 
 
 async def test_launches_under_way_are_left_out_of_the_count(yard: Yard) -> None:
@@ -91,6 +96,15 @@ async def test_shrinking_stops_free_workers_once(yard: Yard) -> None:
     assert await yard.run(yard.pool.shrink_pool, request) == 2
     assert await count(yard) == pm.PoolCount(ready=1, starting=0)
     assert len(await yard.launcher.list()) == 1
+
+
+async def test_a_repeated_shrink_leaves_a_worker_that_is_no_longer_its_own(yard: Yard) -> None:
+    """As if its entry had expired and it had announced itself again: it is free, or another claim's."""
+    worker = await yard.worker()
+    await yard.client.set(keys.pool_claim(POOL, "shrink-s1-0"), worker.worker_id)
+    assert await yard.run(yard.pool.shrink_pool, pm.StopPoolWorkers(pool=POOL, count=1, token="s1")) == 0
+    assert not yard.launcher.stops
+    assert await count(yard) == pm.PoolCount(ready=1, starting=0)
 
 
 async def test_a_worker_that_never_becomes_ready_is_stopped(yard: Yard) -> None:

@@ -53,13 +53,14 @@ async def test_positions_are_what_the_broker_says(
     worker.reply = holding(held("MXFA6", -3), held("2330", 2), held("2317", 0))
     answer = await user.get(f"/users/{api.user}/accounts/main/positions")
     assert answer.status_code == 200, answer.text
+    usual = {"odd_shares": 0, "condition": "cash", "average_price": "1001.5"}
     assert answer.json() == {
         "user_id": api.user,
         "account_id": "main",
         "taken_at": "2027-01-15T08:00:00.500000Z",
         "positions": [
-            {"symbol": "2330", "direction": "long", "quantity": 2, "average_price": "1001.5"},
-            {"symbol": "MXFA6", "direction": "short", "quantity": 3, "average_price": "1001.5"},
+            {"symbol": "2330", "direction": "long", "quantity": 2} | usual,
+            {"symbol": "MXFA6", "direction": "short", "quantity": 3} | usual,
         ],
     }
     (asked,) = worker.asked
@@ -150,7 +151,7 @@ async def test_a_question_that_cannot_be_meant_is_refused(
         answer = await user.get(path, params={"wait": wait})
         assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST")
     unknown = await user.get(f"/users/{api.user}/accounts/other/{what}")
-    assert (unknown.status_code, unknown.json()["code"]) == (422, "UNKNOWN_ACCOUNT")
+    assert (unknown.status_code, unknown.json()["code"]) == (404, "ACCOUNT_NOT_FOUND")
     malformed = await user.get(f"/users/{api.user}/accounts/{{x}}/{what}")
     assert (malformed.status_code, malformed.json()["code"]) == (422, "INVALID_REQUEST")
     foreign = await user.get(f"/users/somebody-else/accounts/main/{what}")

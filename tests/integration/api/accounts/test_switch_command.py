@@ -23,7 +23,10 @@ async def test_an_operator_halts_reduces_and_opens(
         assert (await berth("reduce", *account, "--reason", "a [b]test"))[
             1
         ] == f"{api.user} main is reducing\n"
-        assert (await berth("open", *of_user, "--reason", "over"))[0] == 0
+        await berth("halt", "--all", "--reason", "everything burns")
+        still = (await berth("open", *of_user, "--reason", "over"))[1]
+        assert still.startswith(f"the switch of {api.user} is open, but everybody is halted by ")
+        assert still.endswith(" UTC: everything burns\n")
         assert (await berth("open", "--all", "--reason", "over"))[1] == "everybody is open\n"
 
         code, out, _ = await berth("switches", *of_user)

@@ -11,11 +11,16 @@ import pytest
 from sqlalchemy import func, select
 
 from infra.database.models import Order
+from infra.database.trading import switches
+from infra.database.trading.switches import TradingScope
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
+from tests.databases import assign_launched_worker
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key, running_api
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import PlaceOrder
+from worker_runtime.protocol.requests import SwitchState
 
 
 def halt(scope: str = "user", state: str = "halted", **more: Any) -> dict[str, Any]:
@@ -27,11 +32,12 @@ async def with_worker(api: ServedApi) -> None:
     async with api.services.database.session() as session:
         claim = f"claim-{api.user}"
         await worker_sessions.assign_epoch(session, user_id=api.user, claim_id=claim, pool="default")
-        await worker_sessions.set_worker(session, claim_id=claim, worker_id="w1", task_id="", warm=True)
+        await assign_launched_worker(session, claim, "w1")
 
 
 async def in_valkey(api: ServedApi) -> dict[str, str]:
     found: dict[bytes, bytes] = await cast("Any", api.services.valkey.hgetall(keys.switch(api.user)))
+    assert found.pop(b"*mac", None) or not found  # it is signed, if it is there
     return {name.decode(): value.decode() for name, value in found.items()}
 
 
@@ -49,6 +55,34 @@ async def test_a_halt_is_with_the_worker_when_it_is_answered_and_stops_orders_at
     refused = await user.post(f"/users/{api.user}/orders", json=an_order())
     assert (refused.status_code, refused.json()["code"]) == (423, "TRADING_HALTED")
     assert "order" not in refused.json()
+    detail = refused.json()["detail"]
+    assert detail.startswith(f"{api.user} is halted by ")
+    assert detail.endswith(" UTC: a test; cancels still pass")
+
+
+async def test_a_refusal_names_the_strictest_switch_and_an_opened_one_says_what_still_holds(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
+    of_user = {"user_id": api.user}
+    async with api.client(api.admin_key) as admin:
+
+        async def put(**body: Any) -> str | None:
+            answer = await admin.put("/switches", json=body)
+            assert answer.status_code == 200, answer.text
+            also: str | None = answer.json()["also"]
+            return also
+
+        await put(**halt("account", account_id="main", **of_user) | {"reason": "the account's"})
+        await put(**halt("user", "reducing", **of_user) | {"reason": "the user's"})
+        refused = (await user.post(f"/users/{api.user}/orders", json=an_order())).json()
+        assert refused["code"] == "TRADING_HALTED"
+        assert f"{api.user} main is halted by " in refused["detail"]
+        assert "the account's" in refused["detail"]
+        own = await user.put("/switches", json=halt(reason="my own"))
+        assert "the user's" in own.json()["also"]
+        assert "halted by the user since" in (await put(**halt("user", "open", **of_user)) or "")
+        assert (await user.put("/switches", json=halt(state="open"))).json()["also"] is None
+        assert await put(**halt("account", "open", account_id="main", **of_user)) is None
 
 
 @pytest.mark.parametrize("scope", ["all", "user", "account"])
@@ -102,6 +136,40 @@ async def test_a_user_halts_himself_and_opens_only_what_he_halted(
         assert (len(every["switches"]), every["effective"]) == (3, None)
 
 
+async def test_switches_are_listed_in_pages_and_searched_by_user_and_state(api: ServedApi) -> None:
+    async with api.services.database.session() as session:
+        for number in range(7):
+            scope = TradingScope(f"desk-{number}", by_user=number == 3)
+            state = SwitchState.REDUCING if number == 5 else SwitchState.HALTED
+            await switches.put_switch(session, scope, state, actor="x", reason="a test")
+        await switches.put_switch(session, TradingScope(), SwitchState.OPEN, actor="x", reason="a test")
+        await switches.put_switch(session, TradingScope("d_sk"), SwitchState.OPEN, actor="x", reason="")
+    async with api.client(api.admin_key) as admin:
+
+        async def pages(**wanted: Any) -> list[list[str | None]]:
+            found, cursor = list[list[str | None]](), None
+            while not found or cursor:
+                params = {**wanted, **({"cursor": cursor} if cursor else {})}
+                body = (await admin.get("/switches", params=params)).json()
+                found.append([one["user_id"] for one in body["switches"]])
+                cursor = body["next_cursor"]
+            return found
+
+        of_desk = [f"desk-{number}" for number in range(6, -1, -1)]
+        assert await pages() == [["d_sk", None, *of_desk]]
+        assert await pages(limit=4) == [["d_sk", None, *of_desk[:2]], of_desk[2:6], of_desk[6:]]
+        assert await pages(prefix="desk", limit=5) == [of_desk[:5], of_desk[5:]]
+        assert await pages(prefix="d_s") == [["d_sk"]]
+        assert await pages(state="open") == [["d_sk", None]]
+        assert await pages(prefix="desk-5", state="reducing") == [["desk-5"]]
+        for wrong in ({"state": "shut"}, {"limit": 0}, {"limit": 1001}, {"cursor": "x"}, {"prefix": "%"}):
+            answer = await admin.get("/switches", params=wrong)
+            assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST"), wrong
+    async with api.client(api.key) as user:  # nothing of others, whatever is searched for
+        body = (await user.get("/switches", params={"prefix": "desk"})).json()
+        assert (body["switches"], body["effective"]["all_accounts"]) == ([], "open")
+
+
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [
@@ -109,7 +177,7 @@ async def test_a_user_halts_himself_and_opens_only_what_he_halted(
         (halt(user_id="somebody-else"), 404, "NOT_FOUND"),
         (halt(held_by="operator"), 403, "FORBIDDEN"),
         (halt("account", account_id="nobody's"), 422, "INVALID_REQUEST"),
-        (halt("account", account_id="missing"), 422, "UNKNOWN_ACCOUNT"),
+        (halt("account", account_id="missing"), 404, "ACCOUNT_NOT_FOUND"),
         (halt("account"), 422, "INVALID_REQUEST"),
         (halt("user", account_id="main"), 422, "INVALID_REQUEST"),
         (halt(state="closed"), 422, "INVALID_REQUEST"),
@@ -143,6 +211,27 @@ async def test_a_halt_is_set_though_valkey_is_away(api: ServedApi) -> None:
         seen = (await admin.get("/switches", params={"user_id": api.user})).json()
     assert (answer.status_code, answer.json()["in_force"]) == (202, False)
     assert seen["effective"]["all_accounts"] == "halted"
+
+
+async def test_a_halt_is_not_in_force_while_a_newer_switch_that_is_not_ours_stands_there(
+    api: ServedApi,
+) -> None:
+    await with_worker(api)
+    await reply_of(api.services.valkey.hset(keys.switch(api.user), "*version", str(2**60)))
+    async with api.client(api.admin_key) as admin:
+        answer = await admin.put("/switches", json=halt(user_id=api.user))
+    assert (answer.status_code, answer.json()["in_force"]) == (202, False)
+
+
+async def test_a_halt_is_in_force_though_somebodys_later_change_was_written_before_it(api: ServedApi) -> None:
+    await with_worker(api)
+    control = api.services.switches
+    async with api.services.database.session() as session:
+        await switches.put_switch(session, TradingScope(api.user), SwitchState.HALTED, actor="a", reason="r")
+        earlier = await switches.read_switches(session)
+    later = TradingScope(api.user, by_user=True)
+    assert (await control.set_switch(later, SwitchState.REDUCING, actor="b", reason="r"))[1]
+    assert await control.write(earlier, await valkey.read_server_id(control.client), [api.user])
 
 
 async def test_orders_that_race_a_halt_are_refused_at_the_latest_when_it_is_answered(

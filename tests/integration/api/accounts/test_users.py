@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from infra.settings import Settings
 from infra.vault import vault
 from infra.vault.key_pairs import load_ring
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key
+from worker_runtime.protocol.bounds import MAX_ACCOUNTS
 
 CREDENTIALS = {
     "broker": "shioaji",
@@ -58,9 +60,13 @@ async def test_who_may_do_what(api: ServedApi, start_worker: StartWorker) -> Non
     credentials = {"broker": "paper", "api_key": "k", "secret_key": "s"}
     # 503: allowed, and stopped only by Temporal, which is down here.
     matrix: dict[tuple[str, str], dict[str, int]] = {
-        ("POST", "/users"): {"stranger": 403, "owner": 403, "operator": 201, "admin": 201},
-        ("PUT", f"/users/{api.user}/accounts/main/credentials"): {"stranger": 404, "owner": 200},
-        ("POST", f"/users/{api.user}/orders"): {"stranger": 404, "owner": 201},
+        ("POST", "/users"): {"stranger": 403, "owner": 403, "operator": 403, "admin": 201},
+        ("PUT", f"/users/{api.user}/accounts/main/credentials"): {
+            "stranger": 404,
+            "owner": 200,
+            "operator": 403,
+        },
+        ("POST", f"/users/{api.user}/orders"): {"stranger": 404, "owner": 201, "operator": 403},
         ("GET", f"/orders/{order_id}"): {"stranger": 404, "owner": 200},
         ("GET", f"/users/{api.user}/worker"): {"stranger": 404, "owner": 503},
         ("POST", f"/users/{api.user}/worker/start"): {"stranger": 404, "owner": 503},
@@ -112,6 +118,8 @@ async def test_credentials_are_stored_so_that_only_the_orchestrator_can_read_the
         "broker_type": "stock",
         "simulation": False,
         "version": 1,
+        "login": "not_tried",
+        "login_detail": "shioaji counts each login: the user's worker tries them",
         "reload_signalled": False,
     }
     async with database.session() as session:
@@ -155,3 +163,17 @@ async def test_a_user_that_does_not_exist_is_not_found(api: ServedApi) -> None:
 async def test_a_body_over_64_kib_is_refused(api: ServedApi, user: httpx.AsyncClient) -> None:
     answer = await user.post(f"/users/{api.user}/orders", content=b"{" + b" " * MAX_BODY)
     assert (answer.status_code, answer.json()["code"]) == (413, "BODY_TOO_LARGE")
+
+
+async def test_a_user_has_so_many_accounts_and_no_more(api: ServedApi, user: httpx.AsyncClient) -> None:
+    body = {"broker": "paper", "api_key": "k", "secret_key": "s"}
+
+    async def store(account: str) -> httpx.Response:
+        return await user.put(f"/users/{api.user}/accounts/{account}/credentials", json=body)
+
+    answers = [await store(f"a{number}") for number in range(MAX_ACCOUNTS + 1)]
+    refused = [answer for answer in answers if answer.status_code != 200]
+    assert {(one.status_code, one.json()["code"]) for one in refused} == {(409, "TOO_MANY_ACCOUNTS")}
+    assert (await store("a0")).json()["version"] == 2
+    at_once = await asyncio.gather(*(store(f"b{number}") for number in range(4)))
+    assert {one.status_code for one in at_once} == {409}

@@ -11,9 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from infra.database.orders import recording
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.models import AccountLimits
+from infra.settings import Settings
+from tests.integration.api.accounts.test_switches import halt
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, on_one_day, running_api
+from tests.integration.api.scripted_worker import failed, filled
+from worker_runtime.protocol.messages import Failure, OrderOutcome, OrderState
 
 
 async def put_account(api: ServedApi, account_id: str, broker: str, broker_type: str) -> None:
@@ -42,7 +47,7 @@ async def place(api: ServedApi, user: httpx.AsyncClient, start_worker: StartWork
 
 
 async def test_the_settings_limit_holds_without_one_of_the_accounts_own(api: ServedApi, place: Any) -> None:
-    assert await place(1, quantity=499) == (201, "filled")
+    assert await place(1, quantity=499, price="100") == (201, "filled")
     assert await place(2, quantity=500) == (422, "QUANTITY_LIMIT")
 
 
@@ -53,12 +58,7 @@ async def test_an_account_has_limits_of_its_own(api: ServedApi, place: Any) -> N
     assert await place(2, quantity=1, price="1000.01") == (422, "NOTIONAL_LIMIT")
     assert await place(3, quantity=2, price="500.01") == (422, "NOTIONAL_LIMIT")
     assert await place(4, quantity=2, price="500") == (201, "filled")
-    # A market order counts with the last price that is known: 500. It is written a moment after the answer.
-    async with api.services.database.session(autocommit=True) as session:
-        while await trading_limits.last_price(session, api.user, "2330") is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
     assert await place(5, quantity=2, price_type="MKT", price=None) == (201, "filled")
-    assert await place(6, symbol="2317", price_type="MKT", price=None) == (422, "NOTIONAL_LIMIT")
     assert await place(4, quantity=2, price="500") == (200, "filled")  # repeats are none of the day's orders
     assert await place(7, price="1") == (201, "filled")
     assert await place(8, price="1") == (429, "DAILY_ORDER_LIMIT")
@@ -71,9 +71,77 @@ async def test_a_second_order_for_the_same_is_a_mistake_for_a_while(api: ServedA
     assert sorted(answers) == [(201, "filled"), *[(409, "DUPLICATE_ORDER")] * 4]
     assert await place(answers.index((201, "filled"))) == (200, "filled")
     assert await place(10, quantity=2) == (201, "filled")
+    assert await place(11, quantity=2) == (409, "DUPLICATE_ORDER")
+    assert await place(11, quantity=2, allow_duplicate=True) == (201, "filled")
     await limit(api, duplicate_window_s=0)
     async with api.services.database.session() as session:
         assert (await trading_limits.get_limits(session, api.user, "main")).duplicate_window_s == 0
+
+
+async def test_the_worker_learns_what_to_hold_against_the_brokers_reference_price(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker = await start_worker(api.user)
+    await put_account(api, "real", "shioaji", "stock")
+    market: dict[str, Any] = {"price_type": "MKT", "price": None, "quantity": 5}
+    orders: list[dict[str, Any]] = [{}, market, {"account_id": "real"}, {"account_id": "real", **market}]
+    changed = api.settings.model_copy(update={"check_market_open": "off"})
+    async with running_api(changed) as other, other.client(api.key) as caller:
+        for number, order in enumerate(orders):
+            answer = await caller.post(f"/users/{api.user}/orders", json=an_order(number, **order))
+            assert answer.status_code == 201, answer.text
+    found = [(order.price_band, order.most_price) for order in worker.popped]
+    tenth, most = Decimal("0.1"), Decimal(50_000_000) / 5000
+    assert found == [(None, None), (None, most), (tenth, None), (tenth, most)]
+    await limit(api, price_band=Decimal("0.02"), max_notional=Decimal(0))
+    assert (await user.post(f"/users/{api.user}/orders", json=an_order(5, **market))).status_code == 422
+    await limit(api, price_band=Decimal("0.02"))
+    async with running_api(changed) as other, other.client(api.key) as caller:
+        await caller.post(f"/users/{api.user}/orders", json=an_order(6))
+    assert worker.popped[-1].price_band == Decimal("0.02")
+
+
+async def test_by_default_a_double_click_is_one_order_at_all_processes_of_the_api(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
+    await start_worker(api.user)
+    default = Settings.model_fields["check_duplicate_window"].default
+    assert default == 2
+    changed = api.settings.model_copy(update={"check_duplicate_window": default})
+    async with running_api(changed) as one, running_api(changed) as other:
+        clients = [where.client(api.key) for where in (one, other)]
+        for turn in range(10):
+            bodies = [an_order(f"{turn}-{number}", price=f"{turn + 1}") for number in range(4)]  # type: ignore[arg-type]
+            clicks = [clients[i % 2].post(f"/users/{api.user}/orders", json=bodies[i]) for i in range(4)]
+            answers = await asyncio.gather(*clicks)
+            assert sorted(answer.status_code for answer in answers) == [201, 409, 409, 409]
+            refused = next(answer.json() for answer in answers if answer.status_code == 409)
+            assert refused["code"] == "DUPLICATE_ORDER"
+            assert f"order-{turn}-" in refused["detail"]
+            (first,) = [i for i, answer in enumerate(answers) if answer.status_code == 201]
+            again = await clients[(first + 1) % 2].post(f"/users/{api.user}/orders", json=bodies[first])
+            assert again.status_code == 200
+        for client in clients:
+            await client.aclose()
+
+
+async def test_what_came_to_nothing_has_no_twin(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    await limit(api, duplicate_window_s=60)
+    worker = await start_worker(api.user, failed(OrderState.REJECTED, Failure(code="WORKER_LOST", detail="")))
+    path = f"/users/{api.user}/orders"
+    first = (await user.post(path, json=an_order(1))).json()
+    assert first["order"]["state"] == "rejected"
+    async with api.services.database.session() as session:
+        outcome = OrderOutcome(order_id=first["order"]["id"], state=OrderState.REJECTED)
+        await recording.apply_outcome(session, outcome, None)
+    worker.script = filled
+    assert (await user.post(path, json=an_order(2))).json()["state"] == "filled"
+    assert (await user.post(path, json=an_order(3))).json()["code"] == "DUPLICATE_ORDER"
+    async with api.client(api.admin_key) as admin:
+        await admin.put("/switches", json=halt(user_id=api.user))
+    assert (await user.post(path, json=an_order(3))).json()["code"] == "TRADING_HALTED"
 
 
 async def test_taifex_takes_no_market_order_that_rests(api: ServedApi, place: Any) -> None:
@@ -122,13 +190,20 @@ async def test_operators_set_an_accounts_limits_and_its_user_sees_them(
         "max_notional": "900.50",
         "max_daily_orders": None,
         "duplicate_window_s": None,
+        "price_band": None,
     }
     assert (await user.put(path, json=wanted)).json()["code"] == "FORBIDDEN"
     async with api.client(api.admin_key) as admin:
-        for wrong in ({"max_quantity": -1}, {"max_notional": "NaN"}, {"max_quantity": 1.5}, {"other": 1}):
+        for wrong in (
+            {"max_quantity": -1},
+            {"max_notional": "NaN"},
+            {"max_quantity": 1.5},
+            {"other": 1},
+            {"price_band": 0},
+        ):
             assert (await admin.put(path, json=wrong)).json()["code"] == "INVALID_REQUEST"
         missing = await admin.put(path.replace("main", "nobodys"), json=wanted)
-        assert missing.json()["code"] == "UNKNOWN_ACCOUNT"
+        assert missing.json()["code"] == "ACCOUNT_NOT_FOUND"
         assert (await admin.put(path, json=wanted)).status_code == 200
     seen = (await user.get(path)).json()
     assert seen | {"max_notional": None} == wanted | {"max_notional": None}

@@ -385,4 +385,4 @@ async def test_only_ones_own_positions_are_closed(api: ServedApi, user: httpx.As
         foreign = await user.post(f"/users/somebody-else/accounts/main/{path}", json=body)
         assert (foreign.status_code, foreign.json()["code"]) == (404, "NOT_FOUND")
         unknown = await user.post(f"/users/{api.user}/accounts/other/{path}", json=body)
-        assert (unknown.status_code, unknown.json()["code"]) == (422, "UNKNOWN_ACCOUNT")
+        assert (unknown.status_code, unknown.json()["code"]) == (404, "ACCOUNT_NOT_FOUND")

@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import select, update
 
 from infra.database.models import AuditEntry, Order, OrderEventRow
+from infra.database.workers import sessions as worker_sessions
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
 from tests.integration.api.scripted_worker import Question, ScriptedWorker, silent, until
 from worker_runtime.protocol import keys
@@ -262,6 +263,24 @@ async def test_a_change_reaches_the_broker_once_and_the_order_shows_it(
             select(AuditEntry.data).where(AuditEntry.action == "order.replace_requested")
         )
         assert [row["request_id"] for row in rows] == ["r-1"]
+
+
+async def test_a_repeated_change_hears_what_the_worker_before_the_present_one_answered(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    for claim_id in ("c-1", "c-2"):
+        async with api.services.database.session() as session:
+            await worker_sessions.assign_epoch(session, user_id=api.user, claim_id=claim_id, pool="p")
+        if claim_id == "c-1":
+            worker, order_id = await working(api, user, start_worker)
+            body = {"quantity": 4, "request_id": "x"}
+            first = await user.post(f"/orders/{order_id}/replace", json=body)
+            assert (first.status_code, first.json()["quantity"]) == (200, 4)
+            async with api.services.database.session() as session:
+                await worker_sessions.end_session(session, claim_id=claim_id, reason="idle")
+    again = await user.post(f"/orders/{order_id}/replace", json=body)
+    assert (again.status_code, again.json()["quantity"]) == (200, 4)
+    assert len(worker.asked) == 1
 
 
 async def test_a_change_is_never_sent_again_after_its_deadline(

@@ -47,7 +47,12 @@ async def test_a_cancel_right_after_a_flush_leaves_an_order_alive_that_a_worker_
     assert found.state == "accepted"
     assert found.verify_at is not None
     told = OrderEvent(
-        event_id="e1", order_id=order_id, user_id=api.user, epoch=1, state=OrderState.SUBMITTED, at_ms=1
+        event_id=f"{order_id}:e1",
+        order_id=order_id,
+        user_id=api.user,
+        epoch=1,
+        state=OrderState.SUBMITTED,
+        at_ms=1_795_410_000_000,
     )
     async with api.services.database.session() as session:
         await recording.record_event(session, told)

@@ -12,8 +12,7 @@ from uuid import UUID
 import httpx
 from sqlalchemy import update
 
-from api.orders import feed as order_events
-from api.orders.feed import OrderFeed
+from api.orders.export import FEED_PAGE, OrderFeed
 from infra.database.models import Order
 from infra.database.orders import recording
 from tests.integration.api.conftest import ServedApi, served
@@ -42,7 +41,7 @@ async def tell(api: ServedApi, *order_ids: UUID, state: str = "submitted") -> No
             user_id=api.user,
             epoch=1,
             state=OrderState(state),
-            at_ms=1,
+            at_ms=1_795_410_000_000,
         )
         for order_id in order_ids
     ]
@@ -127,7 +126,7 @@ async def test_a_client_that_comes_back_misses_nothing_in_the_middle_of_a_batch(
 
 
 async def test_orders_beyond_a_page_and_those_changed_twice_are_told_once(api: ServedApi) -> None:
-    made = await write(api, order_events.PAGE + 20)
+    made = await write(api, FEED_PAGE + 20)
     feed = OrderFeed(api.services.database, api.user)
     begin = (await feed.current_event()).id
     for order_id in made:
@@ -135,7 +134,7 @@ async def test_orders_beyond_a_page_and_those_changed_twice_are_told_once(api: S
     await tell(api, made[0], state="filled")
     seen, last = [], begin
     while page := await feed.events_after(last):
-        assert len(page) <= order_events.PAGE
+        assert len(page) <= FEED_PAGE
         seen += [json.loads(event.data) for event in page]
         last = page[-1].id
     assert [UUID(order["id"]) for order in seen] == [*made[1:], made[0]]

@@ -7,12 +7,13 @@ import time
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import httpx
 import pytest
 from msgspec import structs
 from redis.asyncio import Redis
+from sqlalchemy import text
 
 from infra.database.engine import Database
 from infra.database.orders import recording
@@ -100,12 +101,11 @@ async def test_a_client_order_id_is_not_taken_for_another_order(
 async def test_orders_reach_the_worker_in_the_order_in_which_they_were_sent(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
+    # Temporal is down: without a mark the orders would be taken back.
+    await api.services.valkey.set(keys.mark(api.user), "1:scripted")
     for number in range(5):
         answer = await user.post(f"/users/{api.user}/orders?wait=0", json=an_order(number))
-        # Temporal is down and there is no mark yet: make one before the order is taken back.
         assert answer.status_code == 202
-        if number == 0:
-            await api.services.valkey.set(keys.mark(api.user), "1:scripted")
     worker = await start_worker(api.user)
     await until(lambda: len(worker.popped) >= 4)
     numbers = [int(order.tag, 36) for order in worker.popped]
@@ -121,9 +121,38 @@ async def test_an_order_that_takes_longer_than_its_wait_is_accepted_and_found_la
     where = answer.headers["location"].removeprefix("/v1")
     await worker.taken.wait()
     assert (await user.get(where)).json()["state"] == "accepted"
+    async with api.services.database.session() as session:
+        row = await recording.get_order(session, UUID(answer.json()["id"]))
+        row.state = "submitting"  # as the recorder writes it
+    again = await user.post(f"/users/{api.user}/orders?wait=0.1", json=an_order())
+    assert (again.status_code, again.json()["state"]) == (202, "submitting")
     await worker.answer_later(filled(worker.popped[0]))
     later = await user.get(where)
     assert (later.status_code, later.json()["state"]) == (200, "filled")
+
+
+async def test_an_order_that_nobody_waits_for_is_answered_as_it_is_found(
+    api: ServedApi, user: httpx.AsyncClient, migrated_database: str
+) -> None:
+    await api.services.valkey.set(keys.mark(api.user), "1:scripted")
+    owner = Database(migrated_database, pool_size=1)
+    async with owner.session() as session:  # a recorder that is quicker than our answer
+        for statement in (
+            "create function recorded() returns trigger language plpgsql as "
+            "'begin update orders set state = ''submitting'' where id = new.id; return null; end'",
+            "create trigger recorded after insert on orders for each row execute function recorded()",
+        ):
+            await session.execute(text(statement))
+    try:
+        answer = await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())
+        assert (answer.status_code, answer.json()["state"]) == (202, "submitting")
+        found = (await user.get(answer.headers["location"].removeprefix("/v1"))).json()
+        assert {name: found[name] for name in answer.json()} == answer.json()
+    finally:
+        async with owner.session() as session:
+            await session.execute(text("drop trigger recorded on orders"))
+            await session.execute(text("drop function recorded"))
+        await owner.close()
 
 
 async def test_a_repeat_waits_for_the_first_ones_answer(
@@ -171,7 +200,7 @@ async def test_an_answer_given_while_the_subscription_was_broken_is_found_at_onc
     # And one that no task waits for: only the reconnect finds its answer.
     (order,) = worker.popped
     unseen = filled(structs.replace(order, request_id=f"{order.request_id}-unseen"))
-    with api.services.answers.expect(api.user, unseen.request_id) as found:
+    with api.services.answers.expect(api.user, unseen.request_id, order.order_id, 0) as found:
         for answer in (unseen, filled(order)):
             await worker.answer(b"", answer, "")
         assert not found.done()

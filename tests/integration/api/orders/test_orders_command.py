@@ -37,9 +37,13 @@ async def test_an_operator_looks_rechecks_and_resolves(
 
     code, out, _ = await berth("orders", "recheck", order["id"])
     assert (code, out.startswith(f"order {order['id']} is checked again")) == (0, True)
+    assert out.endswith("; it stays on the list until it is settled\n")
     end = ("resolve", order["id"], "--state", "filled", "--reason", "seen in the app")
     code, _, err = await berth("orders", *end)
     assert (code, err.split(":")[1].strip()) == (1, "RESOLUTION_INVALID")
+    assert "`--filled 1 --price …`" in err
+    code, _, err = await berth("orders", *end, "--filled", "1")
+    assert "go together: pass `--filled 1 --price …`" in err
     done = await berth("orders", *end, "--filled", "1", "--price", "1005.5")
     assert done == (0, f"order {order['id']} is filled\n", "")
     assert (await berth("orders", "attention"))[1] == "no order waits for a person\n"

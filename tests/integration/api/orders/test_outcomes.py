@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from uuid import UUID, uuid4
 
+import msgspec
 import pytest
+from sqlalchemy import select
 
 from api.orders.outcomes import PERIOD, NotedOutcome, OutcomeWriter
+from infra.database import dead_letters
 from infra.database.engine import Database
 from infra.database.orders import acceptance, recording
 from tests.integration.api.conftest import ServedApi
@@ -30,7 +33,7 @@ async def accepted(api: ServedApi) -> UUID:
         price=None,
         time_in_force="IOC",
         generation="g",
-        deadline_at=now + timedelta(seconds=30),
+        lasts=30.0,
         trading_day=now.date(),
     )
     return (await acceptance.accept_order_alone(api.services.database, new)).order.id
@@ -60,6 +63,28 @@ async def test_an_outcome_is_written_after_a_period_and_not_before(api: ServedAp
     assert time.monotonic() - noted >= PERIOD
     assert await state(database, order_id) == "filled"
     await outcome_writer.close()
+
+
+@pytest.mark.parametrize(
+    "bad", [{"order_id": "no uuid"}, {"broker_order_id": "b" * 500}, {"reason": "a\x00b"}], ids=str
+)
+async def test_an_outcome_that_cannot_be_written_holds_up_no_other(
+    api: ServedApi, bad: dict[str, str]
+) -> None:
+    database = api.services.database
+    outcome_writer = OutcomeWriter(database)
+    first, strange, last = [await accepted(api) for _ in range(3)]
+    for order_id in (first, strange, last):
+        noted = filled(order_id)
+        if order_id == strange:
+            noted = NotedOutcome(msgspec.structs.replace(noted.outcome, **bad))
+        outcome_writer.write_later(noted)
+    await outcome_writer.close()
+    assert [await state(database, order_id) for order_id in (first, last)] == ["filled"] * 2
+    async with database.session() as session:
+        [letter] = await session.scalars(select(dead_letters.DeadLetterRow))
+        counts = await dead_letters.count_letters(session)
+    assert (letter.kind, letter.source, counts) == ("outcome", letter.subject, {"outcome": 1})
 
 
 @pytest.mark.parametrize("count", [1, 201])

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 
 from infra.database.workers import passes
+from infra.settings import Settings
 from tests.commands import CommandForker
-from tests.integration.api.conftest import ServedApi, operator
+from tests.integration.api.conftest import ServedApi, operator, running_api
 from tests.integration.api.lifecycle import LifecycleStub
+from tests.integration.api.test_page import browser
 
 
 async def seen(read: Callable[[], Awaitable[dict[str, Any]]], users: set[str]) -> dict[str, Any]:
@@ -92,7 +97,7 @@ async def test_a_users_key_sees_no_list(api: ServedApi) -> None:
 
 async def test_operators_see_the_last_pass_of_maintenance(api: ServedApi) -> None:
     async with api.client(api.admin_key) as admin:
-        assert (await admin.get("/fleet")).json() == {"maintenance": None}
+        assert (await admin.get("/fleet")).json() == {"states": None, "maintenance": None}
         odd = passes.Suspect(kind="orphan_task", why="it announces nothing", worker_id="w")
         async with api.services.database.session() as session:
             number = await passes.begin_pass(
@@ -111,10 +116,116 @@ async def test_operators_see_the_last_pass_of_maintenance(api: ServedApi) -> Non
         async with api.services.database.session() as session:
             await passes.finish_pass(session, number, {"stopped": 1})
         last = (await admin.get("/fleet")).json()["maintenance"]
+        async with api.services.database.session() as session:
+            await passes.begin_pass(
+                session,
+                place=passes.PassBasis(server="s"),
+                boot="b",
+                boottime=61.0,
+                scanned=4,
+                scan_seconds=0.5,
+                guarded="",
+                suspects=[],
+                confirmed=[],
+            )
+        listed = (await admin.get("/fleet/maintenance")).json()["passes"]
+        assert [one["workers"] for one in listed] == [4, 3]
+        assert (await admin.get("/fleet/maintenance?limit=1")).json()["passes"] == listed[:1]
+        assert (await admin.get("/fleet/maintenance?odd=true")).json()["passes"] == [last]
+    async with browser(api, api.admin_key) as client:
+        page = (await client.get("/page/servers")).text
+    assert page.count("orphan_task 1") == page.count("stopped 1") == 1  # the last pass found nothing
     assert (last["workers"], last["outcomes"], last["guarded"]) == (3, {"stopped": 1}, None)
     assert last["total_seconds"] >= last["scan_seconds"] == 0.25
     async with api.client(api.key) as user:
         assert (await user.get("/fleet")).status_code == 403
+        assert (await user.get("/fleet/maintenance")).status_code == 403
+
+
+async def servers(api: ServedApi) -> dict[str, dict[str, Any]]:
+    async with api.client(api.admin_key) as admin:
+        answer = await admin.get("/fleet/servers")
+    assert answer.status_code == 200, answer.text
+    found: dict[str, dict[str, Any]] = answer.json()["servers"]
+    return found
+
+
+async def test_operators_see_the_launcher_as_the_last_pass_met_it(api: ServedApi) -> None:
+    async def launcher(server: str, guarded: str) -> tuple[str, str]:
+        async with api.services.database.session() as session:
+            await passes.begin_pass(
+                session,
+                place=passes.PassBasis(server=server, tasks=3 if server else 0),
+                boot="b",
+                boottime=1.0,
+                scanned=3,
+                scan_seconds=0.25,
+                guarded=guarded,
+                suspects=[],
+                confirmed=[],
+            )
+        found = (await servers(api))["launcher"]
+        return found["state"], found["reason"]
+
+    assert (await servers(api))["launcher"]["state"] == "unknown"
+    assert await launcher("s", "") == ("up", "it lists 3 workers")
+    assert await launcher("s", "half of the marks are missing") == ("up", "it lists 3 workers")
+    assert await launcher("", passes.LAUNCHER_UNREAD) == ("down", "the launcher could not be read")
+    assert await launcher("", "Valkey could not be read") == ("unknown", "Valkey could not be read")
+    assert await launcher("s", "") == ("up", "it lists 3 workers")
+    async with api.services.database.session() as session:
+        await session.execute(
+            text("update maintenance_passes set began_at = began_at - interval '4 minutes'")
+        )
+    assert (await servers(api))["launcher"]["state"] == "unknown"
+
+
+async def test_operators_see_the_paper_exchange_while_somebody_has_an_account_there(
+    settings: Settings,
+) -> None:
+    async def nothing(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(nothing, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    for address in (f"127.0.0.1:{port}", "127.0.0.1:1", "127.0.0.1:99999", "nowhere"):
+        async with running_api(settings.model_copy(update={"exchange_address": address})) as api:
+            found = (await servers(api))["paper exchange"]
+            state = "up" if address.endswith(f":{port}") else "down"
+            assert (found["state"], bool(found["reason"])) == (state, state == "down"), address
+    server.close()
+    async with running_api(settings) as other:
+        async with other.services.database.session() as session:
+            await session.execute(text("update broker_accounts set broker = 'shioaji'"))
+        assert "paper exchange" not in await servers(other)
+
+
+async def test_operators_see_orchestrators_and_queues_that_none_serves(
+    whole_api: ServedApi, lifecycle: LifecycleStub, commands: CommandForker, tmp_path: Path
+) -> None:
+    found = await servers(whole_api)
+    ours = f"orchestrator {os.getpid()}@{socket.gethostname()}"
+    assert found[ours]["state"] == "up"
+    assert "berth-lifecycle" in found[ours]["reason"]
+    assert found["temporal"]["state"] == "up"
+    assert found["queue berth-launch"] == {
+        **{"state": "down", "ms": None, "seen_at": None},
+        "reason": "no orchestrator serves it",
+    }
+    assert "queue berth-lifecycle" not in found
+    async with operator(whole_api, commands, tmp_path) as berth:
+        shown = await berth("servers", COLUMNS="200")
+    assert shown.code == 1  # something is down
+    assert "no orchestrator serves it" in shown.out
+    assert ours in shown.out
+
+
+async def test_servers_that_are_down_are_said_and_what_they_would_tell_is_left_out(api: ServedApi) -> None:
+    found = await servers(api)
+    assert found["temporal"]["state"] == "down"
+    assert not [name for name in found if name.startswith(("orchestrator", "queue"))]
+    async with api.client(api.key) as user:
+        assert (await user.get("/fleet/servers")).status_code == 403
 
 
 async def test_the_last_pass_is_a_table_on_the_command_line(
@@ -145,6 +256,8 @@ async def test_the_last_pass_is_a_table_on_the_command_line(
         assert "1 stale_mark" in shown
         assert "Valkey could not be read" in shown
         assert json.loads(await status("--json"))["found"] == {"stale_mark": 1}
+        assert await status("--odd", "20") == shown
+        assert len(json.loads(await status("--odd", "20", "--json"))) == 1
 
 
 async def test_without_temporal_the_list_says_so(api: ServedApi) -> None:

@@ -13,12 +13,14 @@ import pytest
 from sqlalchemy import select
 from temporalio.client import Client
 
+from api.page.charts import PoolHistory
 from infra.database.engine import Database
 from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, operator, running_api
+from tests.integration.api.test_page import browser
 from tests.workflow.fakes import FakePool, serving
 from workflows import names
 from workflows.worker_pool import messages as pm
@@ -91,6 +93,23 @@ async def test_an_operator_resizes_pauses_and_drains_a_pool(pool_api: ServedApi,
     assert [entry.action for entry in trail] == requested
     assert trail[0].data["reason"] == "a test"
     assert trail[0].data["policy"]["maximum"] == 9
+
+
+async def test_a_pool_that_somebody_looked_at_has_a_chart(pool_api: ServedApi, pool: FakePool) -> None:
+    async with browser(pool_api, pool_api.admin_key) as client:
+        for name, shown in ((POOL, True), ("no-such-pool", False)):
+            page = await client.get("/page/pools", params={"name": name})
+            assert (page.status_code, '<svg class="chart"' in page.text) == (200, shown)
+    pools = pool_api.services.pools
+    history, full = PoolHistory(pools, "default", most=2), PoolHistory(pools, "default", most=1)
+    assert [len(await one.samples_of(POOL)) for one in (history, full)] == [1, 0]
+    sampling = asyncio.create_task(history.run())
+    try:
+        async with asyncio.timeout(20):
+            while len(await history.samples_of(POOL)) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    finally:
+        sampling.cancel()
 
 
 @pytest.mark.parametrize(
@@ -167,3 +186,20 @@ async def test_the_command_shows_explains_and_changes(
         )
         assert (await berth("pool", "set", POOL))[0] == 2
         assert (await berth("pool", "status", "nobodys"))[0] == 1
+
+
+async def test_a_pool_that_was_ended_by_hand_is_no_pool(
+    pool_api: ServedApi, temporal_server: TemporalServer
+) -> None:
+    """Nobody ever served it: a query of it would find no completed task."""
+    client = await Client.connect(temporal_server.address)
+    handle = await client.start_workflow(
+        WorkerPoolWorkflow.run,
+        pm.PoolInput(pool="ended", policy=PoolPolicy(target=2)),
+        id=names.worker_pool_id("ended"),
+        task_queue=names.LIFECYCLE_QUEUE,
+    )
+    await handle.terminate()
+    async with pool_api.client(pool_api.admin_key) as admin:
+        answer = await admin.get("/pools/ended")
+    assert (answer.status_code, answer.json()["code"]) == (404, "NO_POOL"), answer.text

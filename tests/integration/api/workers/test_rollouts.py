@@ -79,6 +79,7 @@ async def test_an_operator_begins_a_rollout_and_takes_it_back(api: ServedApi, ro
     async with api.client(api.admin_key) as admin:
         nothing = await admin.get(path)
         assert (nothing.status_code, nothing.json()["code"]) == (404, "NO_ROLLOUT")
+        assert (await admin.put("/images", json={"image": "w:2"})).status_code == 200
         answer = await admin.post(path, json={"version": "2", "image": "w:2", "reason": "a test"})
         assert answer.status_code == 202, answer.text
         assert answer.json()["release"] == {"version": "2", "image": "w:2"}
@@ -169,7 +170,9 @@ async def test_maintenance_is_run_by_hand(
         code, _, err = await berth("maintenance", "run")
         assert code == 1
         assert "NO_MAINTENANCE" in err
-        await schedules.ensure_maintenance(temporal, Settings(maintenance_period=86_400.0))
+        await schedules.ensure_schedules(
+            temporal, Settings(maintenance_period=86_400.0), names.MAINTENANCE_SCHEDULE
+        )
         try:
             async with fake.worker(temporal):
                 code, out, err = await berth("maintenance", "run", "--reason", "a test")
@@ -180,4 +183,6 @@ async def test_maintenance_is_run_by_hand(
                 assert out.splitlines()[1] == "held still because: too soon after the last pass"
             assert len(fake.finished) == 1
         finally:
-            await schedules.ensure_maintenance(temporal, Settings(maintenance_period=0.0))
+            await schedules.ensure_schedules(
+                temporal, Settings(maintenance_period=0.0), names.MAINTENANCE_SCHEDULE
+            )

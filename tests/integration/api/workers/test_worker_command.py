@@ -51,7 +51,7 @@ async def test_an_operator_sees_and_steers_a_worker(
         )
         code, out, _ = await berth("worker", "show", user)
         assert code == 0
-        assert "2 of late" in out
+        assert "2 in the last minutes" in out
         code, out, _ = await berth("worker", "show", user, "--json")
         assert json.loads(out)["lifecycle"]["crashes"] == 2
         while not json.loads((await berth("worker", "list", "--user", user, "--json"))[1]):

@@ -6,7 +6,7 @@ import asyncio
 
 import httpx
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, text
 
 from infra.database.models import AuditEntry
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order
@@ -121,14 +121,39 @@ async def test_start_returns_the_active_worker(whole_api: ServedApi, lifecycle: 
         assert (answer.status_code, body["worker_id"], body["epoch"]) == (200, "scripted", 1)
         assert body["claimed_at"] == "2023-11-14T22:13:20Z"
         shown = (await user.get(f"/users/{api.user}/worker")).json()
+        lifecycle.health = "well"  # of a session that goes on with the credentials of before
+        after = (await user.get(f"/users/{api.user}/worker")).json()["lifecycle"]
+    assert after["health"] == "degraded: credentials refused: LOGIN_REJECTED: wrong key"
     assert (shown["live"], shown["state"]) == (True, "Active")
     assert shown["mark"] == {"worker_id": "scripted", "epoch": 1}
     assert shown["metadata"]["version"] == "0"
     lifecycle_of = shown["lifecycle"]
     assert lifecycle_of["state"] == "Active"
-    assert (lifecycle_of["health"], lifecycle_of["crashes"]) == ("degraded: broker unreachable", 2)
+    health = "degraded: broker unreachable; credentials refused: LOGIN_REJECTED: wrong key"
+    assert (lifecycle_of["health"], lifecycle_of["crashes"]) == (health, 2)
     assert lifecycle_of["health_at"] == "2023-11-14T22:14:20Z"
-    assert lifecycle_of["last_activity"] == "2023-11-14T22:13:50Z"
+    assert lifecycle_of["last_activity"] == "2023-11-14T22:14:50Z"  # as the worker says
+
+
+async def test_a_start_is_in_the_audit_trail_before_it_begins(
+    whole_api: ServedApi, lifecycle: LifecycleStub
+) -> None:
+    api = whole_api
+    async with api.client(api.key) as user:
+        assert (await user.get(f"/users/{api.user}/orders")).status_code == 200  # the key is remembered
+        async with api.services.database.session() as session:
+            await session.execute(text("lock table audit_trail in access exclusive mode"))
+            starting = asyncio.create_task(user.post(f"/users/{api.user}/worker/start"))
+            waiting = text(
+                "select count(*) from pg_locks where relation = 'audit_trail'::regclass and not granted"
+            )
+            async with asyncio.timeout(10):
+                while not await session.scalar(waiting):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert not api.services.starter._running.keys
+            assert not lifecycle.calls
+        assert (await starting).status_code == 200
+    assert len(lifecycle.calls) == 1
 
 
 async def test_start_that_takes_longer_than_its_wait_goes_on(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
-from tests.integration.jobs.stage import QueueStage, claim, claiming, die, end, ids
+from tests.integration.jobs.stage import KEYS, QueueStage, claim, claiming, die, end, ids
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts
-from worker_runtime.jobs.protocol.messages import MAX_JOB, FailedJob, Job, JobStatus, read_job
+from worker_runtime.jobs.protocol.messages import MAX_JOB, Job, JobStatus
 from worker_runtime.jobs.queue import JobQueue, RunnerIdentity
 from worker_runtime.protocol.errors import MalformedMessage
 
@@ -29,7 +28,7 @@ def test_a_job_is_taken_once_whatever_is_repeated(stage: QueueStage) -> None:
 def test_a_unique_key_is_taken_until_its_job_has_ended(stage: QueueStage) -> None:
     runner = stage.runner()
     assert stage.enqueue("a", unique="report:7") == "queued"
-    assert stage.call(job_calls.enqueue(Job(job_id="b", name="work", unique="report:7"))) == [
+    assert stage.call(job_calls.enqueue(Job(job_id="b", name="work", unique="report:7"), KEYS)) == [
         "duplicate",
         "a",
     ]
@@ -187,18 +186,18 @@ def test_a_running_job_is_cancelled_through_its_runner(stage: QueueStage) -> Non
     runner = stage.runner()
     stage.enqueue("j", idempotent=True)
     (job,) = claim(runner)
-    assert stage.call(job_calls.cancel("j")) == "asked"
+    assert stage.call(job_calls.cancel("j", KEYS)) == "asked"
     assert stage.client.execute("LPOP", runner.mailbox()) == f"cancel {job.fence} j".encode()
     # It ended by itself just then: what would have been a retry is the end.
     assert end(runner, job, JobStatus.RETRY) == "cancelled"
-    assert stage.call(job_calls.cancel("j")) == "unknown"
+    assert stage.call(job_calls.cancel("j", KEYS)) == "unknown"
 
 
 def test_a_waiting_and_a_delayed_job_are_cancelled_at_once(stage: QueueStage) -> None:
     runner = stage.runner()
     stage.enqueue("now")
     stage.enqueue("later", delay=60, unique="key")
-    assert [stage.call(job_calls.cancel(job)) for job in ("now", "later")] == ["cancelled"] * 2
+    assert [stage.call(job_calls.cancel(job, KEYS)) for job in ("now", "later")] == ["cancelled"] * 2
     assert claim(runner) == []
     result = stage.result("later")
     assert result is not None
@@ -210,37 +209,9 @@ def test_a_cancelled_job_does_not_come_back_after_its_runner_died(stage: QueueSt
     one, two = stage.runner("one"), stage.runner("two")
     stage.enqueue("j", idempotent=True)
     claim(one)
-    stage.call(job_calls.cancel("j"))
+    stage.call(job_calls.cancel("j", KEYS))
     assert die(one, two) == {"j": "cancelled"}
     assert claim(two) == []
-
-
-def test_a_failure_for_good_enqueues_its_handler_in_the_same_step(stage: QueueStage) -> None:
-    one, two = stage.runner("one"), stage.runner("two")
-    stage.enqueue("j", on_failed="report.failure")
-    claim(one)
-    assert die(one, two) == {"j": "failed"}
-    (handler,) = claim(two)
-    job = read_job(handler.body)
-    assert handler.job_id.startswith("j:failed:")
-    assert (job.job_id, job.name, job.idempotent) == (handler.job_id, "report.failure", True)
-    failed = msgspec.json.decode(job.args, type=FailedJob)
-    assert (failed.job_id, failed.name, failed.attempt) == ("j", "work", 1)
-    assert failed.failure.code == "JOB_OUTCOME_UNKNOWN"
-    # Requeued and failed again, while the first failure is still being handled: handled again.
-    stage.call(job_calls.requeue(["j"]))
-    end(two, claim(two)[0], JobStatus.FAILED)
-    (second,) = claim(two)
-    assert second.job_id.startswith("j:failed:")
-    assert second.job_id != handler.job_id
-    assert [end(two, handler), end(two, second)] == ["done", "done"]
-
-
-def test_an_attempt_that_will_be_tried_again_has_no_handler(stage: QueueStage) -> None:
-    runner = stage.runner()
-    stage.enqueue("j", on_failed="report.failure")
-    end(runner, claim(runner)[0], JobStatus.RETRY, delay=60)
-    assert claim(runner) == []
 
 
 def test_failed_jobs_are_requeued_as_new_ones(stage: QueueStage) -> None:
@@ -272,7 +243,7 @@ def test_suspension_lasts_and_resuming_wakes_the_runners(stage: QueueStage, what
 
 def test_users_and_fleet_have_queues_of_their_own(stage: QueueStage) -> None:
     runner = stage.runner()
-    stage.call(job_calls.enqueue(Job(job_id="j", name="work"), "42"))
+    stage.call(job_calls.enqueue(Job(job_id="j", name="work"), KEYS, "42"))
     assert claim(runner) == []
     assert stage.client.execute("EXISTS", job_keys.job("42", "j")) == 1
 
@@ -282,7 +253,6 @@ def test_users_and_fleet_have_queues_of_their_own(stage: QueueStage) -> None:
     [
         {"name": "Bad Name"},
         {"queue": "a:b"},
-        {"on_failed": "Not A Name"},
         {"job_id": "{x}"},
         {"job_id": ""},
         {"group": "white space"},
@@ -296,7 +266,7 @@ def test_users_and_fleet_have_queues_of_their_own(stage: QueueStage) -> None:
 def test_what_no_runner_would_take_is_refused_at_once(fields: dict[str, object]) -> None:
     job = Job(**{"job_id": "j", "name": "work", **fields})  # type: ignore[arg-type]
     with pytest.raises(MalformedMessage):
-        job_calls.enqueue(job)
+        job_calls.enqueue(job, KEYS)
 
 
 def test_a_user_leaves_the_newest_fifty_failures_behind_and_the_fleet_all(stage: QueueStage) -> None:
@@ -304,7 +274,7 @@ def test_a_user_leaves_the_newest_fifty_failures_behind_and_the_fleet_all(stage:
         runner = JobQueue(stage.client, RunnerIdentity(f"r-{tag}", "r", "n", ("*",)), tag)
         runner.join()
         for number in range(60):
-            stage.call(job_calls.enqueue(Job(job_id=f"j{number:02}", name="work"), tag))
+            stage.call(job_calls.enqueue(Job(job_id=f"j{number:02}", name="work"), KEYS, tag))
             end(runner, claim(runner)[0], JobStatus.FAILED)
         left = [f"j{number:02}" for number in range(60 - kept, 60)]
         listed = stage.client.execute("ZRANGE", job_keys.failed(tag), 0, -1)

@@ -14,6 +14,7 @@ from infra.metrics import MetricsPage
 from tests.integration.jobs.fleet import RunnerFleet, RunnerProcess, eventually
 from tests.integration.jobs.scripted import JobScript
 from tests.integration.jobs.stage import QueueStage
+from tests.signed import SECRETS
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog
@@ -38,11 +39,11 @@ async def test_what_waits_is_told_by_queue_and_priority(stage: QueueStage, valke
     stage.enqueue("later", delay=60.0)
     stage.client.execute("HINCRBY", job_keys.job(job_keys.FLEET_TAG, "low"), "due", -90_000)
     found = await page(valkey_client)
-    assert found['berth_jobs_waiting{queue="a",priority="9"}'] == 3
-    assert found['berth_jobs_waiting{queue="a",priority="1"}'] == 1
-    assert found['berth_jobs_waiting{queue="b",priority="5"}'] == 1
-    assert found['berth_jobs_oldest_seconds{queue="a",priority="1"}'] >= 90
-    assert found['berth_jobs_oldest_seconds{queue="a",priority="9"}'] < 80
+    assert found['berth_jobs_waiting{priority="9",queue="a"}'] == 3
+    assert found['berth_jobs_waiting{priority="1",queue="a"}'] == 1
+    assert found['berth_jobs_waiting{priority="5",queue="b"}'] == 1
+    assert found['berth_jobs_oldest_seconds{priority="1",queue="a"}'] >= 90
+    assert found['berth_jobs_oldest_seconds{priority="9",queue="a"}'] < 80
     assert (found["berth_jobs_delayed"], found["berth_jobs_failed"], found["berth_jobs_runners"]) == (1, 0, 0)
 
 
@@ -50,8 +51,28 @@ async def test_what_is_not_looked_at_is_counted_all_the_same(stage: QueueStage, 
     for number in range(metrics.SCANNED_JOBS + 5):
         stage.enqueue(f"j{number}")
     found = await page(valkey_client)
-    assert found['berth_jobs_waiting{queue="default",priority="5"}'] == metrics.SCANNED_JOBS
-    assert found['berth_jobs_waiting{queue="default",priority=""}'] == 5
+    assert found['berth_jobs_waiting{priority="5",queue="default"}'] == metrics.SCANNED_JOBS
+    assert found['berth_jobs_waiting{priority="",queue="default"}'] == 5
+
+
+async def test_what_is_no_count_of_a_user_is_not_added_up(valkey_client: Redis) -> None:
+    totals = {user: job_keys.totals(job_keys.user_tag(user)) for user in ("alice", "bob", "mallory", "eve")}
+    for user in ("alice", "bob"):
+        await valkey_client.hset(totals[user], "late", 2)
+    await valkey_client.hset(totals["mallory"], "late", "-5")
+    await valkey_client.hset(totals["mallory"], "ended|q|ping|x" + "y" * 100, 1)
+    await valkey_client.set(totals["eve"], "x")
+    for _ in range(2):  # each count is moved once
+        await metrics.collect_user_counts(valkey_client, list(totals))
+    assert (await page(valkey_client))["berth_user_jobs_late_renewals_total"] == 4
+    assert await valkey_client.exists(*totals.values()) == 0
+    for number in range(metrics.SERIES // metrics.FIELDS + 3):  # made up, minute by minute
+        await valkey_client.hset(totals["mallory"], mapping={f"run|{number}-{n}|1": 1 for n in range(500)})
+        await metrics.collect_user_counts(valkey_client, ["mallory"])
+    await valkey_client.hset(totals["alice"], "late", 1)
+    await metrics.collect_user_counts(valkey_client, ["alice"])
+    assert (await page(valkey_client))["berth_user_jobs_late_renewals_total"] == 5
+    assert await valkey_client.hlen(job_keys.user_totals()) == metrics.SERIES
 
 
 async def test_waits_runs_ends_and_reaped_jobs_are_counted_once(
@@ -73,12 +94,12 @@ async def test_waits_runs_ends_and_reaped_jobs_are_counted_once(
     second.process.terminate()  # what is left is sent at its end
     assert second.wait() == 0
     found = await page(valkey_client)
-    ends = 'berth_jobs_runs_total{queue="default",job="scripted",outcome='
-    assert found[ends + '"done"}'] == 3
-    assert found[ends + '"failed"}'] == 1
-    assert found[ends + '"retry"}'] == 1
+    ends = 'berth_jobs_runs_total{job="scripted",outcome='
+    assert found[ends + '"done",queue="default"}'] == 3
+    assert found[ends + '"failed",queue="default"}'] == 1
+    assert found[ends + '"retry",queue="default"}'] == 1
     assert found['berth_jobs_reaped_total{outcome="returned"}'] == 1
-    assert found['berth_jobs_wait_seconds_count{queue="default",priority="5"}'] == 6
+    assert found['berth_jobs_wait_seconds_count{priority="5",queue="default"}'] == 6
     assert found['berth_jobs_run_seconds_count{job="scripted"}'] == 5
     assert found['berth_jobs_run_seconds_bucket{job="scripted",le="+Inf"}'] == 5
     assert found['berth_jobs_run_seconds_sum{job="scripted"}'] > 0
@@ -93,9 +114,12 @@ async def test_what_users_runners_count_is_added_up_over_all_users_and_once(
         runner = JobQueue(stage.client, RunnerIdentity(f"r-{user}", user, "n"), tag)
         runner.join()
         # The reply of the first may have been lost: the same number again.
-        assert runner.renew("idle", (), counted=(1, b'{"ended|default|ping|done": %d}' % number)).registered
+        counts = json.dumps({"ended|default|ping|done": number, "reaped|returned": number}).encode()
+        assert runner.renew("idle", (), counted=(1, counts)).registered
+    await metrics.collect_user_counts(valkey_client, ["alice", "bob"])
     found = await page(valkey_client)
-    assert found['berth_user_jobs_runs_total{queue="default",job="ping",outcome="done"}'] == 5
+    assert found['berth_user_jobs_runs_total{job="ping",outcome="done",queue="default"}'] == 5
+    assert found['berth_user_jobs_reaped_total{outcome="returned"}'] == 5
     assert not [name for name in found if "alice" in name or name.startswith("berth_jobs_runs_total")]
 
 
@@ -103,8 +127,11 @@ async def test_a_runner_of_a_users_own_jobs_tells_what_it_did(
     stage: QueueStage, short_directory: Path, valkey_client: Redis
 ) -> None:
     tag = job_keys.user_tag("alice")
-    stage.call(job_calls.enqueue(catalog.make_job("p-1", PingRunner(text="hello")), tag))
-    config = RunnerConfig(name="alices", valkey_url=stage.url, tag=tag, lease=15.0)
+    keys_of_alice = SECRETS.job_keys(tag)
+    stage.call(job_calls.enqueue(catalog.make_job("p-1", PingRunner(text="hello")), keys_of_alice, tag))
+    config = RunnerConfig(
+        name="alices", valkey_url=stage.url, tag=tag, lease=15.0, message_keys=keys_of_alice
+    )
     runner = RunnerProcess(short_directory, config, "worker_runtime.jobs")
     try:
         done = job_keys.result(tag, "p-1")
@@ -113,10 +140,11 @@ async def test_a_runner_of_a_users_own_jobs_tells_what_it_did(
         assert runner.wait() == 0
     finally:
         runner.close()
+    await metrics.collect_user_counts(valkey_client, ["alice"])
     found = await page(valkey_client)
-    assert found['berth_user_jobs_runs_total{queue="default",job="ping",outcome="done"}'] == 1
+    assert found['berth_user_jobs_runs_total{job="ping",outcome="done",queue="default"}'] == 1
     assert found['berth_user_jobs_run_seconds_count{job="ping"}'] == 1
-    assert found['berth_user_jobs_wait_seconds_count{queue="default",priority="5"}'] == 1
+    assert found['berth_user_jobs_wait_seconds_count{priority="5",queue="default"}'] == 1
 
 
 def _started(fleet: RunnerFleet) -> int:
@@ -127,7 +155,7 @@ def _started(fleet: RunnerFleet) -> int:
 
 async def test_a_job_that_was_queued_is_told_once_in_the_common_schema(valkey_client: Redis) -> None:
     lines: list[bytes] = []
-    client = JobClient(valkey_client, lines.append)
+    client = JobClient(valkey_client, SECRETS, lines.append)
     for _ in range(2):
         await client.enqueue(catalog.make_job("j-1", PingRunner(text="secret"), priority=7))
     [line] = lines

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from tests.integration.jobs.model import ModelJob, ModelQueue
-from tests.integration.jobs.stage import QueueStage, claim, die, end, ending
+from tests.integration.jobs.stage import KEYS, QueueStage, claim, die, end, ending
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
@@ -210,7 +210,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         job = self.model.jobs[data.draw(st.sampled_from(sorted(self.model.jobs)))]
-        outcome = self.stage.call(job_calls.cancel(job.job_id))
+        outcome = self.stage.call(job_calls.cancel(job.job_id, KEYS))
         if job.state == "running":
             assert outcome == "asked"
             job.cancelled = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.integration.jobs.stage import QueueStage, claim, die, end, ids
+from tests.integration.jobs.stage import KEYS, QueueStage, claim, die, end, ids
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
@@ -121,8 +121,8 @@ def test_a_cancelled_member_lets_its_group_go_on(stage: QueueStage) -> None:
     runner = stage.runner()
     for number in range(3):
         stage.enqueue(f"g{number}", group="g")
-    assert stage.call(job_calls.cancel("g1")) == "cancelled"
-    assert stage.call(job_calls.cancel("g0")) == "cancelled"
+    assert stage.call(job_calls.cancel("g1", KEYS)) == "cancelled"
+    assert stage.call(job_calls.cancel("g0", KEYS)) == "cancelled"
     assert drain(runner) == ["g2"]
     assert stage.client.execute("EXISTS", job_keys.group(job_keys.FLEET_TAG, "g")) == 0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.jobs.stage import QueueStage, claim, die, end, ending, ids
+from tests.integration.jobs.stage import KEYS, QueueStage, claim, die, end, ending, ids
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
@@ -181,7 +181,7 @@ def test_a_cancelled_job_is_not_released_and_ends_as_cancelled(stage: QueueStage
     runner = stage.runner()
     fill(stage, "a", "b", "c")
     _, *rest = prefetch(runner)
-    assert stage.call(job_calls.cancel("b")) == "asked"
+    assert stage.call(job_calls.cancel("b", KEYS)) == "asked"
     assert runner.release(rest) == ["cancelled", "returned"]
     assert stage.field("b", "state") == "running"
     assert end(runner, rest[0], JobStatus.CANCELLED) == "cancelled"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from tests.integration.jobs.stage import QueueStage, claim, end, ids
+from tests.integration.jobs.stage import KEYS, QueueStage, claim, end, ids
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol.messages import JobStatus
 from worker_runtime.jobs.queue import JobQueue
@@ -74,7 +74,7 @@ def test_a_delayed_turn_can_be_cancelled(stage: QueueStage) -> None:
     stage.enqueue("j0", rate_key="a")
     stage.enqueue("j1", rate_key="a")
     assert drain(runner) == ["j0"]
-    assert stage.call(job_calls.cancel("j1")) == "cancelled"
+    assert stage.call(job_calls.cancel("j1", KEYS)) == "cancelled"
     assert claim(runner) == []
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import getpass
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,8 +20,11 @@ import pytest
 from typer.testing import CliRunner
 
 from infra.cli.app import app
+from infra.database import audit
+from infra.database.engine import Database
 from tests.integration.jobs.fleet import RunnerFleet, eventually
 from tests.integration.jobs.scripted import JobScript
+from tests.signed import write_secret
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
 
@@ -27,8 +34,13 @@ BERTH = str(Path(sys.executable).with_name("berth"))
 class Cli:
     """The commands, against one Valkey."""
 
-    def __init__(self, url: str) -> None:
-        self._environment = {"BERTH_VALKEY_URL": url, "NO_COLOR": "1", "COLUMNS": "200"}
+    def __init__(self, url: str, folder: Path, database_url: str = "") -> None:
+        write_secret(folder / "message.key")
+        self.environment = {"BERTH_VALKEY_URL": url, "BERTH_MESSAGE_KEY_FILE": str(folder / "message.key")}
+        self.database_url = database_url
+        if database_url:
+            self.environment["BERTH_DATABASE_URL"] = database_url
+        self._environment = {**self.environment, "NO_COLOR": "1", "COLUMNS": "200"}
 
     def text(self, *words: str, code: int = 0) -> str:
         done = CliRunner().invoke(app, ["jobs", *words], env=self._environment)
@@ -52,8 +64,8 @@ def running(words: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]
 
 
 @pytest.fixture
-def cli(fleet: RunnerFleet) -> Cli:
-    return Cli(fleet.stage.url)
+def cli(fleet: RunnerFleet, tmp_path: Path, migrated_database: str) -> Cli:
+    return Cli(fleet.stage.url, tmp_path, migrated_database)
 
 
 def test_queues_runners_and_running_jobs_are_shown(fleet: RunnerFleet, cli: Cli) -> None:
@@ -73,7 +85,7 @@ def test_queues_runners_and_running_jobs_are_shown(fleet: RunnerFleet, cli: Cli)
     table = cli.text("info", "-W")
     assert "1 waiting, 1 running, 1 delayed, 0 failed; 1 runners" in table
     assert re.search(r"one-\w+ +local +\d+ +\* +busy +busy", table)
-    assert re.search(r"exports +1 +1 +open +scripted 1", cli.text("queues"))
+    assert re.search(r"exports +1 +\d+\.\d s +1 +1 +open +scripted 1", cli.text("queues"))
     assert "exports" not in cli.text("info", "--user", "somebody")
 
 
@@ -113,14 +125,16 @@ def test_failed_jobs_are_requeued_by_filter_and_all(fleet: RunnerFleet, cli: Cli
     cli.text("requeue", "--all", "--queue", "first", code=2)
 
 
-def test_everything_a_queue_or_a_runner_is_suspended_and_resumed(fleet: RunnerFleet, cli: Cli) -> None:
+def test_everything_a_queue_or_a_runner_is_suspended_and_resumed(
+    fleet: RunnerFleet, cli: Cli, tmp_path: Path
+) -> None:
     fleet.start("one")
     assert cli.text("suspend", "--queue", "default") == "queue default is suspended\n"
     assert cli.text("suspend", "--queue", "default") == "queue default is suspended already\n"
     fleet.add("held")
     fleet.add("free", queue="other")
     fleet.result("free")
-    assert re.search(r"default +1 +1 +suspended", cli.text("queues"))
+    assert re.search(r"default +1 +0\.0 s +1 +1 +suspended", cli.text("queues"))
     assert cli.text("suspend", "--runner", "one") == "runner one is suspended\n"
     assert cli.json("workers")[0]["suspended"]
     assert cli.text("suspend") == "everything is suspended\n"
@@ -131,6 +145,55 @@ def test_everything_a_queue_or_a_runner_is_suspended_and_resumed(fleet: RunnerFl
     assert cli.text("resume") == "everything is open\n"
     assert fleet.result("held").status == JobStatus.DONE
     cli.text("suspend", "--queue", "default", "--runner", "one", code=2)
+    by = f"{getpass.getuser()} at {socket.gethostname()}"
+    assert audited(cli)[:2] == [
+        (by, "jobs.suspend_requested", {"queue": "default"}),
+        (by, "jobs.suspend_requested", {"queue": "default"}),
+    ]
+    refused = Cli(fleet.stage.url, tmp_path, "postgresql+asyncpg://berth@127.0.0.1:1/berth").text(
+        "suspend", code=1
+    )
+    assert "not done, since the audit trail cannot be written" in refused
+    assert cli.json("info")["suspended"] is False
+
+
+def audited(cli: Cli) -> list[tuple[str, str, dict[str, Any]]]:
+    """What operators did, the first act first."""
+
+    async def read() -> list[tuple[str, str, dict[str, Any]]]:
+        database = Database(cli.database_url, pool_size=1)
+        async with database.session() as session:
+            rows = await audit.list_entries(session, limit=100)
+        await database.close()
+        return [(row.actor, row.action, row.data) for row in reversed(rows)]
+
+    return asyncio.run(read())
+
+
+def test_what_nobody_knows_is_neither_suspended_nor_resumed(fleet: RunnerFleet, cli: Cli) -> None:
+    fleet.start("one")
+    for verb in ("suspend", "resume"):
+        unknown = cli.text(verb, "--runner", "typo", code=1)
+        assert unknown == "error: there is no runner typo; known: one\n"
+        refused = cli.text(verb, "--queue", "typo", code=1)
+        assert "no queue typo; known: default, email, push, sms, webhook, whatsapp" in refused
+    assert "suspended" not in cli.text("info", "-W")
+    cli.text("suspend", "--runner", "one")
+    assert cli.text("resume", "--runner", "one") == "runner one is open\n"
+    assert cli.text("resume", "--runner", "one") == "runner one is open already\n"
+
+
+def test_the_address_comes_from_a_secret_file_as_everywhere(
+    fleet: RunnerFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "berth_valkey_url").write_text(fleet.stage.url)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
+    environment |= {"BERTH_SECRETS_DIR": str(tmp_path), "BERTH_DATA_DIR": str(tmp_path / "none")}
+    done = subprocess.run(
+        [BERTH, "jobs", "info"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "0 waiting" in done.stdout
 
 
 def test_waiting_and_running_jobs_are_cancelled(fleet: RunnerFleet, cli: Cli) -> None:
@@ -156,13 +219,15 @@ def test_a_watch_shows_it_again_and_again_until_it_is_interrupted(fleet: RunnerF
     assert [overview["failed"] for overview in overviews] == [0, 0]
 
 
-def test_a_runner_of_the_fleet_is_started_from_the_command_line(fleet: RunnerFleet, tmp_path: Path) -> None:
+def test_a_runner_of_the_fleet_is_started_from_the_command_line(
+    fleet: RunnerFleet, cli: Cli, tmp_path: Path
+) -> None:
     words = [BERTH, "jobs", "worker", "--queues", "a,b", "--name", "mine", "--valkey", fleet.stage.url]
     config = tmp_path / "runner.json"
     config.write_text('{"version": "told"}')
     config.chmod(0o600)
     words += ["--config", str(config)]
-    with running(words, stderr=subprocess.PIPE) as process:
+    with running(words, stderr=subprocess.PIPE, env=os.environ | cli.environment) as process:
         (runner,) = eventually(fleet.beats, "a registered runner")
         own = job_keys.runner(job_keys.FLEET_TAG, runner)
         entry = fleet.stage.client.execute("HMGET", own, "queues", "version")
@@ -189,7 +254,7 @@ def test_a_configuration_that_others_can_read_or_that_is_none_is_refused(
     config = tmp_path / "c"
     config.write_text(text)
     config.chmod(mode)
-    output = Cli("redis://127.0.0.1:1/0").text("worker", "--config", str(config), code=2)
+    output = Cli("redis://127.0.0.1:1/0", tmp_path).text("worker", "--config", str(config), code=2)
     assert told in " ".join(output.replace("│", " ").split())  # wrapped in a box
 
 

@@ -15,6 +15,7 @@ from tests.integration.jobs.scripted import JobScript
 from tests.integration.jobs.stage import QueueStage
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobStatus
+from worker_runtime.protocol.keys import ERRORS
 
 #: Seconds of a lease of two runners that live: one that stands still for a while is not taken for dead.
 CALM = 6.0
@@ -102,7 +103,7 @@ def test_a_live_runner_with_a_long_job_keeps_it(fleet: RunnerFleet) -> None:
 
 
 def test_runners_come_back_by_themselves_after_a_flush(fleet: RunnerFleet) -> None:
-    runner = fleet.start()
+    runner = fleet.start(report_errors=True)
     fleet.add("gone", script=JobScript(until=fleet.gate()), idempotent=True)
     entry = fleet.started("gone")
     fleet.stage.client.execute("FLUSHALL")
@@ -111,6 +112,8 @@ def test_runners_come_back_by_themselves_after_a_flush(fleet: RunnerFleet) -> No
     eventually(fleet.beats, "a registered runner")
     fleet.add("next")
     assert fleet.result("next").status == JobStatus.DONE
+    told = eventually(lambda: fleet.stage.client.execute("XRANGE", ERRORS, "-", "+"), "operators are told")
+    assert b"job_runner_lost in jobs on " in told[0][1][3]
 
 
 def test_a_restart_of_valkey_costs_no_job(short_directory: Path) -> None:

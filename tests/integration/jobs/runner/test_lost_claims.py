@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.integration.jobs.fleet import RunnerFleet, RunnerProcess, eventually
+from tests.integration.jobs.stage import KEYS
 from tests.integration.worker.wire import ValkeyWire
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol.messages import JobStatus
@@ -68,7 +69,7 @@ def test_a_job_that_is_cancelled_before_it_is_found_does_not_run(
         fleet.add(job_id, idempotent=True)
         eventually(lambda: wire.lose == 0, "the claim")
         runner.send(signal.SIGSTOP)
-        cancelled = fleet.stage.call(job_calls.cancel(job_id))
+        cancelled = fleet.stage.call(job_calls.cancel(job_id, KEYS))
         runner.send(signal.SIGCONT)
         result = fleet.result(job_id)
         if cancelled == "asked" and not fleet.ledger(job_id):

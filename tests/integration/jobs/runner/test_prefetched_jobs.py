@@ -10,6 +10,7 @@ import pytest
 
 from tests.integration.jobs.fleet import RunnerFleet, eventually
 from tests.integration.jobs.scripted import JobScript
+from tests.integration.jobs.stage import KEYS
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol.messages import JobStatus
 
@@ -67,7 +68,7 @@ def test_a_job_in_hand_that_has_not_begun_is_cancelled_without_running(fleet: Ru
     at_once(fleet, JobScript(until=fleet.gate()))
     fleet.started("first")
     runner.send(signal.SIGSTOP)  # most likely while they are still in hand
-    assert fleet.stage.call(job_calls.cancel(BEHIND[0])) in ("asked", "cancelled")
+    assert fleet.stage.call(job_calls.cancel(BEHIND[0], KEYS)) in ("asked", "cancelled")
     runner.send(signal.SIGCONT)
     assert fleet.result(BEHIND[0]).status == JobStatus.CANCELLED
     fleet.open()

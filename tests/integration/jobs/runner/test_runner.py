@@ -11,9 +11,11 @@ import pytest
 
 from tests.integration.jobs.fleet import RunnerFleet, alive, eventually
 from tests.integration.jobs.scripted import JobScript
+from tests.integration.jobs.stage import KEYS
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobResult, JobStatus
+from worker_runtime.protocol.authentication import sign_payload
 
 
 def code(result: JobResult) -> str:
@@ -160,7 +162,7 @@ def test_a_running_job_is_cancelled(fleet: RunnerFleet) -> None:
     fleet.start()
     fleet.add("j", script=JobScript(until=fleet.gate()), idempotent=True)
     entry = fleet.started("j")
-    assert fleet.stage.call(job_calls.cancel("j")) == "asked"
+    assert fleet.stage.call(job_calls.cancel("j", KEYS)) == "asked"
     result = fleet.result("j")
     assert (result.status, code(result)) == (JobStatus.CANCELLED, "JOB_CANCELLED")
     eventually(lambda: not alive(entry.pid), "the child's end")
@@ -181,7 +183,8 @@ def test_poisoned_jobs_are_refused_and_harm_nobody(fleet: RunnerFleet) -> None:
     fleet.stage.enqueue("nonsense", "scripted")
     key = job_keys.job(job_keys.FLEET_TAG, "later")
     fleet.stage.enqueue("later", "scripted", delay=60)
-    fleet.stage.client.execute("HSET", key, "body", b"\xff{" + b"[" * 100_000)
+    poison = sign_payload(KEYS, b"job/1", b"\xff{" + b"[" * 100_000)
+    fleet.stage.client.execute("HSET", key, "body", poison)
     fleet.stage.make_due("later")
     assert code(fleet.result("unknown")) == "JOB_UNKNOWN"
     assert code(fleet.result("arguments")) == "MALFORMED_MESSAGE"

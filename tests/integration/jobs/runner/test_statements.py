@@ -8,6 +8,7 @@ from email.policy import default
 from typing import Any
 
 from tests.integration.jobs.fleet import RunnerFleet
+from tests.integration.jobs.stage import KEYS
 from tests.unit.jobs.types.receiver import receiving
 from tests.unit.jobs.types.test_mail import port_of, serving
 from tests.unit.jobs.types.test_orders import row
@@ -33,7 +34,7 @@ def test_a_statement_reaches_its_user_by_mail_and_by_webhook(fleet: RunnerFleet)
             ("mailed", MailStatement(to="alice@example.com", **about)),
             ("posted", PostStatement(url=receiver.url, **about)),
         ):
-            fleet.stage.call(job_calls.enqueue(catalog.make_job(job_id, work)))
+            fleet.stage.call(job_calls.enqueue(catalog.make_job(job_id, work), KEYS))
             assert fleet.result(job_id).status is JobStatus.DONE
     [raw] = server.mails
     mail = message_from_bytes(raw, policy=default)

@@ -6,13 +6,15 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from typing import Any
 
 import msgspec
 import pytest
 
 from tests.integration.jobs.fleet import RunnerFleet, eventually
-from tests.integration.jobs.stage import QueueStage
+from tests.integration.jobs.stage import KEYS, QueueStage
+from tests.signed import worker_answer
 from tests.unit.jobs.types.receiver import receiving
 from tests.unit.jobs.types.test_orders import row
 from worker_runtime.jobs.config import WebhookOutlet
@@ -34,12 +36,12 @@ from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import BerthError, LoginRejected, SessionDown
 from worker_runtime.protocol.exchange import Balance, Position
-from worker_runtime.protocol.messages import Answer, Failure, decode, encode
+from worker_runtime.protocol.messages import Answer, Failure, decode
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, encode_report, parse_frame
 
 
 def done(fleet: RunnerFleet, job_id: str, work: msgspec.Struct, **options: Any) -> JobResult:
-    reply = fleet.stage.call(job_calls.enqueue(catalog.make_job(job_id, work, **options)))
+    reply = fleet.stage.call(job_calls.enqueue(catalog.make_job(job_id, work, **options), KEYS))
     assert reply[0] == "queued"
     return fleet.result(job_id)
 
@@ -61,7 +63,7 @@ def test_a_runner_without_keys_leaves_webhooks_to_one_that_has_them(fleet: Runne
     keyless = fleet.start("keyless", real=True)
     with receiving() as receiver:
         work = DeliverWebhook(url=receiver.url, recipient="alice", event="e", body=msgspec.Raw(b"1"))
-        fleet.stage.call(job_calls.enqueue(catalog.make_job("w-3", work, retry_delay=1.0)))
+        fleet.stage.call(job_calls.enqueue(catalog.make_job("w-3", work, retry_delay=1.0), KEYS))
         eventually(lambda: keyless.job_events("job-retry"), "an attempt that finds no keys")
         keyless.send(signal.SIGTERM)
         keyless.wait()
@@ -75,6 +77,7 @@ def test_a_runner_without_keys_does_not_know_webhooks(fleet: RunnerFleet) -> Non
     result = done(fleet, "w-2", work, attempts=1)
     assert result.failure is not None
     assert result.failure.code == "JOB_UNKNOWN"
+    assert "webhooks need BERTH_WEBHOOK_KEY_FILE" in result.failure.detail
 
 
 def test_statements_and_exports_come_back_as_results(fleet: RunnerFleet) -> None:
@@ -120,14 +123,14 @@ def session(stage: QueueStage, user_id: str, *failures: BerthError) -> Iterator[
                     complete=True,
                     absence_certain=True,
                     positions=[
-                        Position(symbol="2330", quantity=2, average_price="1001.5"),  # type: ignore[arg-type]
-                        Position(symbol="2317", quantity=0, average_price="200"),  # type: ignore[arg-type]
+                        Position(symbol="2330", quantity=2, average_price=Decimal("1001.5")),
+                        Position(symbol="2317", quantity=0, average_price=Decimal(200)),
                     ],
-                    balance=Balance(currency="TWD", cash=10, available=7),  # type: ignore[arg-type]
+                    balance=Balance(currency="TWD", cash=Decimal(10), available=Decimal(7)),
                 )
                 answer = Answer(request_id=query.request_id, report=encode_report(report))
             where = keys.answering(user_id, query.request_id)
-            client.run(scripts.ANSWER, where, [popped, encode(answer), 60, query.reply_to])
+            client.run(scripts.ANSWER, where, [popped, worker_answer(user_id, answer), 60, query.reply_to])
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -139,9 +142,16 @@ def session(stage: QueueStage, user_id: str, *failures: BerthError) -> Iterator[
         client.close()
 
 
+@pytest.fixture
+def snapshots(fleet: RunnerFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner of the user alice: it has the keys of her messages."""
+    monkeypatch.setenv("BERTH_SNAPSHOTS", fleet.stage.url)
+
+
+@pytest.mark.usefixtures("snapshots")
 def test_a_snapshot_asks_the_users_session_until_it_has_a_connection(fleet: RunnerFleet) -> None:
     fleet.stage.client.execute("SET", keys.GENERATION, "g-1")
-    fleet.start(real=True)
+    fleet.start()
     with session(fleet.stage, "alice", SessionDown()) as asked:
         work = SnapshotPositions(user_id="alice", account_id="main")
         result = done(fleet, "p-1", work, retry_delay=0.05)
@@ -154,8 +164,9 @@ def test_a_snapshot_asks_the_users_session_until_it_has_a_connection(fleet: Runn
     assert len({query.request_id for query in asked}) == 2
 
 
+@pytest.mark.usefixtures("snapshots")
 def test_a_snapshot_that_the_session_refuses_for_good_fails_at_once(fleet: RunnerFleet) -> None:
-    fleet.start(real=True)
+    fleet.start()
     with session(fleet.stage, "alice", LoginRejected("wrong key")):
         result = done(fleet, "p-2", SnapshotPositions(user_id="alice", account_id="main"))
     assert (result.status, result.attempt) == (JobStatus.FAILED, 1)
@@ -163,12 +174,13 @@ def test_a_snapshot_that_the_session_refuses_for_good_fails_at_once(fleet: Runne
     assert "LOGIN_REJECTED" in result.failure.detail
 
 
+@pytest.mark.usefixtures("snapshots")
 @pytest.mark.parametrize("mark", [False, True])
 def test_a_question_that_nobody_took_is_taken_back(fleet: RunnerFleet, mark: bool) -> None:
     client = fleet.stage.client
     if mark:
         client.execute("SET", keys.mark("alice"), "a worker")
-    fleet.start(real=True)
+    fleet.start()
     work = SnapshotPositions(user_id="alice", account_id="main", patience=0.2)
     result = done(fleet, "p-3", work, attempts=1)
     assert result.failure is not None

@@ -18,13 +18,11 @@ from worker_runtime.protocol.scripts import SETTLE_CLAIM
 def test_a_launched_worker_announces_itself_with_a_proven_key(stage: WorkerStage) -> None:
     worker = stage.ready()
     assert stage.client.execute("ZCARD", keys.pool_ready(stage.pool)) == 1
-    status, found, public_key, proof, task, version = stage.take("c1")
-    assert (status, found, task, version) == (
-        b"claimed",
-        worker.worker_id.encode(),
-        f"task-{worker.worker_id}".encode(),
-        b"test",
-    )
+    entry = keys.pool_worker(stage.pool, worker.worker_id)
+    task = f"task-{worker.worker_id}".encode()
+    assert stage.client.execute("HMGET", entry, "task", "version") == [task, b"test"]
+    status, found, public_key, proof = stage.take("c1")
+    assert (status, found) == (b"claimed", worker.worker_id.encode())
     token = sealing.launch_token(stage.secret, worker.worker_id)
     assert sealing.check_key(token, worker.worker_id, public_key, proof)
 
@@ -47,7 +45,7 @@ def test_a_claimed_worker_connects_and_replies(stage: WorkerStage) -> None:
 
 
 def test_a_reserved_worker_is_claimed_from_birth_and_says_so(stage: WorkerStage) -> None:
-    worker = stage.launch(reserved_claim="c9")
+    worker = stage.ready(reserved_claim="c9")
     born = stage.client.execute("BLPOP", keys.pool_born(stage.pool, "c9"), PATIENCE - 5)
     assert born[1].decode() == worker.worker_id
     assert stage.client.execute("ZCARD", keys.pool_ready(stage.pool)) == 0
@@ -128,6 +126,19 @@ def test_credentials_sealed_to_another_key_are_refused(stage: WorkerStage) -> No
     assert (reply.failure.code, reply.failure.retryable) == ("INVALID_SEAL", False)
 
 
+def test_message_keys_sealed_to_another_key_end_the_claim(stage: WorkerStage) -> None:
+    worker = stage.ready()
+    stage.take("c1")
+    stage.own(worker.worker_id, 1)
+    message = stage.claim_message(worker, "c1")
+    other = sealing.new_worker_key().public_key().public_bytes_raw()
+    stage.push(worker, msgspec.structs.replace(message, sealed_keys=stage.sealed_keys(other, worker, "c1")))
+    reply = stage.reply("c1")
+    assert reply.failure is not None
+    assert reply.failure.code == "INVALID_SEAL"
+    assert worker.wait() == ExitCode.CLAIM_REFUSED
+
+
 def test_a_claim_without_accounts_fails_for_good(stage: WorkerStage) -> None:
     reply = stage.claim(stage.ready(), accounts={})
     assert reply.failure is not None
@@ -146,18 +157,24 @@ def test_wrong_credentials_are_told_and_not_tried_again(stage: WorkerStage) -> N
 
 def test_a_failed_connect_is_tried_again_when_told(stage: WorkerStage) -> None:
     worker = stage.ready()
-    reply = stage.claim(worker, accounts={"a1": "good", "a2": "closed"})
+    reply = stage.claim(worker, accounts={"a1": "wrong", "a2": "closed"})
     assert reply.failure is not None
     assert (reply.failure.code, reply.failure.retryable) == ("BROKER_UNREACHABLE", True)
     assert stage.metadata()["state"] == "Connecting"
+    again = Connect(claim_id="c1", worker_id=worker.worker_id, attempt=2, connect_timeout=CONNECT_TIMEOUT)
+    stage.push(worker, again)
+    assert stage.reply("c1").attempt == 2
+    logins = len(worker.ledger("login"))
+    stage.push(worker, again)  # whoever replays it spends no login
+    assert stage.reply("c1").attempt == 2
+    assert len(worker.ledger("login")) == logins
     worker.tell_broker("open")
-    stage.push(
-        worker,
-        Connect(claim_id="c1", worker_id=worker.worker_id, attempt=2, connect_timeout=CONNECT_TIMEOUT),
-    )
+    stage.push(worker, msgspec.structs.replace(again, attempt=3))
     reply = stage.reply("c1")
-    assert (reply.failure, reply.attempt) == (None, 2)
+    assert (reply.failure, reply.attempt) == (None, 3)
     assert stage.send(account_id="a2").outcome is not None
+    refused = [login for login in worker.ledger("login") if login["api_key"] == "wrong"]
+    assert len(refused) == 1
 
 
 def test_a_fault_of_the_adapter_at_login_is_answered(stage: WorkerStage) -> None:

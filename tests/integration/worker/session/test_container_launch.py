@@ -13,10 +13,10 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from infra.launchers.ecs.request import run_task
-from infra.launchers.port import LaunchSpec
 from infra.local.servers import ValkeyServer
 from infra.settings import EcsSettings
 from infra.valkey.client import reply_of
+from infra.worker_task import LaunchSpec
 from tests.unit.worker_runtime.process.task_metadata import TASK_ID, metadata_server
 from worker_runtime.process.config import METADATA_VARIABLE
 from worker_runtime.protocol import keys, launch_document
@@ -35,7 +35,7 @@ async def test_a_worker_becomes_ready_by_what_run_task_gives_it(
         pool="default",
         valkey_url=valkey_server.url,
         launch_token=b"t" * 32,
-        orchestrator_key=bytes(range(32)),
+        orchestrator_keys=(bytes(range(32)),),
     )
     place = EcsSettings(cluster="c", placement="none")
     request = run_task(place, LaunchSpec(config=config), "token-1", KEY)
@@ -59,7 +59,7 @@ async def test_a_worker_becomes_ready_by_what_run_task_gives_it(
             )
         try:
             deadline = time.monotonic() + PATIENCE
-            while await valkey_client.zscore(keys.pool_ready("default"), "w-ecs") is None:
+            while not await valkey_client.exists(keys.pool_worker("default", "w-ecs")):
                 assert worker.returncode is None, (tmp_path / "worker.log").read_text()
                 assert time.monotonic() < deadline, (tmp_path / "worker.log").read_text()
                 await asyncio.sleep(0.02)

@@ -127,9 +127,9 @@ def test_killing_the_supervisor_gives_a_new_one_that_renews_the_mark(stage: Work
 
 
 def test_a_configuration_that_cannot_be_read_is_said_without_its_values(stage: WorkerStage) -> None:
-    worker = stage.launch(valkey_url="redis://x", orchestrator_key=b"too short")
+    worker = stage.launch(valkey_url="redis://x", orchestrator_keys=(b"too short",))
     assert worker.wait() == ExitCode.BAD_CONFIG
-    assert "orchestrator_key" in worker.log()[0]["reason"]
+    assert "orchestrator_keys" in worker.log()[0]["reason"]
     assert "too short" not in worker.log_path.read_text()
 
 

@@ -75,6 +75,7 @@ def executed(stage: WorkerStage, *, epoch: int, accepted_in_ms: int) -> bool:
     shared_state, log = SharedState(), Log("ERROR")
     shared_state.session_number = 1
     stage.own("w1", epoch)
+    shared_state.write_message_keys(stage.secrets.for_worker(stage.user, epoch))
     shared_state.assign(stage.user, "c1", epoch)
     order = queued(stage, accepted_in_ms=accepted_in_ms)
     send_buffer = SendBuffer(stage.client, stage.config(worker_id="w1"), shared_state, log)
@@ -83,7 +84,7 @@ def executed(stage: WorkerStage, *, epoch: int, accepted_in_ms: int) -> bool:
     submitter = OrderSubmitter(
         calls, tracker, UnknownOutcomes(tracker), send_buffer=send_buffer, shared_state=shared_state, log=log
     )
-    queue_reader = RequestQueueReader(stage.client, shared_state, "w1")
+    queue_reader = RequestQueueReader(stage.client, shared_state, "w1", log)
     assert queue_reader.is_switch_current()
     outcome, failure = submitter.submit_order(order, queue_reader.pop())
     assert failure is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import time
 
 import pytest
 
@@ -14,9 +15,8 @@ from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Connect, ReleaseClaim, Shutdown, WorkerEvent
 
-#: Seconds. A session pulses once a second, and a check counts for 2 s at the most: when the whole machine
-#: stands still, a session that runs is not killed for it.
-PULSE = 4.0
+#: Seconds: the default. A session pulses once a second.
+PULSE = 3.0
 
 
 def details(stage: WorkerStage, kind: str) -> list[str]:
@@ -52,6 +52,27 @@ def test_a_stopped_session_is_seen_and_replaced(stage: WorkerStage) -> None:
     assert not alive(session)
     assert details(stage, "session_replaced") == ["no pulse"]
     assert stage.send().failure is None
+
+
+@pytest.mark.parametrize("who", ["supervisor", "both", "all"])
+def test_a_host_that_stands_still_kills_no_session(stage: WorkerStage, who: str) -> None:
+    worker = stage.active(pulse_timeout=PULSE, mark_ttl=60.0)
+    session, supervisor = worker.both()
+    stopped = {"supervisor": [supervisor], "both": [supervisor, session]}.get(
+        who, [worker.pid, supervisor, session]
+    )
+    assert stage.send().failure is None
+    time.sleep(1.5)  # until it waits for the next one
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(2 * PULSE)  # as long as the host stands still
+    for number, pid in enumerate(stopped):
+        time.sleep(1.5 * (number > 0))  # it comes back bit by bit, the session last
+        os.kill(pid, signal.SIGCONT)
+    assert stage.send().failure is None
+    time.sleep(PULSE + 1.0)  # a killing would follow within this
+    assert worker.both() == (session, supervisor)
+    assert worker.logged("session_killed") == []
 
 
 @pytest.mark.parametrize("symbol", ["SLOW", "SPIN", "GIL"])

@@ -9,23 +9,20 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.contract.brokers.fake import FakeBroker, FakeMarket
 from tests.integration.worker.stage import WorkerStage
 from tests.integration.worker.worker import PATIENCE
-from worker_runtime.brokers.fake import FakeBroker, FakeMarket
 from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import boot_ns
 from worker_runtime.process.log import Log
-from worker_runtime.process.mark import WorkerMark
 from worker_runtime.process.replacement import WorkerExit
 from worker_runtime.process.shared_state import SharedState, WorkerActivity
 from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import Credentials
-from worker_runtime.protocol.sealing import new_worker_key
 from worker_runtime.session.claim import ResumeHandler
-from worker_runtime.session.request_loop import RequestLoop
-from worker_runtime.session.send_buffer import SendBuffer
-from worker_runtime.trading.account_session import CredentialOpener, OpenedAccount
+from worker_runtime.session.control import SessionParts
+from worker_runtime.trading.account_session import OpenedAccount
 
 
 def factory() -> BrokerFactory:
@@ -45,34 +42,14 @@ class Fresh:
         log = Log("ERROR")
         self.shared_state = SharedState()
         self.shared_state.session_number, self.shared_state.session_end = 2, -signal.SIGKILL
+        self.shared_state.write_message_keys(stage.secrets.for_worker(stage.user, 1))
         self.shared_state.assign(stage.user, "c1", 1)
         self.shared_state.connected = 1
-        key = new_worker_key()
-        self.shared_state.publish_key(key.public_key().public_bytes_raw())
         self.client = Valkey(stage.url, timeout=PATIENCE)
-        send_buffer = SendBuffer(self.client, config, self.shared_state, log)
-        opener = CredentialOpener(key, self.shared_state, config.worker_id)
-        self.request_loop = RequestLoop(
-            config,
-            self.shared_state,
-            client=self.client,
-            send_buffer=send_buffer,
-            opener=opener,
-            load_factory=factory,
-            stopping=lambda: False,
-            wake=lambda: None,
-            log=log,
+        parts = SessionParts(
+            config, self.shared_state, self.client, factory, lambda: False, lambda: None, log
         )
-        self.resuming = ResumeHandler(
-            config,
-            self.shared_state,
-            client=self.client,
-            mark=WorkerMark(config, self.shared_state),
-            send_buffer=send_buffer,
-            open_request_loop=lambda: self.request_loop,
-            opener=opener,
-            log=log,
-        )
+        self.resuming = ResumeHandler(parts)
         self.resuming.repeat_event = repeat_event
 
 
@@ -113,7 +90,10 @@ def test_while_nobody_answers_it_tells_again_and_with_credentials_no_more(
     fresh.resuming.run_due()
     assert stage.kinds() == ["session_replaced"] * 2
     key = ConnectionKey("fake", "stock", True, "a1")
-    fresh.request_loop.broker_sessions.load([OpenedAccount(key, 1, Credentials(api_key="k", secret_key="s"))])
+    assert fresh.resuming.request_loop is not None
+    fresh.resuming.request_loop.broker_sessions.load(
+        [OpenedAccount(key, 1, Credentials(api_key="k", secret_key="s"), ["b"])]
+    )
     fresh.resuming.run_due()
     assert stage.kinds() == ["session_replaced"] * 2
     assert fresh.resuming.left() == math.inf

@@ -10,7 +10,7 @@ from tests.integration.worker.worker import alive, eventually
 
 
 def test_a_worker_whose_zygote_and_session_are_stopped_ends_as_a_whole(stage: WorkerStage) -> None:
-    worker = stage.active(pulse_timeout=4.0, mark_period=0.2)
+    worker = stage.active(pulse_timeout=3.0, mark_period=0.2)
     processes = worker.both()
     os.kill(worker.pid, signal.SIGSTOP)
     os.kill(processes[0], signal.SIGSTOP)

@@ -11,7 +11,7 @@ from tests.integration.worker.worker import eventually
 from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import Fill, OrderEvent, OrderState, PlaceOrder
 
-FILL = Fill(fill_id="f1", quantity=2, price=Decimal("100.5"), at_ms=1)
+FILL = Fill(fill_id="f1", quantity=2, price=Decimal("100.5"), at_ms=1_795_410_000_001)
 
 
 def at_broker(order: PlaceOrder, state: OrderState, *fills: Fill) -> ExchangeOrder:
@@ -126,6 +126,20 @@ def test_without_a_listing_requests_wait_and_the_worker_says_why(stage: WorkerSt
     assert stage.answer(order.request_id).failure is None
     assert worker.placed() == [order.order_id]
     eventually(lambda: stage.kinds() == ["degraded", "connected"], "all is well")
+
+
+def test_positions_that_could_not_be_read_are_asked_for_until_they_are(stage: WorkerStage) -> None:
+    worker = stage.ready()
+    worker.tell_broker("positions-away")
+    assert stage.claim(worker).failure is None
+    assert stage.send().failure is None, "orders are taken meanwhile"
+    eventually(lambda: len(stage.reports()) >= 2, "it was tried again")
+    assert not any(report.complete for report in stage.reports())
+    (worker.folder / "positions-away").unlink()
+    eventually(lambda: stage.reports()[-1].complete, "the positions are known", patience=15.0)
+    told = len(stage.reports())
+    assert stage.send().failure is None
+    assert (len(stage.reports()), len(worker.ledger("login"))) == (told, 1)
 
 
 def test_an_order_of_unknown_outcome_is_settled_by_the_list_after_a_reconnect(stage: WorkerStage) -> None:

@@ -136,6 +136,15 @@ def test_a_change_of_another_generation_is_not_made_and_a_cancel_is(
     assert worker.ledger("replace") == []
 
 
+def test_a_change_that_is_pushed_again_is_made_once(stage: WorkerStage, worker: SpawnedWorker) -> None:
+    order = working(stage, worker)
+    item = stage.enqueue_raw("change-1", encode(change(order)))
+    assert stage.answer("change-1").failure is None
+    stage.push_item(item)
+    assert stage.send().failure is None
+    assert len(worker.ledger("replace")) == 1
+
+
 def test_a_query_reports_the_account_and_our_orders_learn_from_it(
     stage: WorkerStage, worker: SpawnedWorker
 ) -> None:

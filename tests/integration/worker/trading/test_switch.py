@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,13 +13,14 @@ import pytest
 
 from tests.integration.worker.stage import WorkerStage
 from tests.integration.worker.worker import eventually
+from tests.signed import SECRETS, switch_args, switch_words
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import DeadlineExceeded, OrderRejected
 from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import OrderState
-from worker_runtime.protocol.requests import OPEN_SWITCH, SwitchState, UserSwitch
+from worker_runtime.protocol.requests import OPEN_SWITCH, SWITCH_MAC, SWITCH_VERSION, SwitchState, UserSwitch
 from worker_runtime.protocol.scripts import WRITE_SWITCH
 from worker_runtime.session.queue_reader import QueueItem, RequestQueueReader
 from worker_runtime.session.send_buffer import SendBuffer
@@ -30,7 +33,7 @@ REDUCING = UserSwitch(version=2, every=SwitchState.REDUCING)
 
 
 def switch(stage: WorkerStage, wanted: UserSwitch) -> None:
-    assert stage.client.run(WRITE_SWITCH, [keys.switch(stage.user)], wanted.words()) == b"ok"
+    assert stage.client.run(WRITE_SWITCH, [keys.switch(stage.user)], switch_args(stage.user, wanted)) == b"ok"
 
 
 def of_another_server(stage: WorkerStage) -> None:
@@ -91,6 +94,51 @@ def test_while_reducing_only_orders_that_reduce_are_taken(stage: WorkerStage) ->
     assert code(stage, opening.request_id) == "REDUCING_ONLY"
     assert code(stage, closing.request_id) == "filled"
     assert worker.placed() == [closing.order_id]
+
+
+def overwrite(stage: WorkerStage, words: list[str | int]) -> None:
+    """What somebody does who can only write to Valkey."""
+    stage.client.execute("DEL", keys.switch(stage.user))
+    stage.client.execute("HSET", keys.switch(stage.user), SWITCH_VERSION, *words)
+
+
+def test_a_forged_switch_opens_nothing(stage: WorkerStage) -> None:
+    worker = stage.active()
+    switch(stage, HALTED)
+    mac = stage.client.execute("HGET", keys.switch(stage.user), SWITCH_MAC).decode()
+    stranger = UserSwitch(version=9).words(SECRETS.request_keys("another"), stage.user)
+    forgeries: list[list[str | int]] = [[9, "*", "open"], [9, "*", "open", SWITCH_MAC, mac], stranger]
+    for forged in forgeries:
+        overwrite(stage, forged)
+        order = stage.order()
+        stage.enqueue(order)
+        assert code(stage, order.request_id) == "TRADING_HALTED"
+    assert worker.placed() == []
+    assert len(worker.logged("switch_refused")) == 1
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_older_genuine_switch_does_not_undo_a_newer_halt(stage: WorkerStage, replaced: bool) -> None:
+    worker = stage.active()
+    switch(stage, UserSwitch(version=5))
+    first = stage.order()
+    stage.enqueue(first)
+    assert code(stage, first.request_id) == "filled"
+    switch(stage, UserSwitch(version=6, every=SwitchState.HALTED))
+    halted = stage.order()
+    stage.enqueue(halted)
+    assert code(stage, halted.request_id) == "TRADING_HALTED"
+    overwrite(stage, switch_words(stage.user, UserSwitch(version=5)))
+    if replaced:
+        os.kill(worker.child("session"), signal.SIGKILL)
+        stage.revive(worker)
+    order = stage.order()
+    stage.enqueue(order)
+    assert code(stage, order.request_id) == "TRADING_HALTED"
+    switch(stage, UserSwitch(version=7))
+    last = stage.order()
+    stage.enqueue(last)
+    assert code(stage, last.request_id) == "filled"
 
 
 def test_a_switch_of_one_account_leaves_the_others_alone(stage: WorkerStage) -> None:
@@ -166,8 +214,12 @@ class Granting:
         self._granted = granted
         self._paused = paused
         self.changed = 0
+        self.books_awaited, self.differs_since = False, 0
 
     def ensure_session(self, account_id: str, item: QueueItem) -> object:
+        return self
+
+    def session(self, account_id: str) -> object:
         return self
 
     def spend_budget(self, account_id: str, what: CallKind, item: QueueItem) -> None:
@@ -192,8 +244,9 @@ class Hand:
         self.item = stage.enqueue(self.order)
         shared_state, log = SharedState(), Log("ERROR")
         shared_state.session_number = 1
+        shared_state.write_message_keys(stage.secrets.for_worker(stage.user, 1))
         shared_state.assign(stage.user, "c1", 1)
-        self.queue_reader = RequestQueueReader(stage.client, shared_state, "w1")
+        self.queue_reader = RequestQueueReader(stage.client, shared_state, "w1", log)
         self.send_buffer = SendBuffer(stage.client, stage.config(worker_id="w1"), shared_state, log)
         tracker = OrderTracker(1, self.send_buffer.add_event, log)
         self._submitter = OrderSubmitter(

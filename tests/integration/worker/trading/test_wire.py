@@ -11,6 +11,7 @@ from infra.local.servers import ValkeyServer
 from tests.integration.worker.stage import WorkerStage
 from tests.integration.worker.wire import ValkeyWire
 from tests.integration.worker.worker import PATIENCE
+from tests.signed import switch_args
 from worker_runtime.process.clock import SECOND, boot_ns
 from worker_runtime.process.log import Log
 from worker_runtime.process.mark import WorkerMark
@@ -18,8 +19,8 @@ from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.valkey import Valkey, ValkeyRefused, ValkeyUnreachable
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Answer, WorkerEventKind
-from worker_runtime.protocol.requests import SWITCH_SERVER
-from worker_runtime.protocol.scripts import POP
+from worker_runtime.protocol.requests import UserSwitch
+from worker_runtime.protocol.scripts import POP, WRITE_SWITCH
 from worker_runtime.session.queue_reader import RequestQueueReader
 from worker_runtime.session.send_buffer import SendBuffer
 
@@ -40,6 +41,7 @@ def client(wire: ValkeyWire) -> Iterator[Valkey]:
 def _shared_state(stage: WorkerStage) -> SharedState:
     shared_state = SharedState()
     shared_state.session_number = 1
+    shared_state.write_message_keys(stage.secrets.for_worker(stage.user, 1))
     shared_state.assign(stage.user, "c1", 1)
     return shared_state
 
@@ -50,7 +52,7 @@ def test_a_pop_whose_reply_was_lost_returns_the_same_item(
     stage.own("w1", 1)
     items = [stage.enqueue(stage.order()) for _ in range(2)]
     client.execute("SCRIPT", "LOAD", POP.source)
-    queue_reader = RequestQueueReader(client, _shared_state(stage), "w1")
+    queue_reader = RequestQueueReader(client, _shared_state(stage), "w1", Log("ERROR"))
     assert queue_reader.is_switch_current()
     wire.lose = 1
     with pytest.raises(ValkeyUnreachable):
@@ -70,12 +72,13 @@ def test_a_pop_that_is_repeated_at_another_server_says_that_its_switch_is_stale(
     order = stage.order()
     raw = stage.enqueue(order)
     client.execute("SCRIPT", "LOAD", POP.source)
-    queue_reader = RequestQueueReader(client, _shared_state(stage), "w1")
+    queue_reader = RequestQueueReader(client, _shared_state(stage), "w1", Log("ERROR"))
     assert queue_reader.is_switch_current()
     wire.lose = 1
     with pytest.raises(ValkeyUnreachable):
         queue_reader.pop()
-    stage.client.execute("HSET", keys.switch(stage.user), SWITCH_SERVER, "another one")
+    elsewhere = switch_args(stage.user, UserSwitch(server="another one"))
+    assert stage.client.run(WRITE_SWITCH, [keys.switch(stage.user)], elsewhere) == b"ok"
     item = queue_reader.pop(control_only=True)
     assert (item.kind, item.raw, item.switch_is_stale) == ("request", raw, True)
     assert queue_reader.put_back(raw, order.order_id) == "queued"
@@ -115,7 +118,7 @@ def test_what_cannot_be_sent_stays_in_order(stage: WorkerStage, wire: ValkeyWire
         send_buffer.add_worker_event(kind)
     wire.lose = 2
     assert not send_buffer.flush()
-    assert len(send_buffer) == 3
+    assert len(send_buffer) == 4  # one ring for all three
     assert send_buffer.flush()
     assert stage.kinds()[-3:] == ["degraded", "reconnecting", "connected"]
 
@@ -172,4 +175,4 @@ def test_an_error_reply_is_raised_with_its_code_alone(client: Valkey) -> None:
 def test_a_script_that_the_server_does_not_know_is_sent(stage: WorkerStage, client: Valkey) -> None:
     client.execute("SCRIPT", "FLUSH")
     stage.own("w1", 1)
-    assert RequestQueueReader(client, _shared_state(stage), "w1").pop().kind == "empty"
+    assert RequestQueueReader(client, _shared_state(stage), "w1", Log("ERROR")).pop().kind == "empty"

@@ -118,6 +118,19 @@ def test_a_token_expires_after_its_life(exchange: PaperExchange, clock: Exchange
     assert [session.close_reason for session in exchange.ledger.sessions()] == ["the token expired"] * 2
 
 
+def test_in_a_year_each_token_lives_for_its_day_and_no_longer(
+    exchange: PaperExchange, clock: ExchangeClock
+) -> None:
+    exchange.sessions.set_limits(ExchangeLimits(session_life_s=24 * HOUR))
+    for _ in range(365):
+        client = TraderClient()
+        login(exchange, client=client)
+        clock.pass_by(24 * HOUR - 1)
+        assert client.ended == []
+        clock.pass_by(1)
+        assert client.ended == ["the token expired"]
+
+
 def test_the_token_of_a_session_that_is_over_expires_silently(
     exchange: PaperExchange, clock: ExchangeClock
 ) -> None:

@@ -215,3 +215,34 @@ def test_a_ledger_in_use_is_a_clear_error(server: ExchangeServer) -> None:
     )  # fmt: skip
     assert done.returncode == 1
     assert "LEDGER_IN_USE" in done.stderr
+
+
+def test_an_account_is_opened_from_the_command_line_with_keys_that_log_in(server: ExchangeServer) -> None:
+    def add(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "infra.exchange", "account", "add", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    made = add("opened", "--person", "P7", "--admin-url", server.admin_url)
+    assert (made.returncode, made.stderr) == (0, "")
+    keys = json.loads(made.stdout)
+    assert (keys.pop("broker"), keys["person_id"]) == ("paper", "P7")
+    with ExchangeWire(server) as wire:
+        assert wire.ask(op="login", id=1, account="opened", **keys)["error"] is None
+    url = f"http://127.0.0.1:{free_port()}"
+    nobody = add("opened", "--admin-url", url)
+    assert nobody.returncode == 1
+    assert nobody.stderr == f"error: no paper exchange answers at {url}; is `berth up` running?\n"
+    refused = add("x" * 65, "--admin-url", server.admin_url)
+    assert (refused.returncode, refused.stderr.startswith("error: ")) == (1, True)
+    assert "Traceback" not in refused.stderr
+
+
+async def test_a_login_that_only_checks_opens_no_session(server: ExchangeServer) -> None:
+    await register(server, "checked")
+    with ExchangeWire(server) as wire:
+        checked = wire.ask(
+            op="login", id=1, account="checked", api_key="key", secret_key="x", check_only=True
+        )
+        assert checked["error"] == "LOGIN_REJECTED"
+        assert wire.ask(op="list_orders", id=2)["error"] == "SESSION_DOWN"
+        log_in(wire, "checked")

@@ -8,7 +8,11 @@ import pytest
 from worker_runtime.jobs.config import parse_config
 from worker_runtime.process.config import BadConfig
 
-GOOD: dict[str, object] = {"name": "r", "valkey_url": "redis://user:secret@127.0.0.1:6379/0"}
+GOOD: dict[str, object] = {
+    "message_keys": [[1, "AAAA"]],
+    "name": "r",
+    "valkey_url": "redis://user:secret@127.0.0.1:6379/0",
+}
 
 
 def test_a_small_configuration_is_enough() -> None:
@@ -21,6 +25,7 @@ def test_a_small_configuration_is_enough() -> None:
     "change",
     [
         {"name": ""},
+        {"message_keys": []},
         {"queues": []},
         {"slots": 0},
         {"recycle": 0},

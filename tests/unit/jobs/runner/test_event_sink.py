@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from worker_runtime.jobs import event_sink as sinks
-from worker_runtime.jobs.config import parse_config
+from worker_runtime.jobs.config import RunnerConfig, parse_config
 from worker_runtime.jobs.event_sink import BadEventSink, EventSink, parse_sink_address
 from worker_runtime.process.config import BadConfig
 from worker_runtime.process.log import Log
+from worker_runtime.protocol.authentication import MessageKey
+from worker_runtime.protocol.messages import encode
 
 
 class RecordingLog(Log):
@@ -72,8 +74,14 @@ def test_addresses_that_cannot_be_used_are_refused(url: str) -> None:
 
 
 def test_a_runner_with_such_an_address_is_refused() -> None:
+    config = RunnerConfig(
+        name="r",
+        valkey_url="redis://127.0.0.1:1/0",
+        message_keys=(MessageKey(1, b"k"),),
+        events_to="tcp://name:1",
+    )
     with pytest.raises(BadConfig, match="events_to: it needs an IP address"):
-        parse_config(b'{"name": "r", "valkey_url": "redis://127.0.0.1:1/0", "events_to": "tcp://name:1"}')
+        parse_config(encode(config))
 
 
 def test_ipv6_and_unix_addresses() -> None:

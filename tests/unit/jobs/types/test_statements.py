@@ -27,8 +27,19 @@ def test_a_statement_says_what_was_bought_and_sold_on_which_account() -> None:
         "Account second",
         "  2330: bought 3 at prices not all known (orders: 1 filled)",
         "",
-        "Quantities are lots. Fees and taxes are the broker's and not in it.",
+        "Quantities are lots, or shares. Fees and taxes are the broker's and not in it.",
     ]
+
+
+def test_shares_of_odd_lots_are_not_added_to_lots() -> None:
+    made = a_statement(row(1), row(2, lot="odd", filled_quantity=700))
+    assert [(one.symbol, one.odd, one.bought) for one in made.lines] == [
+        ("2330", False, 3),
+        ("2330", True, 700),
+    ]
+    text = statement_text(made)
+    assert "  2330: bought 3 at 1001 on average (orders: 1 filled)\n" in text
+    assert "  2330 (shares): bought 700 at 1001 on average (orders: 1 filled)\n" in text
 
 
 def test_a_day_without_orders_is_said_in_one_line() -> None:

@@ -18,7 +18,7 @@ CONFIG = WorkerConfig(
     pool="p1",
     valkey_url="redis://127.0.0.1:6379/0",
     launch_token=b"t" * 32,
-    orchestrator_key=b"k" * 32,
+    orchestrator_keys=(b"k" * 32,),
 )
 
 
@@ -31,10 +31,11 @@ def test_a_configuration_survives_its_encoding() -> None:
     [
         {"worker_id": ""},
         {"pool": ""},
-        {"orchestrator_key": b"short"},
+        {"orchestrator_keys": (b"short",)},
+        {"orchestrator_keys": ()},
         {"mark_period": 0.0},
         {"mark_period": 26.0},
-        {"valkey_url": "rediss://h"},
+        {"valkey_url": "rediss://h?ssl_ca_certs=/nowhere.pem"},
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused(change: dict[str, Any]) -> None:
@@ -57,7 +58,7 @@ def test_addresses_of_both_kinds_are_read() -> None:
     assert ValkeyAddress("redis://h").target == ("h", 6379)
 
 
-@pytest.mark.parametrize("url", ["http://h", "rediss://h", "redis://h/x", "h:6379"])
+@pytest.mark.parametrize("url", ["http://h", "rediss://h/x", "redis://h/x", "h:6379"])
 def test_other_addresses_are_refused(url: str) -> None:
     with pytest.raises(BadValkeyAddress):
         ValkeyAddress(url)

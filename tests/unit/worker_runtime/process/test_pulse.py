@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 
 import pytest
 
+from worker_runtime.process import kernel
 from worker_runtime.process.clock import SECOND
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.supervisor import PulseWatch
@@ -19,10 +22,15 @@ class PulseClock:
         return self.now
 
 
-def watch(timeout: float = 10.0) -> tuple[PulseClock, SharedState, PulseWatch]:
+def watch(timeout: float = 10.0, host_wait: float = 0.0) -> tuple[PulseClock, SharedState, PulseWatch]:
     clock, shared_state = PulseClock(), SharedState()
     shared_state.session_number, shared_state.pulse = 1, clock.now
-    return clock, shared_state, PulseWatch(shared_state, timeout, clock)
+
+    def waited(pid: int) -> float:
+        """`host_wait`: for how many seconds of each the session waits for a CPU; infinite: for a disk."""
+        return math.inf if math.isinf(host_wait) else clock.now / SECOND * host_wait
+
+    return clock, shared_state, PulseWatch(shared_state, timeout, clock, waited)
 
 
 def found_frozen(clock: PulseClock, watch: PulseWatch, seconds: float, step: float = 1.0) -> float | None:
@@ -63,11 +71,41 @@ def test_a_broker_call_within_its_limit_is_no_missing_pulse() -> None:
     assert found_frozen(clock, pulse, 60.0) == 10.0
 
 
-def test_a_pause_of_the_whole_container_is_nobodys_fault() -> None:
-    clock, _, pulse = watch()
+@pytest.mark.parametrize("pause", [1.0, 2.9, 3.1, 6.0, 3600.0])
+@pytest.mark.parametrize("since", [0.0, 0.9])
+def test_a_host_that_stands_still_is_not_the_sessions_fault(pause: float, since: float) -> None:
+    """Whatever the last check saw, the session has a second of its own before it counts as frozen."""
+    clock, shared_state, pulse = watch(timeout=3.0)
+    clock.now += int(since * SECOND)
+    assert not pulse.is_frozen()
+    clock.now += int(pause * SECOND)
+    assert not pulse.is_frozen()
+    clock.now += SECOND - 1
+    assert not pulse.is_frozen()
+    shared_state.pulse = clock.now
+    assert found_frozen(clock, pulse, 60.0) == 3.0
+
+
+def test_a_session_that_stays_frozen_after_a_stall_of_the_host_is_found() -> None:
+    clock, _, pulse = watch(timeout=3.0)
     clock.now += 3600 * SECOND
     assert not pulse.is_frozen()
-    assert found_frozen(clock, pulse, 60.0) == 8.0
+    assert found_frozen(clock, pulse, 60.0) == 3.0
+
+
+@pytest.mark.parametrize(("share", "after"), [(0.0, 3.0), (0.5, 5.0), (1.0, 10.0), (math.inf, 10.0)])
+def test_what_a_session_waits_for_its_host_does_not_count_but_not_for_ever(
+    share: float, after: float
+) -> None:
+    clock, _, pulse = watch(timeout=3.0, host_wait=share)
+    assert found_frozen(clock, pulse, 60.0) == pytest.approx(after, abs=1.0)
+
+
+def test_the_kernel_says_for_how_long_a_process_waited_for_a_cpu() -> None:
+    before = kernel.host_wait(os.getpid())
+    assert 0.0 <= before < math.inf
+    assert before <= kernel.host_wait(os.getpid()) < math.inf
+    assert kernel.host_wait(0) == 0.0
 
 
 def test_each_time_is_told_once_and_a_fresh_session_starts_anew() -> None:
@@ -84,3 +122,13 @@ def test_a_call_says_how_long_it_may_take_and_pulses_when_it_is_over() -> None:
         assert 400 * SECOND < shared_state.busy_until - time.monotonic_ns() <= 500 * SECOND
     assert shared_state.busy_until == 0
     assert before <= shared_state.pulse <= time.monotonic_ns()
+
+
+def test_calls_within_each_other_and_beside_each_other_keep_their_own_limits() -> None:
+    shared_state = SharedState()
+    with shared_state.busy(500.0):
+        outer = shared_state.busy_until
+        with shared_state.busy(1.0):
+            assert shared_state.busy_until == outer
+        assert shared_state.busy_until == outer
+    assert shared_state.busy_until == 0

@@ -7,11 +7,13 @@ import pytest
 from worker_runtime.process.clock import SECOND, boot_ns
 from worker_runtime.process.shared_state import (
     LEASE_MARGIN,
+    NO_KEYS,
     Lease,
     SharedState,
     SharedStateOverflow,
     lease_end_of,
 )
+from worker_runtime.protocol.authentication import AssignmentKeys, MessageKey
 
 
 def test_what_a_child_writes_is_seen_by_its_parent() -> None:
@@ -39,6 +41,19 @@ def test_a_public_key_belongs_to_one_session_only() -> None:
     assert shared_state.public_key() == bytes(range(32))
     shared_state.session_number = 2
     assert shared_state.public_key() == b""
+
+
+def test_later_message_keys_replace_earlier_ones_in_every_process() -> None:
+    shared_state = SharedState()
+    assert shared_state.message_keys() == NO_KEYS
+    for version in (1, 2, 3):
+        key = MessageKey(version, bytes([version]) * 32)
+        pid = os.fork()
+        if pid == 0:
+            shared_state.write_message_keys(AssignmentKeys(request=(key,), assignment=(key, key)))
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert shared_state.message_keys() == AssignmentKeys(request=(key,), assignment=(key, key))
 
 
 def test_sequences_of_session_and_supervisor_never_meet_and_always_grow() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from threading import Barrier, BrokenBarrierError
 
-from worker_runtime.brokers.fake import FakeBroker, FakeMarket
+from tests.contract.brokers.fake import FakeBroker, FakeMarket
+from tests.unit.worker_runtime.trading.test_rate_limiter import UnlimitedRateLimiter
 from worker_runtime.brokers.port import ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import SECOND, boot_ns
 from worker_runtime.process.log import Log
@@ -14,7 +15,6 @@ from worker_runtime.protocol.messages import Credentials
 from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.health import HealthMonitor
-from worker_runtime.trading.rate_limiter import UnlimitedRateLimiter
 
 NAMES = ("a1", "a2", "a3")
 
@@ -46,10 +46,11 @@ def test_all_sessions_are_closed_at_once_and_the_board_says_so_afterwards() -> N
         client="w1/1",
         lease=Lease(shared_state),
         shared_state=shared_state,
-        reconcile=lambda key, broker, timeout: None,
+        reconcile=lambda key, broker, timeout: True,
         on_order=lambda key, change: None,
         login_pause=2.0,
-        health=HealthMonitor(shared_state, lambda kind, detail: None),
+        wake=lambda: None,
+        health=HealthMonitor(shared_state, lambda kind, detail, logins: None),
         rate_limiter=UnlimitedRateLimiter(),
         log=Log("ERROR"),
     )
@@ -57,7 +58,7 @@ def test_all_sessions_are_closed_at_once_and_the_board_says_so_afterwards() -> N
         market.register(name, "key", "secret")
     credentials = Credentials(api_key="key", secret_key="secret")
     keys = [ConnectionKey("fake", "stock", True, name) for name in NAMES]
-    broker_sessions.load(OpenedAccount(key, 1, credentials) for key in keys)
+    broker_sessions.load(OpenedAccount(key, 1, credentials, ["b"]) for key in keys)
     broker_sessions.connect_all(5.0)
     assert (len(market.sessions), shared_state.broker_open) == (3, 1)
     broker_sessions.close_all()

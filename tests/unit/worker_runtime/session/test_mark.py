@@ -15,7 +15,7 @@ CONFIG = WorkerConfig(
     pool="p",
     valkey_url="redis://127.0.0.1:1/0",
     launch_token=b"t" * 32,
-    orchestrator_key=b"k" * 32,
+    orchestrator_keys=(b"k" * 32,),
 )
 
 
@@ -29,6 +29,10 @@ class RecordingValkey(Valkey):
     def run(self, script: Script, key_names: Sequence[str], args: Sequence[Argument]) -> Any:
         self.fields = dict(zip(args[3::2], args[4::2], strict=True))
         return b"ok"
+
+    def execute(self, *command: Argument) -> Any:
+        assert command == ("TIME",)
+        return [b"0", b"0"]
 
 
 class Replaced(SharedState):

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.contract.brokers.fake import FakeBroker
+from tests.unit.worker_runtime.trading.test_rate_limiter import UnlimitedRateLimiter
 from tests.unit.worker_runtime.trading.test_recovery import MarketConnections
-from worker_runtime.brokers.fake import FakeBroker
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
 from worker_runtime.process.clock import SECOND
 from worker_runtime.process.log import Log
@@ -21,7 +22,7 @@ from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.order_changer import OrderChanger
 from worker_runtime.trading.order_tracker import OrderTracker
-from worker_runtime.trading.rate_limiter import CallKind, UnlimitedRateLimiter, WaitLimit
+from worker_runtime.trading.rate_limiter import CallKind, WaitLimit
 
 
 class LookFirstBroker(FakeBroker):
@@ -76,7 +77,8 @@ def test_a_change_costs_what_the_broker_counts_for_it(kind: type[MarketConnectio
         broker_timeout=5.0,
         log=log,
     )
-    changer = OrderChanger(calls, OrderTracker(1, lambda event: None, log))
+    unused: Any = None  # a smaller quantity asks no switch
+    changer = OrderChanger(calls, OrderTracker(1, lambda event: None, log), unused)
     taken = setting.market.take("a1", resting())
     item = QueueItem("request", b"", time.monotonic_ns() + 30 * SECOND, "g")
     words: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from tests.unit.worker_runtime.trading.test_request_handler import ORDER
@@ -26,6 +27,9 @@ class Late:
 
     def ensure_session(self, account_id: str, item: QueueItem) -> object:
         return object()
+
+    def session(self, account_id: str) -> object:
+        return SimpleNamespace(books_awaited=False, differs_since=0)
 
     def spend_budget(self, account_id: str, what: CallKind, item: QueueItem) -> None:
         self.grants += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,22 @@ from worker_runtime.trading.rate_limiter import (
     CallKind,
     CountUnavailable,
     SharedRateLimiter,
+    WaitLimit,
 )
 
 
 def test_a_call_that_cannot_be_counted_is_refused_because_valkey_is_away(tmp_path: Path) -> None:
     url = f"unix://{tmp_path}/nobody"
     config = WorkerConfig(
-        worker_id="w", pool="p", valkey_url=url, launch_token=b"", orchestrator_key=b"secret"
+        worker_id="w",
+        pool="p",
+        valkey_url=url,
+        launch_token=b"",
+        orchestrator_keys=(),
     )
     budget = SharedRateLimiter(Valkey(url), config, SharedState(), Log("CRITICAL"))
     account = OpenedAccount(
-        ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s")
+        ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s"), ["b"]
     )
     with pytest.raises(
         CountUnavailable, match=r"Valkey, .* could not be asked; .* Nothing was sent"
@@ -55,11 +60,15 @@ def test_a_server_that_reads_its_data_in_is_away_and_one_that_refuses_the_count_
 
     url = "redis://127.0.0.1:1/0"
     config = WorkerConfig(
-        worker_id="w", pool="p", valkey_url=url, launch_token=b"", orchestrator_key=b"secret"
+        worker_id="w",
+        pool="p",
+        valkey_url=url,
+        launch_token=b"",
+        orchestrator_keys=(),
     )
     budget = SharedRateLimiter(Refusing(url), config, SharedState(), Log("CRITICAL"))
     account = OpenedAccount(
-        ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s")
+        ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s"), ["b"]
     )
     with pytest.raises(RateLimited) as refused:
         budget.spend(account, CallKind.ORDER, lambda: 10.0)
@@ -82,19 +91,19 @@ class GrantingValkey(Valkey):
         return [1, 0, b"count"]
 
 
-def spend_orders(client: GrantingValkey, count: int, egress: str = "") -> SharedRateLimiter:
+def spend_orders(client: GrantingValkey, count: int, egress: tuple[str, ...] = ()) -> SharedRateLimiter:
     """A rate limiter that has granted this many orders."""
     config = WorkerConfig(
         worker_id="w",
         pool="p",
         valkey_url="",
         launch_token=b"",
-        orchestrator_key=b"secret",
+        orchestrator_keys=(),
         allowance=Allowance(egress=egress),
     )
     limiter = SharedRateLimiter(client, config, SharedState(), Log("CRITICAL"))
     account = OpenedAccount(
-        ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s")
+        ConnectionKey("paper", "stock", True, "a1"), 1, Credentials(api_key="k", secret_key="s"), ["b"]
     )
     for _ in range(count):
         limiter.spend(account, CallKind.ORDER, lambda: 1.0)
@@ -122,5 +131,24 @@ def test_no_two_calls_share_an_id() -> None:
 
 def test_an_order_is_asked_for_once_for_the_person_and_once_for_the_address() -> None:
     client = GrantingValkey()
-    spend_orders(client, 1, egress="10.0.0.1")
+    spend_orders(client, 1, egress=("address",))
     assert len(client.calls) == 2
+
+
+class UnlimitedRateLimiter:
+    """Grants every call at once."""
+
+    limit_used: int | None = None
+
+    def grant_is_fresh(self) -> bool:
+        return True
+
+    def spend(
+        self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1
+    ) -> None: ...
+
+    def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None: ...
+
+    def release_connections(self, accounts: Iterable[OpenedAccount]) -> None: ...
+
+    def renew_connections(self, open_accounts: Iterable[OpenedAccount]) -> None: ...

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from worker_runtime.brokers.fake import FakeBroker, FakeMarket
+from tests.contract.brokers.fake import FakeBroker, FakeMarket
+from tests.unit.worker_runtime.trading.test_rate_limiter import UnlimitedRateLimiter
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
-from worker_runtime.process.clock import SECOND, boot_ns
+from worker_runtime.process.clock import SECOND, boot_ns, wall_ms
 from worker_runtime.process.log import Log
 from worker_runtime.process.replacement import WorkerExit
 from worker_runtime.process.shared_state import Lease, SharedState, health_text
@@ -20,11 +23,11 @@ from worker_runtime.protocol.errors import (
     RateLimited,
 )
 from worker_runtime.protocol.launch import ExitCode
-from worker_runtime.protocol.messages import Credentials, Failure, WorkerEventKind
+from worker_runtime.protocol.messages import AccountLogin, Credentials, Failure, WorkerEventKind
 from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.health import HealthMonitor
-from worker_runtime.trading.rate_limiter import CallKind, UnlimitedRateLimiter, WaitLimit
+from worker_runtime.trading.rate_limiter import CallKind, WaitLimit
 from worker_runtime.trading.session_recovery import SessionRecovery
 
 CREDENTIALS = Credentials(api_key="key", secret_key="secret")
@@ -62,6 +65,8 @@ class MarketConnections:
         #: Error of the next logins, by account.
         self.faults: dict[str, BerthError] = {}
         self.logins: list[str] = []
+        #: What is wrong with each account, and the version that was rejected, as it was told last.
+        self.logins_told: dict[str, tuple[str, int]] = {}
         #: Seconds that the logins were given.
         self.timeouts: list[float] = []
         self.budget = CountingBudget()
@@ -73,9 +78,10 @@ class MarketConnections:
             shared_state=self.shared_state,
             health=self.health,
             rate_limiter=self.budget,
-            reconcile=lambda key, broker, timeout: None,
+            reconcile=lambda key, broker, timeout: True,
             on_order=lambda key, change: None,
             login_pause=2.0,
+            wake=lambda: None,
             log=Log("ERROR"),
         )
         self.recovery = SessionRecovery(
@@ -89,13 +95,22 @@ class MarketConnections:
 
     def account(self, name: str, version: int = 1) -> OpenedAccount:
         self.market.register(name, CREDENTIALS.api_key, CREDENTIALS.secret_key)
-        return OpenedAccount(ConnectionKey("fake", "stock", True, name), version, CREDENTIALS)
+        return OpenedAccount(ConnectionKey("fake", "stock", True, name), version, CREDENTIALS, [name])
 
     def connected(self) -> MarketConnections:
         self.broker_sessions.load(self.accounts)
         self.broker_sessions.connect_all(5.0)
+        while self.broker_sessions.collect_logins(5.0):
+            pass
+        for session in self.broker_sessions.account_sessions():
+            self.broker_sessions.relist(session, 5.0)
         self.health.update(self.broker_sessions.account_sessions(), "attempt 1")
         return self
+
+    def end_session(self, name: str) -> None:
+        for session in [one for one in self.market.sessions if one.account == name]:
+            self.market.sessions.remove(session)
+        self.broker_sessions.drop_if_ended(self.broker_sessions.session(name))
 
     def end_sessions(self) -> None:
         self.market.sessions.clear()
@@ -103,8 +118,20 @@ class MarketConnections:
     def kinds(self) -> list[str]:
         return [kind for kind, _ in self.reported]
 
-    def _tell(self, kind: WorkerEventKind, detail: str) -> None:
+    def _tell(self, kind: WorkerEventKind, detail: str, logins: Sequence[AccountLogin]) -> None:
         self.reported.append((kind.value, detail))
+        if logins:
+            self.logins_told = {login.account_id: (login.code, login.rejected) for login in logins}
+
+    def settle_logins(self) -> None:
+        """Waits for the logins in threads of their own, as the request loop's step does."""
+        while self.broker_sessions.collect_logins(5.0):
+            self.health.update(self.broker_sessions.account_sessions())
+
+    def run_due(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.recovery.run_due(60.0)
+            self.settle_logins()
 
     def _broker(self, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
         setting = self
@@ -123,13 +150,9 @@ class MarketConnections:
 def test_two_accounts_that_end_together_are_one_change_of_the_worker() -> None:
     setting = MarketConnections("a1", "a2").connected()
     setting.end_sessions()
-    setting.recovery.run_due(60.0)
-    setting.recovery.run_due(60.0)
-    assert setting.reported == [
-        ("connected", "attempt 1"),
-        ("reconnecting", "a1: the broker ended the session"),
-        ("connected", "a2"),
-    ]
+    setting.run_due(4)
+    assert setting.kinds()[:3] == ["connected", "reconnecting", "connected"]
+    assert setting.logins_told == {"a1": ("", 0), "a2": ("", 0)}
     assert (health_text(setting.shared_state), setting.shared_state.accounts_connected) == ("well", 2)
 
 
@@ -169,7 +192,7 @@ def test_an_order_does_not_count_against_a_login_limit() -> None:
 
 
 def test_an_sdk_that_fails_three_times_costs_the_process() -> None:
-    setting = MarketConnections("a1", "a2").connected()
+    setting = MarketConnections("a1").connected()
     setting.faults["a1"] = BrokerError("broken")
     setting.end_sessions()
     for _ in range(3):
@@ -179,6 +202,23 @@ def test_an_sdk_that_fails_three_times_costs_the_process() -> None:
         setting.recovery.run_due(60.0)
     assert ends.value.code is ExitCode.SESSION_REPLACE
     assert "failed" not in setting.kinds()
+
+
+def test_an_sdk_that_fails_for_one_account_costs_the_process_only_when_the_others_are_quiet() -> None:
+    setting = MarketConnections("a1", "a2").connected()
+    setting.shared_state.last_activity_ms = wall_ms()
+    setting.faults["a1"] = BrokerError("broken")
+    setting.end_session("a1")
+    session = setting.broker_sessions.session("a1")
+    for _ in range(3):
+        setting.broker_sessions.retry(session, 5.0)
+        setting.settle_logins()
+    setting.recovery.raise_if_hopeless()
+    assert setting.broker_sessions.ensure_session("a2", 5.0).alive()
+    setting.shared_state.last_activity_ms = wall_ms() - 61_000
+    with pytest.raises(WorkerExit) as ends:
+        setting.recovery.raise_if_hopeless()
+    assert ends.value.code is ExitCode.SESSION_REPLACE
 
 
 def test_a_broker_that_seems_away_for_too_long_costs_the_process() -> None:
@@ -237,19 +277,24 @@ def test_beside_an_account_that_is_well_a_failing_one_is_tried_again() -> None:
     setting = MarketConnections("a1", "a2")
     setting.faults["a2"] = BrokerError("broken")
     setting.broker_sessions.replace(setting.accounts, 5.0)
+    setting.settle_logins()
     setting.recovery.raise_if_hopeless()
-    assert setting.kinds() == ["degraded"]
+    assert set(setting.kinds()) == {"connected"}
+    assert setting.logins_told["a2"] == ("BROKER_ERROR", 0)
     assert setting.broker_sessions.ensure_session("a1", 5.0).alive()
+    with pytest.raises(BrokerError, match="broken"):  # at once, and without a login
+        setting.broker_sessions.ensure_session("a2", 5.0)
+    assert setting.logins.count("a2") == 1
 
 
 def test_a_refused_login_is_not_tried_again_and_the_others_count_as_well() -> None:
     setting = MarketConnections("a1", "a2").connected()
     setting.faults["a2"] = LoginRejected()
     setting.end_sessions()
-    for _ in range(5):
-        setting.recovery.run_due(60.0)
-    assert setting.logins == ["a1", "a2", "a1", "a2"]
+    setting.run_due(5)
+    assert sorted(setting.logins) == ["a1", "a1", "a2", "a2"]
     assert setting.reported[-1] == ("connected", "without a2: LOGIN_REJECTED")
+    assert setting.logins_told == {"a1": ("", 0), "a2": ("LOGIN_REJECTED", 1)}
     assert health_text(setting.shared_state) == "degraded: LOGIN_REJECTED"
 
 
@@ -257,8 +302,9 @@ def test_a_fresh_process_goes_on_without_a_refused_account() -> None:
     setting = MarketConnections("a1", "a2")
     setting.faults["a1"] = LoginRejected()
     setting.broker_sessions.replace(setting.accounts, 5.0)
+    setting.settle_logins()
     setting.recovery.raise_if_hopeless()
-    assert setting.reported == [("connected", "without a1: LOGIN_REJECTED")]
+    assert setting.reported[-1] == ("connected", "without a1: LOGIN_REJECTED")
 
 
 def test_a_fresh_process_with_one_refused_and_one_away_goes_on_trying() -> None:
@@ -279,19 +325,19 @@ def test_when_all_are_refused_the_worker_ends() -> None:
         setting.recovery.run_due(60.0)
     assert ends.value.code is ExitCode.BROKER_FAILED
     assert setting.reported[-1] == ("failed", "LOGIN_REJECTED: expired")
+    assert setting.logins_told == {"a1": ("LOGIN_REJECTED", 1)}
 
 
 def test_newer_credentials_replace_a_refused_account_even_while_the_broker_is_away() -> None:
     setting = MarketConnections("a1", "a2").connected()
     setting.faults["a1"] = LoginRejected()
     setting.end_sessions()
-    for _ in range(3):
-        setting.recovery.run_due(60.0)
+    setting.run_due(3)
     setting.faults["a1"] = BrokerUnreachable()
     with pytest.raises(BrokerUnreachable):
         setting.broker_sessions.replace([setting.account("a1", version=2)], 5.0)
     assert setting.broker_sessions.versions() == {"a1": 2, "a2": 1}
-    assert setting.kinds()[-1] == "degraded"
+    assert setting.logins_told == {"a1": ("BROKER_UNREACHABLE", 0), "a2": ("", 0)}
 
 
 def test_wrong_new_credentials_leave_a_good_session_as_it_is() -> None:
@@ -302,7 +348,8 @@ def test_wrong_new_credentials_leave_a_good_session_as_it_is() -> None:
         setting.broker_sessions.replace([setting.account("a1", version=2)], 5.0)
     setting.recovery.raise_if_hopeless()
     assert setting.broker_sessions.ensure_session("a1", 5.0) is before
-    assert setting.kinds() == ["connected"]
+    assert setting.kinds() == ["connected", "connected"]
+    assert setting.logins_told == {"a1": ("", 2)}
 
 
 def test_a_lost_lease_is_told_and_its_return_heals() -> None:

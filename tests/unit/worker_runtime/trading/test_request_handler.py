@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from decimal import Decimal
 from typing import Any
 
+from tests.signed import SECRETS
+from worker_runtime.process.clock import SECOND
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState, WorkerActivity
 from worker_runtime.protocol.messages import (
@@ -18,6 +21,7 @@ from worker_runtime.protocol.messages import (
     TimeInForce,
     encode,
 )
+from worker_runtime.protocol.requests import sign_request
 from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.session.request_handler import RequestHandler
 from worker_runtime.trading.order_tracker import OrderResult
@@ -41,6 +45,9 @@ ORDER = PlaceOrder(
 
 class Filling:
     """Stands for `OrderSubmitter`."""
+
+    def knows(self, order_id: str) -> bool:
+        return False
 
     def submit_order(self, order: PlaceOrder, item: QueueItem) -> OrderResult:
         return OrderResult(OrderOutcome(order_id=order.order_id, state=OrderState.FILLED))
@@ -66,6 +73,7 @@ class ConnectedSession:
 def test_an_answer_is_logged_once_and_not_before_it_can_be_sent() -> None:
     reader, writer = os.pipe2(os.O_NONBLOCK)
     shared_state, send_buffer = SharedState(), Answers()
+    shared_state.write_message_keys(SECRETS.for_worker("u1", 1))
     shared_state.assign("u1", "c1", 1)
     others: dict[str, Any] = {"broker_sessions": ConnectedSession(), "send_buffer": send_buffer}
     submitter: Any = Filling()
@@ -73,7 +81,9 @@ def test_an_answer_is_logged_once_and_not_before_it_can_be_sent() -> None:
     request_handler = RequestHandler(
         submitter, nothing, nothing, **others, shared_state=shared_state, log=Log(output=writer)
     )
-    request_handler.handle(QueueItem("request", b"1|r1|" + encode(ORDER), 0, "g1"))
+    mac = sign_request(SECRETS.request_keys("u1"), "u1", "r1", 1, encode(ORDER))
+    raw = f"1|r1|{mac}|".encode() + encode(ORDER)
+    request_handler.handle(QueueItem("request", raw, time.monotonic_ns() + SECOND, "g1"))
     assert [answer.request_id for answer in send_buffer.waiting] == ["r1"]
     os.write(writer, b"sent\n")  # here the send buffer is flushed
     request_handler.log_answer()

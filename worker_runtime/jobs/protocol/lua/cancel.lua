@@ -22,6 +22,7 @@ end
 if state == 'failed' then
   redis.call('ZREM', P .. 'failed', id)
   redis.call('DEL', key)
+  redis.call('SET', P .. 'result:' .. id, ARGV[2], 'EX', ARGV[3])
   return 'failed'
 end
 if state == 'waiting' then

@@ -11,20 +11,16 @@
 -- ARGV[8] group, or '': jobs of a group run one after the other, in the order they are enqueued
 -- ARGV[9] delay, ms
 -- ARGV[10] ms of waiting that one step of priority is worth, unless the settings say otherwise
--- ARGV[11] type of the job that is enqueued when this one has failed for good, or ''
--- ARGV[12] rate key, or '': jobs of a type with the same key share the rate of that type
--- ARGV[13] digest of the request, if the caller chose the id, or ''
+-- ARGV[11] rate key, or '': jobs of a type with the same key share the rate of that type
 --
 -- The score is the time (µs, growing) less the priority's worth. A job that waits long enough overtakes a higher
 -- priority, so nothing starves.
--- Returns {'queued', id}, {'seen', id, its digest} for a repeat (the digest is '' if there is none or it has ended), or
--- {'duplicate', id of the job that has the key}.
+-- Returns {'queued', id}, {'seen', id} for a repeat, also of one that has ended, or {'duplicate', id of the job that has
+-- the key}.
 open(KEYS[1])
 local id, queue, delay = ARGV[1], ARGV[4], tonumber(ARGV[9])
 local key = P .. 'job:' .. id
-if redis.call('EXISTS', key, P .. 'result:' .. id) > 0 then
-  return {'seen', id, redis.call('HGET', key, 'digest') or ''}
-end
+if redis.call('EXISTS', key, P .. 'result:' .. id) > 0 then return {'seen', id} end
 if ARGV[7] ~= '' and not redis.call('SET', P .. 'unique:' .. ARGV[7], id, 'NX') then
   return {'duplicate', redis.call('GET', P .. 'unique:' .. ARGV[7])}
 end
@@ -34,7 +30,7 @@ local position = sequence(us, meta[1])
 local score = position + delay * 1000 - ARGV[5] * (meta[2] or ARGV[10]) * 1000
 local fields = {'body', ARGV[2], 'name', ARGV[3], 'queue', queue, 'priority', ARGV[5], 'idempotent', ARGV[6],
   'score', score, 'due', now + delay, 'queued_at', now, 'attempt', 0, 'crashes', 0, 'state', 'waiting'}
-local optional = {unique = ARGV[7], group = ARGV[8], on_failed = ARGV[11], rate = ARGV[12], digest = ARGV[13]}
+local optional = {unique = ARGV[7], group = ARGV[8], rate = ARGV[11]}
 for field, value in pairs(optional) do
   if value ~= '' then
     fields[#fields + 1] = field

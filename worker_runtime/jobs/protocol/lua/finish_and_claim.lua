@@ -50,7 +50,13 @@ local function finish(id, fence, outcome, result, ttl, delay, crashed)
   local key = P .. 'job:' .. id
   local job = redis.call('HMGET', key, 'name', 'queue', 'attempt', 'unique', 'group', 'fence', 'state', 'node',
     'limited', 'runner')
-  if job[6] ~= fence or job[7] ~= 'running' or job[10] ~= runner then return 'gone' end
+  if job[6] ~= fence or job[7] ~= 'running' or job[10] ~= runner then
+    -- Valkey lost its data while the job ran: its end stands all the same, so that it is not run again.
+    if job[1] or outcome == 'retry' then return 'gone' end
+    if not redis.call('SET', P .. 'result:' .. id, result, 'EX', ttl, 'NX') then return 'gone' end
+    redis.call('PUBLISH', P .. 'done:' .. id, result)
+    return outcome
+  end
   stop_holding(runner, id, job[2], job[1], job[8], job[9])
   if outcome == 'retry' and redis.call('HEXISTS', key, 'cancelled') == 1 then outcome = 'cancelled' end
   if outcome ~= 'retry' then

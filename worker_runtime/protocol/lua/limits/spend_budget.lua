@@ -12,7 +12,8 @@
 -- new count is whole, until a caller comes who knows another. A caller who does not know a count that is not
 -- whole waits until it is as old as the span, when calls from before its beginning are out of the window. So a
 -- lost count is a spent one for one window. A day is too long to wait for: its rest has a limit of its own.
--- Returns {granted (1, 0), ms until it is worth asking again, the count's id}.
+-- Returns {granted (1, 0), ms until it is worth asking again, the count's id, permille of the fullest window that
+-- are in use now}.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local DAY, TAIPEI, KEPT = 86400000, 28800000, 40 * 86400000
@@ -31,7 +32,7 @@ if whole == '1' and ARGV[2] ~= '' and ARGV[2] ~= id then
 end
 local known = whole == '1' or ARGV[2] == id
 
-local wait, free = 0, {}
+local wait, free, used = 0, {}, 0
 for n = 2, #KEYS do
   local at = 4 * n - 4
   local cost, span, limit = tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
@@ -41,6 +42,7 @@ for n = 2, #KEYS do
     free[#free + 1] = n
     if span == 0 and whole ~= '1' and born > today then limit = math.min(limit, tonumber(ARGV[at + 3])) end
     local excess = redis.call('ZCARD', KEYS[n]) + cost - limit
+    used = math.max(used, (excess + limit) * 1000 / limit)
     if span == 0 then
       if excess > 0 then wait = math.max(wait, today + DAY - now) end
     else
@@ -54,10 +56,10 @@ for n = 2, #KEYS do
     end
   end
 end
-if wait > 0 then return {0, wait, id} end
+if wait > 0 then return {0, wait, id, 1000} end
 for _, n in ipairs(free) do
   local cost, span = tonumber(ARGV[4 * n - 4]), tonumber(ARGV[4 * n - 3])
   for call = 1, cost do redis.call('ZADD', KEYS[n], now, ARGV[1] .. ':' .. call) end
   redis.call('PEXPIRE', KEYS[n], span > 0 and span or DAY)
 end
-return {1, 0, id}
+return {1, 0, id, math.floor(used)}

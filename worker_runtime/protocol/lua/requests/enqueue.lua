@@ -4,13 +4,19 @@
 -- KEYS[2] requests   trading:user:{user}:requests
 -- KEYS[3] doorbell   trading:user:{user}:doorbell
 -- KEYS[4] mark       worker:active:{user}
+-- KEYS[5] client     trading:user:{user}:client:<client order id>; only for an order that has one
 -- ARGV[1] request id (no '|')
 -- ARGV[2] payload
--- ARGV[3] time to live, ms: the deadline is this far from now, by this server's clock
+-- ARGV[3] deadline, Unix ms by this server's clock
 -- ARGV[4] ms that the id is remembered after the deadline
+-- ARGV[5] MAC over user, request id, deadline and payload (no '|')
+-- ARGV[6] the order's tag
+-- ARGV[7] ms that KEYS[5] is remembered: longer than PostgreSQL may lack an order that it had
 --
+-- Of two orders with one client order id the first counts: PostgreSQL was restored and has lost it.
 -- A request that was seen before also rings if any waits, because its ring may have gone to a frozen worker.
--- Returns {1 if enqueued or 0 if seen before, the item as queued, the mark or ''}.
+-- Returns {1 if enqueued or 0 if seen before, the item as queued, the mark or ''}, or {2, 'request id|tag' of the
+-- first order, the mark}.
 local function ring()
   if redis.call('LLEN', KEYS[3]) == 0 then
     redis.call('LPUSH', KEYS[3], '1')
@@ -23,11 +29,15 @@ if known then
   if redis.call('EXISTS', KEYS[2]) == 1 then ring() end
   return {0, known, mark}
 end
+if KEYS[5] then
+  local first = redis.call('SET', KEYS[5], ARGV[1] .. '|' .. ARGV[6], 'NX', 'GET', 'PX', ARGV[7])
+  if first and first ~= ARGV[1] .. '|' .. ARGV[6] then return {2, first, mark} end
+end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 -- Joined, not formatted: Lua 5.1's %s ends at the first NUL byte.
-local item = string.format('%d', now + ARGV[3]) .. '|' .. ARGV[1] .. '|' .. ARGV[2]
-redis.call('SET', KEYS[1], item, 'PX', ARGV[3] + ARGV[4])
+local item = ARGV[3] .. '|' .. ARGV[1] .. '|' .. ARGV[5] .. '|' .. ARGV[2]
+redis.call('SET', KEYS[1], item, 'PX', string.format('%d', math.max(0, ARGV[3] - now) + ARGV[4]))
 redis.call('LPUSH', KEYS[2], item)
 ring()
 return {1, item, mark}

@@ -18,7 +18,7 @@ if answer then return {'answered', answer} end
 if redis.call('EXISTS', KEYS[4]) == 1 then return {'journaled', ''} end
 local item = redis.call('GET', KEYS[1])
 if not item then
-  redis.call('SET', KEYS[1], '0|' .. ARGV[1] .. '|', 'PX', ARGV[4])
+  redis.call('SET', KEYS[1], '0|' .. ARGV[1] .. '||', 'PX', ARGV[4])
   return {'absent', ''}
 end
 if redis.call('LREM', KEYS[2], -1, item) > 0 then

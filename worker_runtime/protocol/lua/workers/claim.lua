@@ -11,15 +11,18 @@
 -- ARGV[4] user                                                                    (with the line)
 -- ARGV[5] ms after which one who does not ask again has left the line             (with the line)
 -- ARGV[6] version whose workers are left in the pool, or ''                       (with the line)
+-- ARGV[7…] workers that this claim was refused; they leave the ready list         (with the line)
 --
 -- While users wait in line, only the first of them gets a worker, however often others ask.
--- Returns {'claimed' or 'again', worker id, public key, proof, task, version}, {'empty'}, or
+-- Only forged entries are many: those of dead workers, of which one call removes some. The next one goes on behind them.
+-- Returns {'claimed' or 'again', worker id, public key, proof}, {'empty'}, or
 -- {'gone', worker id} if this claim's worker is no longer alive, or no longer this claim's: a worker that
 -- slept past its entry's end comes back as a free one, and another claim may have it.
+local MOST = 1000
 local function found(status, worker)
-  local w = redis.call('HMGET', ARGV[2] .. worker, 'public_key', 'proof', 'task', 'version', 'claim')
-  if not w[1] or w[5] ~= ARGV[1] then return {'gone', worker} end
-  return {status, worker, w[1], w[2], w[3] or '', w[4] or ''}
+  local w = redis.call('HMGET', ARGV[2] .. worker, 'public_key', 'proof', 'claim')
+  if not w[1] or w[3] ~= ARGV[1] then return {'gone', worker} end
+  return {status, worker, w[1], w[2]}
 end
 
 local before = redis.call('GET', KEYS[2])
@@ -36,10 +39,11 @@ if waiting then
   if place >= redis.call('ZCARD', KEYS[1]) then return {'empty'} end
 end
 local avoided, passed = ARGV[6] or '', {}
+if ARGV[7] then redis.call('ZREM', KEYS[1], unpack(ARGV, 7)) end
 local function put_back()
   for _, entry in ipairs(passed) do redis.call('ZADD', KEYS[1], entry[2], entry[1]) end
 end
-while true do
+for _ = 1, MOST do
   local popped = redis.call('ZPOPMIN', KEYS[1])
   local worker = popped[1]
   if not worker then
@@ -61,3 +65,5 @@ while true do
     return found('claimed', worker)
   end
 end
+put_back()
+return {'empty'}

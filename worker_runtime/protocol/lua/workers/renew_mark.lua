@@ -14,6 +14,7 @@ if not owner[1] then return 'no_owner' end
 if owner[1] ~= ARGV[1] or owner[2] ~= ARGV[2] then return 'fenced' end
 redis.call('SET', KEYS[2], ARGV[1] .. ':' .. ARGV[2], 'PX', ARGV[3])
 if #ARGV > 3 then
+  redis.call('DEL', KEYS[3])  -- fields of another version would be of no use, and are signed by nobody
   redis.call('HSET', KEYS[3], unpack(ARGV, 4))
   redis.call('PEXPIRE', KEYS[3], ARGV[3])
 end

@@ -2,12 +2,20 @@
 --
 -- KEYS[1] switch     trading:switch:{user}
 -- ARGV[1] version: grows with each change in PostgreSQL
--- then, in pairs: '*' and the state of all accounts (open, reducing or halted), then accounts and theirs;
--- accounts that are not named have none of their own.
+-- ARGV[2] MAC of a switch that is overwritten whatever its version: one newer than PostgreSQL's is forged;
+--         '-' for none
+-- then, in pairs: '*' and the state of all accounts (open, reducing or halted), '*server' and '*mac', then
+-- accounts and theirs; accounts that are not named have none of their own.
 --
 -- Idempotent. Returns 'ok', or 'older' without a change if the switch has a newer version already.
-local current = tonumber(redis.call('HGET', KEYS[1], '*version') or '')
-if current and current > tonumber(ARGV[1]) then return 'older' end
+if redis.call('TYPE', KEYS[1]).ok == 'hash' then
+  local found = redis.call('HMGET', KEYS[1], '*version', '*mac')
+  local current = tonumber(found[1] or '')
+  if current and current > tonumber(ARGV[1]) and (found[2] or '') ~= ARGV[2] then return 'older' end
+end
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], '*version', ARGV[1], unpack(ARGV, 2))
+redis.call('HSET', KEYS[1], '*version', ARGV[1])
+for at = 3, #ARGV, 2 do
+  redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 1])
+end
 return 'ok'

@@ -32,6 +32,7 @@ def _behaviour() -> SimulatedBehaviour:
     parser.add_argument("--start", type=float, default=usual.start, help="seconds from launch to ready")
     parser.add_argument("--connect", type=float, default=usual.connect, help="seconds of a broker login")
     parser.add_argument("--used", action="store_true", help="their users are active all the time")
+    parser.add_argument("--own-login", action="store_true", help="each has a connection by its own name")
     return SimulatedBehaviour(**vars(parser.parse_args()))
 
 

@@ -11,26 +11,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from redis.exceptions import NoScriptError
 
 from infra.valkey import client as valkey
 from worker_runtime.protocol import keys, scripts
+from worker_runtime.protocol.authentication import AssignmentKeys
 from worker_runtime.protocol.launch import WorkerConfig
+from worker_runtime.protocol.messages import Claim
 from worker_runtime.protocol.scripts import ANNOUNCE_WORKER, POP, REMOVE_MARK, RENEW_MARK, Script
-from worker_runtime.protocol.sealing import new_worker_key, prove_key
+from worker_runtime.protocol.sealing import new_worker_key, open_message_keys, prove_key
 
 
 @dataclass(frozen=True)
 class SimulatedIdentity:
-    """The private half is dropped: nobody here opens what was sealed."""
+    """Opens the message keys of its claim, and never an account: it has no broker."""
 
+    private_key: X25519PrivateKey
     public_key: bytes
     proof: bytes
 
     @classmethod
     def of(cls, config: WorkerConfig) -> SimulatedIdentity:
-        public_key = new_worker_key().public_key().public_bytes_raw()
-        return cls(public_key, prove_key(config.launch_token, config.worker_id, public_key))
+        private_key = new_worker_key()
+        public_key = private_key.public_key().public_bytes_raw()
+        return cls(private_key, public_key, prove_key(config.launch_token, config.worker_id, public_key))
+
+    def open_message_keys(self, claim: Claim) -> AssignmentKeys:
+        """Raises `InvalidSeal`."""
+        return open_message_keys(
+            claim.sealed_keys,
+            self.private_key,
+            user_id=claim.user_id,
+            epoch=claim.epoch,
+            claim_id=claim.claim_id,
+            worker_id=claim.worker_id,
+        )
 
 
 class SimulatedCall(NamedTuple):
@@ -45,18 +61,11 @@ def announce(config: WorkerConfig, identity: SimulatedIdentity) -> SimulatedCall
     """The pool entry of a worker without a user."""
     return SimulatedCall(
         ANNOUNCE_WORKER,
+        [keys.pool_worker(config.pool, config.worker_id)],
         [
-            keys.pool_worker(config.pool, config.worker_id),
-            keys.pool_ready(config.pool),
-            keys.pool_claim(config.pool, config.reserved_claim),
-            keys.pool_born(config.pool, config.reserved_claim),
-        ],
-        [
-            config.worker_id,
             int(config.mark_ttl * 1000),
-            config.reserved_claim,
-            keys.CLAIM_TTL,
             *("public_key", identity.public_key, "proof", identity.proof),
+            *("reserved", config.reserved_claim),
             *("task", config.task_id, "version", config.version),
         ],
     )
@@ -107,11 +116,11 @@ _COMMANDS = 32
 
 
 class SimulatedConnections:
-    """Shared by all workers of the node. Calls raise `RedisError` or `OSError`."""
+    """Shared by all workers of the node, or one worker's own. Calls raise `RedisError` or `OSError`."""
 
-    def __init__(self, url: str) -> None:
-        self._client: Any = valkey.connect_valkey(url, max_connections=2 * _COMMANDS)
-        self._turn = asyncio.Semaphore(_COMMANDS)
+    def __init__(self, url: str, commands: int = _COMMANDS) -> None:
+        self._client: Any = valkey.connect_valkey(url, max_connections=2 * commands)
+        self._turn = asyncio.Semaphore(commands)
         self._waiting: Any = valkey.connect_valkey(
             url, socket_timeout=_BLOCK + 30.0, max_connections=_WAITING_MAX
         )

@@ -36,8 +36,7 @@ log = structlog.get_logger()
 class SimulatedMarkRenewer:
     """One loop for the node."""
 
-    def __init__(self, link: SimulatedConnections) -> None:
-        self._link = link
+    def __init__(self) -> None:
         self._due: list[tuple[float, int, SimulatedWorker]] = []
         self._numbers = itertools.count()
         self._workers: set[SimulatedWorker] = set()
@@ -69,8 +68,14 @@ class SimulatedMarkRenewer:
         return batch
 
     async def _renew(self, batch: list[SimulatedWorker]) -> None:
+        by_link: dict[SimulatedConnections, list[SimulatedWorker]] = {}
+        for worker in batch:
+            by_link.setdefault(worker.link, []).append(worker)
+        await asyncio.gather(*(self._renew_over(link, some) for link, some in by_link.items()))
+
+    async def _renew_over(self, link: SimulatedConnections, batch: list[SimulatedWorker]) -> None:
         try:
-            replies = await self._link.run_all([worker.renewal() for worker in batch])
+            replies = await link.run_all([worker.renewal() for worker in batch])
         except (RedisError, OSError) as error:
             log.warning("simulated.renewals_failed", count=len(batch), error=type(error).__name__)
             for worker in batch:
@@ -98,7 +103,7 @@ class SimulatedKeeper:
         self.log = secrets.token_hex(6)
         self._link = link
         self._habits = habits
-        self._renewals = SimulatedMarkRenewer(link)
+        self._renewals = SimulatedMarkRenewer()
         self._by_token: dict[str, Task] = {}
         self._kept: dict[str, _SimulatedTask] = {}
         self._names: set[str] = set()
@@ -127,7 +132,8 @@ class SimulatedKeeper:
             grace=config.shutdown_timeout,
         )
         config = msgspec.structs.replace(config, task_id=entry.task_id)
-        one = _SimulatedTask(entry, SimulatedWorker(config, self._link, self._habits))
+        link = SimulatedConnections(config.valkey_url, 1) if self._habits.own_login else self._link
+        one = _SimulatedTask(entry, SimulatedWorker(config, link, self._habits))
         self._by_token[request.token] = entry.task
         self._kept[entry.task_id] = one
         self._names.add(config.worker_id)
@@ -144,6 +150,8 @@ class SimulatedKeeper:
             log.exception("simulated.worker_crashed", worker=one.entry.worker_id)
             code = ExitCode.INTERNAL
         self._renewals.remove(one.worker)
+        if one.worker.link is not self._link:
+            await one.worker.link.close()
         self._ends.append(
             worker_exit(
                 one.entry.task_id,

@@ -15,7 +15,9 @@ from redis.exceptions import RedisError
 from infra import tasks
 from infra.lab.bench.fleet.simulated import calls
 from infra.lab.bench.fleet.simulated.calls import SimulatedCall, SimulatedConnections, SimulatedIdentity
-from worker_runtime.protocol import keys
+from worker_runtime.protocol import keys, sealing
+from worker_runtime.protocol.answers import sign_answer, worker_author
+from worker_runtime.protocol.authentication import AssignmentKeys
 from worker_runtime.protocol.errors import (
     ClaimRefused,
     Fenced,
@@ -29,20 +31,21 @@ from worker_runtime.protocol.messages import (
     Claim,
     ClaimReply,
     Connect,
-    ControlMessage,
     Failure,
     InboxMessage,
-    Message,
+    OrderOutcome,
+    OrderState,
     ReleaseClaim,
+    ReloadCredentials,
     Shutdown,
     Signed,
     WorkerEvent,
     WorkerEventKind,
     decode,
-    encode,
 )
-from worker_runtime.protocol.requests import parse_frame
+from worker_runtime.protocol.requests import AccountReport, ControlMessage, encode_report, parse_frame
 from worker_runtime.protocol.scripts import ANSWER, SETTLE_CLAIM
+from worker_runtime.protocol.worker_reports import VALID_UNTIL, sign_event, sign_metadata
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,8 @@ class SimulatedBehaviour:
     connect: float = 0.01
     #: Whether their users are active all the time: then each renewal shows a new last activity.
     used: bool = False
+    #: Whether each logs in to Valkey by its own name, as a real one, and has two connections then.
+    own_login: bool = False
 
 
 log = structlog.get_logger()
@@ -68,6 +73,9 @@ class _RequestHeader(msgspec.Struct):
 
     request_id: str
     reply_to: str = ""
+    type: str = ""
+    account_id: str = ""
+    order_id: str = ""
 
 
 class SimulatedEnding(Exception):  # not an error: how a worker leaves its loop
@@ -83,18 +91,29 @@ def _now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def _nothing_of(account_id: str) -> AccountReport:
+    return AccountReport(
+        account_id=account_id,
+        taken_at_ms=_now_ms(),
+        complete=True,
+        absence_certain=True,
+        reaches_ms=86_400_000,
+    )
+
+
 class SimulatedWorker:
     """Driven by `run`; its marks are renewed by `SimulatedMarkRenewer`."""
 
     def __init__(self, config: WorkerConfig, link: SimulatedConnections, habits: SimulatedBehaviour) -> None:
         self.config = config
-        self._link = link
+        self.link = link
         self._habits = habits
         self._identity = SimulatedIdentity.of(config)
         self._launched_at_ms = _now_ms()
         self._last_activity_ms = 0
         self._state = "PoolIdle"
         self._claim: Claim | None = None
+        self._message_keys = AssignmentKeys(request=(), assignment=())
         self._reply: ClaimReply | None = None
         self._pops = 0
         self._events = 0
@@ -138,13 +157,17 @@ class SimulatedWorker:
         elif reply == b"no_owner" and not self._owner_missing:
             self._owner_missing = True
             with contextlib.suppress(RedisError, OSError):
-                await self._link.execute(self._event(WorkerEventKind.OWNER_MISSING, ""))
+                await self.link.execute(*self._event(WorkerEventKind.OWNER_MISSING, ""))
         elif reply == b"ok":
             self._owner_missing = False
+        elif reply == b"":  # the pool does not have it
+            ring = f"{self.config.pool} {self.config.worker_id}"
+            with contextlib.suppress(RedisError, OSError):
+                await self.link.execute(("RPUSH", keys.EVENT_BELL, ring))
 
-    def _shown(self, claim: Claim) -> dict[str, Any]:
+    def _shown(self, claim: Claim) -> dict[str, str | int]:
         config, identity = self.config, self._identity
-        return {
+        shown: dict[str, str | int] = {
             "task": config.task_id,
             "worker": config.worker_id,
             "epoch": claim.epoch,
@@ -157,7 +180,9 @@ class SimulatedWorker:
             "proof": identity.proof.hex(),
             "pid": 0,
             "claim": claim.claim_id,
+            VALID_UNTIL: _now_ms() + int(config.mark_ttl * 1000),
         }
+        return sign_metadata(shown, claim.user_id, self._message_keys.assignment)
 
     # --- its life ---------------------------------------------------------------------------------------
 
@@ -168,13 +193,13 @@ class SimulatedWorker:
         while True:
             try:
                 if not announced:
-                    await self.renewed(await self._link.run(self.renewal()))
+                    await self.renewed(await self.link.run(self.renewal()))
                     announced = True
                 bells = [inbox]
                 if self._state == "Active" and self._claim is not None:
                     bells.append(keys.doorbell(self._claim.user_id))
                     await self._work()
-                found = await self._link.take(*bells)
+                found = await self.link.take(*bells)
                 if found is not None and found[0] == inbox:
                     await self._handle_control(found[1])
             except SimulatedEnding as end:
@@ -206,22 +231,23 @@ class SimulatedWorker:
                 await self._answer_claim(claim, self._reply)
             return
         entry = keys.pool_worker(self.config.pool, self.config.worker_id)
-        settled = await self._link.run(SimulatedCall(SETTLE_CLAIM, [entry], [claim.claim_id, "confirmed"]))
+        settled = await self.link.run(SimulatedCall(SETTLE_CLAIM, [entry], [claim.claim_id, "confirmed"]))
         if settled != b"confirmed":
             failure = Failure.of(ClaimRefused(f"the claim is {settled.decode()}"))
             await self._answer_claim(claim, self._reply_to(claim, 0, failure))
             raise SimulatedEnding(ExitCode.CLAIM_REFUSED, failure.detail)
         claimed_at = self._last_activity_ms = _now_ms()
+        self._message_keys = self._identity.open_message_keys(claim)
         self._claim, self._state = claim, "Connecting"
-        owned = await self._link.run(self.renewal())
+        owned = await self.link.run(self.renewal())
         if owned != b"ok":
             error = Fenced() if owned == b"fenced" else WorkerUnavailable("the user has no owner key")
             await self._answer_claim(claim, self._reply_to(claim, claimed_at, Failure.of(error)))
             raise SimulatedEnding(ExitCode.FENCED, f"the mark was refused: {owned.decode()}")
         await asyncio.sleep(self._habits.connect)
         self._state = "Active"
-        await self._link.run(self.renewal())
-        await self._link.execute(self._event(WorkerEventKind.CONNECTED, f"attempt {claim.attempt}"))
+        await self.link.run(self.renewal())
+        await self.link.execute(*self._event(WorkerEventKind.CONNECTED, f"attempt {claim.attempt}"))
         self._reply = self._reply_to(claim, claimed_at, None)
         await self._answer_claim(claim, self._reply)
 
@@ -240,8 +266,9 @@ class SimulatedWorker:
         await self._push_reply(claim.claim_id, reply)
 
     async def _push_reply(self, claim_id: str, reply: ClaimReply) -> None:
-        key = keys.pool_reply(self.config.pool, claim_id)
-        await self._link.execute(("RPUSH", key, encode(reply)), ("EXPIRE", key, keys.CLAIM_TTL))
+        key = keys.pool_reply(self.config.pool, self.config.worker_id, claim_id)
+        proven = sealing.prove_reply(reply, self.config.launch_token)
+        await self.link.execute(("RPUSH", key, proven), ("EXPIRE", key, keys.CLAIM_TTL))
 
     # --- work of an active one --------------------------------------------------------------------------
 
@@ -249,10 +276,11 @@ class SimulatedWorker:
         """Handles this user's requests until none is left."""
         claim = self._claim
         while claim is not None:
-            self._pops += 1
-            kind, item, *_ = await self._link.run(
-                calls.pop(self.config, claim.user_id, claim.epoch, self._pops)
+            # The same number again after a lost reply, so that the same item comes.
+            kind, item, *_ = await self.link.run(
+                calls.pop(self.config, claim.user_id, claim.epoch, self._pops + 1)
             )
+            self._pops += 1
             if kind == b"control":
                 await self._controlled(claim, item)
             elif kind == b"request":
@@ -274,6 +302,8 @@ class SimulatedWorker:
             return
         if isinstance(message, Shutdown):
             raise SimulatedEnding(ExitCode.OK, message.reason)
+        if not isinstance(message, ReloadCredentials):
+            return
         reply = ClaimReply(
             claim_id=message.reload_id,
             worker_id=self.config.worker_id,
@@ -284,27 +314,38 @@ class SimulatedWorker:
         await self._push_reply(message.reload_id, reply)
 
     async def _refuse(self, claim: Claim, item: bytes) -> None:
-        """A simulated worker has no broker: the request is answered, and nothing was submitted."""
+        """A simulated worker has no broker: what is asked is answered, nothing submitted."""
         self._last_activity_ms = _now_ms()
         try:
             frame = parse_frame(item)
             asked: _RequestHeader = decode(frame.payload, _RequestHeader)
         except MalformedMessage:
-            await self._link.execute(("LREM", keys.processing(claim.user_id), 1, item))
+            await self.link.execute(("LREM", keys.processing(claim.user_id), 1, item))
             return
-        failure = Failure.of(OrderRejected("a simulated worker trades nothing"))
-        await self._link.run(
-            SimulatedCall(
-                ANSWER,
-                keys.answering(claim.user_id, asked.request_id),
-                [
-                    item,
-                    encode(Answer(request_id=asked.request_id, failure=failure)),
-                    keys.ANSWER_TTL,
-                    asked.reply_to,
-                ],
-            )
+        if asked.type == "query_account":
+            told = Answer(request_id=asked.request_id, report=encode_report(_nothing_of(asked.account_id)))
+        else:
+            failure = Failure.of(OrderRejected("a simulated worker trades nothing"))
+            order_id = asked.order_id
+            outcome = OrderOutcome(order_id=order_id, state=OrderState.REJECTED) if order_id else None
+            told = Answer(request_id=asked.request_id, outcome=outcome, failure=failure)
+        answer = sign_answer(
+            self._message_keys.assignment,
+            claim.user_id,
+            worker_author(claim.epoch, self.config.worker_id),
+            told,
         )
+        call = SimulatedCall(
+            ANSWER,
+            keys.answering(claim.user_id, asked.request_id),
+            [item, answer, keys.ANSWER_TTL, asked.reply_to],
+        )
+        while True:
+            try:
+                await self.link.run(call)
+                return
+            except (RedisError, OSError):  # may be repeated
+                await asyncio.sleep(_RETRY)
 
     # --- its end ----------------------------------------------------------------------------------------
 
@@ -312,18 +353,15 @@ class SimulatedWorker:
         """Sends the last event, then removes the mark or the pool entry."""
         config, claim = self.config, self._claim
         if claim is None:
-            await self._link.execute(
-                ("ZREM", keys.pool_ready(config.pool), config.worker_id),
-                ("DEL", keys.pool_worker(config.pool, config.worker_id)),
-            )
+            await self.link.execute(("DEL", keys.pool_worker(config.pool, config.worker_id)))
         elif end.code is not ExitCode.FENCED:
-            await self._link.execute(self._event(WorkerEventKind.CLOSED, end.reason))
-            await self._link.run(calls.unmark(config, claim.user_id, claim.epoch))
+            await self.link.execute(*self._event(WorkerEventKind.CLOSED, end.reason))
+            await self.link.run(calls.unmark(config, claim.user_id, claim.epoch))
 
-    def _event(self, kind: WorkerEventKind, detail: str) -> tuple[Any, ...]:
+    def _event(self, kind: WorkerEventKind, detail: str) -> list[tuple[Any, ...]]:
         claim = self._claim
         self._events += 2
-        event: Message = WorkerEvent(
+        event = WorkerEvent(
             worker_id=self.config.worker_id,
             user_id=claim.user_id if claim else keys.POOL_USER,
             epoch=claim.epoch if claim else 0,
@@ -332,4 +370,5 @@ class SimulatedWorker:
             at_ms=_now_ms(),
             detail=detail,
         )
-        return ("XADD", keys.EVENTS, "*", "e", encode(event))
+        worker_id, entry = self.config.worker_id, sign_event(event, self._message_keys.assignment)
+        return [("RPUSH", keys.events_of(worker_id), entry), ("RPUSH", keys.EVENT_BELL, worker_id)]

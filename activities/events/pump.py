@@ -1,0 +1,192 @@
+"""Takes what workers tell from their own lists: events to the streams, and announcements to their pools.
+
+A worker reaches its own list of events and a bell that all share; only the orchestrator reaches the streams
+and the pools. So no worker deletes or delays the events of others, or takes them out of a pool. Each list has
+a turn in each round, and a worker whose list grows in spite of that is ended. Several orchestrators may pump
+at once: a round is one script, so that a kill loses nothing and doubles nothing.
+
+What a ring says is proven by nobody: it only has a list or an entry looked at.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from activities.pool import entries
+from activities.pool.entries import PoolEntry, PumpedEvents, pump_events
+from activities.pool.launch import launched_for
+from infra import tasks
+from infra.database.engine import Database
+from infra.database.workers import launches
+from infra.launchers.port import Launcher
+from infra.process_metrics import REFUSED
+from infra.valkey.client import replies_of, reply_of, text_of
+from infra.valkey.worker_users import WorkerUsers
+from infra.vault.key_pairs import OrchestratorKeys
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.authentication import RefusalCounter
+from worker_runtime.protocol.errors import BerthError
+
+#: Seconds that rings gather before the next round: those of one order come within a few milliseconds.
+GATHER = 0.03
+#: Events of one worker in a round: a worker that sends more than a thousand a second waits.
+EACH = 32
+#: Rings of a round. If more are left behind them, it is a flood, and they are dropped.
+RINGS = 10_000
+#: A list of this length that got no shorter in so many rounds, about a second, is a flood. After an outage of
+#: ours the list of a busy worker is as long, and gets shorter.
+LONG = 5_000
+ROUNDS = 33
+#: Seconds of one wait for a ring; the socket timeout is 5 s.
+BLOCK = 2
+#: Seconds between two searches for lists whose ring was lost, and keys of one SCAN.
+SWEEP = 60.0
+STEP = 1_000
+#: Seconds between two searches because rings were dropped, and until an outage is over.
+RETRY = 1.0
+
+log = structlog.get_logger()
+
+
+@dataclass(eq=False, repr=False)
+class EventPump:
+    """`run` and `attend` until cancelled."""
+
+    client: Redis
+    database: Database
+    launcher: Launcher
+    orchestrator_keys: OrchestratorKeys
+    #: None: workers log in to Valkey as we do.
+    users: WorkerUsers | None = None
+    _: KW_ONLY
+    most_rings: int = RINGS
+
+    def __post_init__(self) -> None:
+        self._refused = RefusalCounter(REFUSED.labels("announcement").inc)
+        #: Workers that were cut off.
+        self.cut_off = 0
+        #: Workers with a long list: its length at first, and rounds since then.
+        self._long: dict[str, tuple[int, int]] = {}
+        self._announced: set[tuple[str, str]] = set()
+        self._sweep_at = 0.0
+        self._wake = asyncio.Event()
+        self._stops = tasks.SharedTasks[str, None](_stop_failed)
+
+    async def run(self) -> None:
+        """Pumps events."""
+        while True:
+            try:
+                if await self.step():
+                    await asyncio.sleep(GATHER)
+                else:
+                    # The bell onto itself: blocks while it is empty, and changes nothing.
+                    bell = keys.EVENT_BELL
+                    await reply_of(self.client.blmove(bell, bell, BLOCK, "LEFT", "LEFT"))
+            except (RedisError, OSError) as error:
+                log.warning("event_pump_waits", error=type(error).__name__, reason=str(error)[:200])
+                await asyncio.sleep(RETRY)
+
+    async def step(self) -> int:
+        """One round; returns how many rings it took."""
+        pumped = await pump_events(self.client, rings=self.most_rings, each=EACH, long=LONG)
+        now = time.monotonic()
+        if pumped.left > self.most_rings and self._sweep_at > now + RETRY:  # they were dropped
+            log.error("rings_dropped", count=pumped.left)
+            self._sweep_at = now + RETRY
+            self._wake.set()
+        if pumped.announced:
+            # They come again: those beyond a flood of made-up ones are left out.
+            self._announced.update(pumped.announced[: self.most_rings - len(self._announced)])
+            self._wake.set()
+        await self._cut_off_floods(pumped)
+        return pumped.rings
+
+    async def _cut_off_floods(self, pumped: PumpedEvents) -> None:
+        watched = dict(self._long) if pumped.left else {}  # some had no turn
+        for worker_id, length in pumped.long.items():
+            first, rounds = self._long.get(worker_id, (length, 0))
+            if rounds < ROUNDS:
+                watched[worker_id] = first, rounds + 1
+            elif length < first:
+                watched[worker_id] = length, 0
+            else:
+                watched.pop(worker_id, None)
+                if self.users:  # first, so that nothing more is added
+                    await self.users.delete(worker_id)
+                await reply_of(self.client.unlink(keys.events_of(worker_id)))
+                self.cut_off += 1
+                log.error("worker_floods_events", worker_id=worker_id, events=length, count=self.cut_off)
+                self._stops.join(worker_id, partial(self._stop, worker_id))
+        self._long = watched
+
+    async def _stop(self, worker_id: str) -> None:
+        """Ends a worker; its exit brings about the rest. Without it, the loss of its mark does."""
+        for task in await self.launcher.list():
+            if task.worker_id == worker_id:
+                await self.launcher.stop(task.task_id, "floods its events", grace=RETRY)
+
+    async def attend(self) -> None:
+        """Admits announced workers, and looks now and then for lists whose ring was lost."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, self._sweep_at - time.monotonic())):
+                    await self._wake.wait()
+            self._wake.clear()
+            try:
+                announced, self._announced = self._announced, set()
+                await self.admit(announced)
+                if time.monotonic() >= self._sweep_at:
+                    self._sweep_at = time.monotonic() + SWEEP
+                    await self.sweep()
+            except (RedisError, OSError, BerthError) as error:  # workers announce themselves again
+                log.warning("announcements_wait", error=type(error).__name__, reason=str(error)[:200])
+                await asyncio.sleep(RETRY)
+
+    async def admit(self, announced: Collection[tuple[str, str]]) -> None:
+        """Takes in those that we launched, that prove their keys and never had a user.
+
+        Which claim a worker is launched for follows from its id.
+        """
+        async with self.client.pipeline(transaction=False) as pipe:
+            for pool, worker_id in announced:
+                pipe.hmget(keys.pool_worker(pool, worker_id), "public_key", "proof", "reserved")
+            found = await replies_of(pipe) if announced else []
+        reserved: dict[str, dict[str, str]] = defaultdict(dict)
+        for (pool, worker_id), fields in zip(announced, found, strict=True):
+            public_key, proof, claim_id = fields or (None, None, None)
+            if public_key is None or not pool.isprintable():  # it has ended, or there was none
+                continue
+            entry = PoolEntry(status="", worker_id=worker_id, public_key=public_key, proof=proof or b"")
+            claim = text_of(claim_id)
+            if entry.proven(self.orchestrator_keys) and (not claim or worker_id in launched_for(claim)):
+                reserved[pool][worker_id] = claim
+            elif self._refused.add(worker_id):
+                log.error("announcement_refused", worker_id=worker_id, pool=pool, count=self._refused.count)
+        for pool, claims in reserved.items():
+            async with self.database.session(autocommit=True) as session:
+                ours = await launches.never_assigned(session, pool, claims)
+            for worker_id in ours:
+                await entries.admit(self.client, pool, worker_id, claims[worker_id])
+
+    async def sweep(self) -> None:
+        """Rings for all lists that there are."""
+        cursor, prefix = 0, keys.events_of("")
+        while True:
+            cursor, names = await reply_of(self.client.scan(cursor, match=f"{prefix}*", count=STEP))
+            if names:
+                rings = [text_of(name)[len(prefix) :] for name in names]
+                await reply_of(self.client.rpush(keys.EVENT_BELL, *rings))
+            if not cursor:
+                return
+
+
+def _stop_failed(worker_id: str, error: BaseException) -> None:
+    log.error("flooding_worker_not_stopped", worker_id=worker_id, error=type(error).__name__)

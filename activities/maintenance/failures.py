@@ -1,0 +1,104 @@
+"""Lists workflow runs that failed for good, which stand in no table but Temporal's.
+
+Such a letter is dropped when another run of the workflow has followed, and when Temporal has forgotten it.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import structlog
+from sqlalchemy import delete, select
+from temporalio.client import Client, WorkflowExecution, WorkflowFailureError
+from temporalio.service import RPCError, RPCStatusCode
+
+from infra.database.dead_letters import DeadLetter, DeadLetterRow, put_letter
+from infra.database.engine import Database
+from infra.temporal.client import CALL
+from workflows import names
+
+#: Seconds between two rounds.
+PERIOD = 60.0
+#: Runs that are read: the newest. What a pass of maintenance left, the next one does.
+MOST_RUNS = 500
+RUNS = (
+    'ExecutionStatus IN ("Failed", "TimedOut")'
+    f' AND WorkflowType != "{names.MAINTENANCE}" AND WorkflowType != "{names.MAINTENANCE_BATCH}"'
+)
+
+log = structlog.get_logger()
+
+
+@contextmanager
+def _unless_deleted() -> Iterator[None]:
+    """Ends the block when Temporal does not know its run: it was deleted meanwhile."""
+    try:
+        yield
+    except RPCError as error:
+        if error.status is not RPCStatusCode.NOT_FOUND:
+            raise
+
+
+class FailureCollector:
+    """A background loop. Several may run: a failure counts once."""
+
+    def __init__(self, database: Database, temporal: Client, days: float, most_runs: int = MOST_RUNS) -> None:
+        """`days`: for which letters are kept."""
+        self._database = database
+        self._temporal = temporal
+        self._kept = timedelta(days=days)
+        self._most_runs = most_runs
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.collect_runs()
+            except Exception as error:  # the boundary of a loop: a server is away
+                log.warning("failures_not_collected", error=type(error).__name__, reason=str(error)[:200])
+            await asyncio.sleep(PERIOD)
+
+    async def collect_runs(self) -> None:
+        """Raises `RPCError`, `DatabaseUnavailable`."""
+        found: dict[DeadLetter, WorkflowExecution] = {}
+        runs = [run async for run in self._temporal.list_workflows(RUNS, limit=self._most_runs)]
+        for run in runs:
+            last = None
+            with _unless_deleted():
+                last = await self._temporal.get_workflow_handle(run.id).describe(rpc_timeout=CALL)
+            if last is not None and last.run_id == run.run_id:
+                user_id = run.typed_search_attributes.get(names.SA_USER, "")
+                letter = DeadLetter(
+                    kind="workflow", subject=run.id, source=run.id, user_id=user_id, at=run.close_time
+                )
+                found[letter] = run
+        ends = [run.close_time for run in runs if run.close_time is not None]
+        #: Older failures were not read, and their letters stay.
+        read_since = min(ends) if len(runs) == self._most_runs else None
+        async with self._database.session(autocommit=True) as session:
+            rows = select(DeadLetterRow.id, DeadLetterRow.last_at).where(DeadLetterRow.kind == "workflow")
+            known = {letter_id: last_at for letter_id, last_at in await session.execute(rows)}
+        since = datetime.now(UTC) - self._kept  # what is older was purged
+        new: list[DeadLetter] = []
+        for letter, run in found.items():
+            if letter.at is not None and letter.at > max(since, known.get(letter.id, since)):
+                with _unless_deleted():
+                    new.append(replace(letter, reason=await self._cause_of_run(run)))
+        read = {letter_id for letter_id, at in known.items() if read_since is None or at >= read_since}
+        over = read - {letter.id for letter in found}
+        async with self._database.session() as session:
+            gone = DeadLetterRow.id.in_(over), DeadLetterRow.closed_at.is_(None)
+            await session.execute(delete(DeadLetterRow).where(*gone))
+            for letter in new:
+                await put_letter(session, letter)
+
+    async def _cause_of_run(self, run: WorkflowExecution) -> str:
+        cause: BaseException | None = None
+        try:
+            await self._temporal.get_workflow_handle(run.id, run_id=run.run_id).result(rpc_timeout=CALL)
+        except WorkflowFailureError as error:
+            cause = error
+        while deeper := getattr(cause, "cause", None):
+            cause = deeper
+        return f"{run.workflow_type}: {cause}"

@@ -1,0 +1,164 @@
+"""Compares the jobs that PostgreSQL keeps with Valkey: notes how they ended, enqueues again what is lost.
+
+A job that may run twice is enqueued as soon as Valkey does not know it. Any other one waits for its timeout
+first: a run of before the flush has ended by then, and its runner has left the result
+(`finish_and_claim.lua`). Settings of queues that Valkey has lost are written back before any job.
+"""
+
+import asyncio
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
+from sqlalchemy import delete, func, select, update
+
+from activities.reports.daily import note_failed_statement
+from infra.database.dead_letters import DeadLetter, DeadLetterRow, put_letter, reason_of
+from infra.database.engine import DatabaseUnavailable
+from infra.database.locks import lease_due, seconds_from_now
+from infra.jobs.kept import CHECK, JobSettings, KeptJob, KeptJobs
+from infra.temporal.starter import WorkerStarter
+from infra.valkey import client as valkey
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import JobFailed, JobResult, JobStatus
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import Failure
+
+#: Milliseconds that a round waits for news of a job, and seconds between two rounds.
+PERIOD_MS, PAUSE = 2000, 0.5
+#: Jobs of one round, and news that are read at once.
+MOST = 500
+
+#: What a producer does when its job has failed for good, by the beginning of the job's id, up to the hyphen.
+#: It may be called again. All others are content with the list of dead letters.
+ON_FAILED = {"statement": note_failed_statement}
+
+log = structlog.get_logger()
+
+
+class KeptJobSweeper:
+    """A background loop. Several may run: each job is checked by one of them at a time."""
+
+    def __init__(self, client: Redis, kept: KeptJobs, starter: WorkerStarter) -> None:
+        self._client = client
+        self._kept = kept
+        self._starter = starter
+        #: The last entry of the fleet's events that was read; at first all are.
+        self._cursor = b"0-0"
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.hear_ends()
+                await self.restore_settings()
+                while await self.sweep() == MOST:
+                    pass
+            except Exception as error:  # the boundary of a loop: a server is away
+                log.warning("kept_jobs_not_swept", error=type(error).__name__, reason=str(error)[:200])
+                await asyncio.sleep(PERIOD_MS / 1000)
+            await asyncio.sleep(PAUSE)
+
+    async def hear_ends(self, block: int = PERIOD_MS) -> None:
+        """Jobs of the fleet that have ended are checked at once: while an end is not noted, a flush of Valkey
+        would have the job run again. Waits `block` ms for news."""
+        stream = job_keys.events(job_keys.FLEET_TAG)
+        found = await valkey.reply_of(self._client.xread({stream: self._cursor}, count=MOST, block=block))
+        entries = [entry for lists in (found or {}).values() for some in lists for entry in some]
+        if entries:
+            ended = KeptJob.job_id.in_({valkey.text_of(told.get(b"job")) for _, told in entries})
+            live = KeptJob.user_id == "", KeptJob.sealed != b""
+            async with self._kept.database.session() as session:
+                check = update(KeptJob).where(ended, *live).values(check_at=func.clock_timestamp())
+                await session.execute(check)
+            self._cursor = entries[-1][0]
+
+    async def restore_settings(self) -> None:
+        """Writes settings that Valkey has lost, or that are not those of PostgreSQL."""
+        async with self._kept.database.session(autocommit=True) as session:
+            rows = (await session.scalars(select(JobSettings))).all()
+        for row in rows:
+            call = job_calls.configure(row.fields, job_keys.tag_of(row.user_id))
+            with suppress(ResponseError):  # a user's worker may make another kind of key of it
+                there = await valkey.reply_of(self._client.hmget(call.keys[0], list(row.fields)))
+                if [valkey.text_of(one) for one in there] != [one or "" for one in row.fields.values()]:
+                    await valkey.run_script(self._client, *call)
+                    log.warning("job_settings_restored", user_id=row.user_id)
+
+    async def sweep(self) -> int:
+        """Checks the jobs that are due; returns how many there were. Raises `RedisError`,
+        `DatabaseUnavailable`."""
+        due = lease_due(KeptJob.check_at).returning(KeptJob)
+        async with self._kept.database.session() as session:
+            rows = (await session.scalars(due, {"most": MOST, "lease": CHECK})).all()
+        for row in sorted(rows, key=lambda one: one.created_at):
+            try:
+                await self._check(row)
+            except Exception as error:  # the boundary of one job, which must not hold up the others
+                away = isinstance(error, RedisError | OSError | DatabaseUnavailable)
+                if away and "WRONGTYPE" not in str(error):  # a user's worker may write any key of it
+                    raise
+                log.warning("kept_job_not_checked", job_id=row.job_id, reason=reason_of(error))
+                failure = Failure(code="NOT_CHECKED", detail=reason_of(error))
+                await self._note_failure(row, failure, time.time(), check_at=None)
+        return len(rows)
+
+    async def _check(self, row: KeptJob) -> None:
+        state = await self._kept.queue.get(row.job_id, tag=job_keys.tag_of(row.user_id))
+        if state is None and row.outcome is None:
+            await self._enqueue_again(row)
+        elif state is None:  # it has failed, and was lost since: a person may open it again
+            await self._kept.change(row.job_id, row.user_id, check_at=None)
+        elif state.state == "failed":
+            failed = await self._client.zscore(job_keys.failed(job_keys.tag_of(row.user_id)), row.job_id)
+            result = state.result or JobResult(job_id=row.job_id, status=JobStatus.FAILED)
+            failure = result.failure or Failure(code=JobFailed.code, detail="")
+            at = job_calls.reply_number(str(failed or result.finished_at_ms)) / 1000 or time.time()
+            await self._note_failure(row, failure, min(at, time.time()))
+        else:
+            if row.outcome == "failed":  # somebody has put it back
+                listed = DeadLetterRow.id == _letter(row).id, DeadLetterRow.closed_at.is_(None)
+                async with self._kept.database.session() as session:
+                    await session.execute(delete(DeadLetterRow).where(*listed))
+            if state.ended:
+                await self._kept.end(row.job_id, row.user_id, state.state)
+            elif row.outcome or row.missing:
+                await self._kept.change(row.job_id, row.user_id, outcome=None, missing=False)
+
+    async def _enqueue_again(self, row: KeptJob) -> None:
+        job = self._kept.unseal(row)
+        if not (job.idempotent or row.missing):
+            later = seconds_from_now(job.timeout + 15.0)  # by then its last run's end is known
+            await self._kept.change(row.job_id, row.user_id, missing=True, check_at=later)
+            return
+        if row.missing:  # first: nobody knows how far a run of this time comes
+            await self._kept.change(row.job_id, row.user_id, missing=False)
+        due = row.created_at.timestamp() + job.delay
+        again = msgspec.structs.replace(job, delay=max(0.0, due - time.time()))
+        tag = job_keys.tag_of(row.user_id)
+        if await self._kept.queue.enqueue(again, tag=tag):
+            log.warning("job_enqueued_again", job_id=row.job_id, job=job.name, user_id=row.user_id)
+        if row.user_id and not await self._client.exists(keys.mark(row.user_id)):
+            self._starter.ensure(row.user_id, mark_missing=True)
+
+    async def _note_failure(self, row: KeptJob, failure: Failure, seconds: float, **more: Any) -> None:
+        at = datetime.fromtimestamp(seconds, UTC)
+        if row.outcome == "failed" and row.ended_at is not None and row.ended_at >= at:
+            return  # known
+        async with self._kept.database.session() as session:
+            await put_letter(session, _letter(row, at, f"{failure.code}: {failure.detail}"))
+            handle = ON_FAILED.get(row.job_id.partition("-")[0])
+            if handle is not None and not row.user_id:
+                await handle(session, row.job_id, failure)
+        await self._kept.change(row.job_id, row.user_id, outcome="failed", ended_at=at, **more)
+
+
+def _letter(row: KeptJob, at: datetime | None = None, reason: str = "") -> DeadLetter:
+    kind = "alert" if not row.user_id and row.job_id.startswith("alert-") else "job"
+    source = row.user_id or "fleet jobs"  # no id of a user has a space
+    return DeadLetter(kind=kind, subject=row.job_id, source=source, user_id=row.user_id, reason=reason, at=at)

@@ -1,0 +1,159 @@
+"""Tells operators, by mail and webhook, of errors and of conditions that want a person.
+
+Each API process looks every `PERIOD` seconds, one at a time. What was told stands in Valkey beside the job
+queue that delivers: neither PostgreSQL nor Temporal nor an orchestrator is needed to tell that one is away. A
+message is kept before its jobs are made, and their ids are its own: each goes out once, though processes die.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from sqlalchemy.exc import SQLAlchemyError
+
+from infra.alerts.book import AlertBook, AlertMessage
+from infra.jobs.kept import KeptJobs
+from infra.metrics import MetricsPage
+from infra.settings import Settings
+from infra.valkey.client import number_of, read_clock, reply_of, text_of
+from worker_runtime.jobs.protocol.catalog import DeliverWebhook, SendEmail, make_job
+from worker_runtime.jobs.protocol.messages import Job
+from worker_runtime.jobs.protocol.telemetry import MAX_ERRORS
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.errors import BerthError, MalformedMessage
+
+#: Seconds between two looks.
+PERIOD = 10.0
+#: Attempts of two hours.
+ATTEMPTS = 60
+#: The webhook's event, and the name from which its signing key is made.
+EVENT, RECIPIENT = "operators.alert", "operators"
+_TWO_WEEKS = 14 * 86_400
+
+log = structlog.get_logger()
+
+
+class Condition(NamedTuple):
+    """Holds while a sample of `metric` is above a number; told after `wait` seconds."""
+
+    metric: str
+    labels: dict[str, str]
+    above: float
+    wait: float
+    text: str
+    #: Without it nobody knows.
+    server: str = "postgresql"
+
+
+CONDITIONS = (
+    Condition(
+        "berth_orders_unsettled", {"state": "unknown"}, 0, 300, "{value:.0f} orders have an unknown outcome"
+    ),
+    Condition("berth_dead_letters", {}, 0, 0, "{value:.0f} of kind {kind} failed or wait for a person"),
+    Condition("berth_event_stream_lag_seconds", {"group": "recorder"}, 30, 60, "the recorder lags"),
+    Condition("berth_event_stream_lag_seconds", {"group": "relay"}, 120, 60, "the relay lags"),
+    Condition("berth_maintenance_age_seconds", {}, 180, 0, "maintenance has stopped"),
+    Condition("berth_maintenance_guarded", {}, 0, 300, "maintenance holds still: `berth maintenance status`"),
+    Condition("berth_differences_open", {}, 0, 0, "{value:.0f} accounts differ from the broker's books"),
+    Condition("berth_jobs_oldest_seconds", {}, 300, 0, "jobs in the queue {queue} wait for long"),
+    Condition("berth_pool_waiting", {}, 0, 60, "{value:.0f} users wait: the pool {pool} is empty"),
+    Condition("berth_startup_tasks_open", {}, 0, 1800, "{value:.0f} one-time tasks are not done"),
+    Condition("berth_users", {"state": "Parked"}, 0, 0, "{value:.0f} users are parked", "temporal"),
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OperatorAlerts:
+    client: Redis
+    jobs: KeptJobs
+    settings: Settings
+    write_metrics: Callable[[MetricsPage], Awaitable[None]]
+
+    async def run(self, period: float = PERIOD) -> None:
+        """A background loop."""
+        while True:
+            try:
+                # One process checks at a time, and keeps its turn until the next check at the most.
+                if await self.client.set(keys.ALERTS_TURN, 1, nx=True, px=int(period * 900)):
+                    await self.look()
+            except (RedisError, OSError) as error:  # Valkey is away, or another process was faster
+                log.warning("alerts_not_looked_at", error=type(error).__name__)
+            except Exception:  # the boundary of a loop
+                log.exception("alerts_failed")
+            await asyncio.sleep(period)
+
+    async def look(self) -> None:
+        """Tells what is new. Raises `RedisError`, also if another process has looked meanwhile."""
+        async with self.client.pipeline(transaction=True) as pipe:
+            await pipe.watch(keys.ALERTS)
+            stored = await reply_of(pipe.get(keys.ALERTS))
+            try:
+                book = msgspec.json.decode(stored or b"{}", type=AlertBook)
+            except ValueError:  # what is open is told again
+                book = AlertBook()
+            await self._deliver(book.message)  # again: who made it may have died
+            book.message = None
+            now = await read_clock(self.client) / 1000
+            found: Any = await self.client.xrange(keys.ERRORS, f"({book.cursor}", count=MAX_ERRORS)
+            for entry, fields in found:
+                book.cursor = text_of(entry)
+                key, text = (text_of(fields.get(name))[:500] for name in (b"key", b"text"))
+                book.count_error(f"error|{key}", text, number_of(fields.get(b"count")), now)
+            await self._observe(book, now)
+            book.make_message(now, window=self.settings.alert_window, limit=self.settings.alert_limit)
+            pipe.multi()  # type: ignore[no-untyped-call]
+            pipe.set(keys.ALERTS, msgspec.json.encode(book))
+            await pipe.execute()
+        await self._deliver(book.message)
+
+    async def _observe(self, book: AlertBook, now: float) -> None:
+        page, known = MetricsPage(), {"server"}
+        try:
+            await self.write_metrics(page)
+            known |= {labels["server"] for labels, up in page.samples("berth_server_up") if up}
+        except (BerthError, SQLAlchemyError) as error:  # some of it may be on the page
+            log.warning("conditions_not_read", error=type(error).__name__)
+        for labels, up in page.samples("berth_server_up"):
+            if not up:
+                book.observe(f"server|{labels['server']}", f"{labels['server']} is away", 1, 30, now)
+        for labels, ends in page.samples("berth_certificate_expires_timestamp_seconds"):
+            if ends < now + _TWO_WEEKS:
+                text = f"the certificate in {labels['setting']} ends within two weeks"
+                book.observe(f"server|{labels['setting']}", text, 1, 0, now)
+        for one in CONDITIONS:
+            for labels, value in page.samples(one.metric):
+                if value > one.above and one.labels.items() <= labels.items():
+                    key = "|".join((one.server, one.metric, *labels.values()))
+                    text = one.text.format(value=value, **labels)
+                    # Alerts that fail are told once: each message more would be another one.
+                    counts = not one.above and labels.get("kind") != "alert"
+                    book.observe(key, text, value if counts else 1, one.wait, now)
+        book.keep(lambda key: key.partition("|")[0] not in known, now)
+
+    async def _deliver(self, message: AlertMessage | None) -> None:
+        if message is not None:
+            for job in self._make_jobs(message):
+                await self.jobs.enqueue(job, without_database=True)
+
+    def _make_jobs(self, message: AlertMessage) -> list[Job]:
+        text = "\n".join(message.lines)
+        body = msgspec.json.encode({"text": f"{message.subject}\n{text}", "lines": message.lines})
+        to_post = DeliverWebhook(url="", recipient=RECIPIENT, event=EVENT, body=msgspec.Raw(body))
+        to_mail = SendEmail(to="", subject=message.subject, text=f"{text}\n")
+        work = [
+            *(msgspec.structs.replace(to_mail, to=address) for address in self.settings.alert_mails),
+            *(msgspec.structs.replace(to_post, url=url) for url in self.settings.alert_webhooks),
+        ]
+        jobs = []
+        for number, one in enumerate(work):
+            job_id = f"alert-{message.at}-{message.number}-{number}"
+            try:
+                jobs.append(make_job(job_id, one, priority=9, attempts=ATTEMPTS))
+            except MalformedMessage as error:  # a wrong address keeps nobody else from the message
+                log.warning("alert_not_sent", job_id=job_id, reason=error.detail)
+        return jobs

@@ -1,0 +1,142 @@
+"""The primary: one of all API processes, which runs one-time tasks and sees to it that the schedules exist.
+
+Among the processes of a host it holds an exclusive `flock`, which the kernel frees when it dies; among hosts
+PostgreSQL's advisory lock, on a connection of its own. A process learns late that it lost that lock, so what
+the primary does commits on this very connection: a process that lost it changes nothing any more.
+"""
+
+import asyncio
+import fcntl
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
+
+import structlog
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from temporalio.client import Client
+from temporalio.service import RPCError
+
+from infra.database import reports, startup
+from infra.database.engine import DatabaseUnavailable, outage_of
+from infra.database.locks import SILENCE, lead
+from infra.database.startup import PRIMARY_LOCK, StartupTask
+from infra.market.calendar import TAIPEI, Calendar
+from infra.settings import Settings
+from infra.temporal.schedules import ensure_schedules
+
+#: Seconds between two tries of a process that waits: with a connect (10 ms) they are the gap after a death.
+#: On each host one process tries PostgreSQL's lock. And until a process that lost PostgreSQL tries again.
+FILE_STANDBY, LOCK_STANDBY, RETRY = 0.1, 0.2, 1.0
+#: Seconds between two signs of life on the lock's connection, well within `SILENCE`.
+SIGN_OF_LIFE = 5.0
+#: Seconds between two rounds: missing schedules, and tasks that failed. The first comes a round after the
+#: start: an orchestrator makes the schedules when it starts.
+ROUND = 60.0
+
+log = structlog.get_logger()
+
+
+def startup_tasks(settings: Settings, calendar: Calendar) -> tuple[StartupTask, ...]:
+    """All one-time tasks, in their order."""
+    end = timedelta(seconds=settings.trading_day_end)
+    today = (datetime.now(TAIPEI) - end).date() + timedelta(days=1)
+    backfill = partial(reports.backfill_reports, calendar=calendar, end=end, before=today)
+    return (StartupTask(name="daily_reports", step=backfill),)
+
+
+@asynccontextmanager
+async def host_lock(path: Path) -> AsyncIterator[None]:
+    """Waits until this process is the only one of its host that holds the file.
+
+    Where none can be written or locked (NFS) it returns at once: PostgreSQL's lock alone decides.
+    """
+    file = -1
+    try:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            while not _try_flock(file):  # noqa: ASYNC110 - the kernel tells nobody
+                await asyncio.sleep(FILE_STANDBY)
+        except OSError as error:
+            log.warning("primary_without_file", reason=str(error))
+        yield
+    finally:
+        if file >= 0:
+            os.close(file)
+
+
+def _try_flock(file: int) -> bool:
+    """False: another process holds it. Raises `OSError` where files cannot be locked."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class Primary:
+    """A background loop of each API process. The schema must be up to date."""
+
+    def __init__(
+        self, settings: Settings, temporal: Client, tasks: Sequence[StartupTask], *, period: float = ROUND
+    ) -> None:
+        self._settings = settings
+        self._temporal = temporal
+        self._tasks = tasks
+        self._period = period
+
+    async def run(self) -> None:
+        while True:
+            try:
+                async with host_lock(self._settings.data_dir / "primary.lock"):
+                    await lead(self._settings.database_url, PRIMARY_LOCK, self._serve, standby=LOCK_STANDBY)
+            except DatabaseUnavailable as error:
+                log.warning("primary_lost", reason=error.detail)
+            except Exception:  # the loop goes on: without a primary nothing of this is done
+                log.exception("primary_failed")
+            await asyncio.sleep(RETRY)
+
+    async def _serve(self, connection: AsyncConnection) -> None:
+        """As the primary, with the connection that holds the lock. Ends only by an error."""
+        name = startup.holder_name(socket.gethostname(), os.getpid(), time.time())
+        await connection.execute(text("select set_config('application_name', :name, false)"), {"name": name})
+        # Before asyncpg's limit of 10 s, which closes the connection: one slow task would cost the lock.
+        await connection.execute(text("set statement_timeout = '9s'"))
+        await connection.commit()
+        await connection.execution_options(isolation_level="READ COMMITTED")  # from now on transactions
+        log.info("primary_began")
+        while True:
+            for task in self._tasks:
+                await self._finish(connection, task)
+            end = time.monotonic() + self._period
+            while time.monotonic() < end:
+                await asyncio.sleep(min(SIGN_OF_LIFE, self._period))
+                async with connection.begin():
+                    await connection.execute(text("select 1"))
+            await self._restore_schedules()
+
+    async def _finish(self, connection: AsyncConnection, task: StartupTask) -> None:
+        """All steps that are left of a task. One that fails is tried again in the next round."""
+        try:
+            more = True
+            while more:
+                async with AsyncSession(connection, expire_on_commit=False) as session, session.begin():
+                    more = await startup.run_step(session, task)
+        except Exception as error:
+            # A time limit of its own. After one of asyncpg the connection is closed, which ends this anyway.
+            if not isinstance(error, TimeoutError) and outage_of(error) is not None:
+                raise
+            log.exception("startup_task_failed", task=task.name)
+
+    async def _restore_schedules(self) -> None:
+        try:
+            async with asyncio.timeout(SILENCE / 2):
+                await ensure_schedules(self._temporal, self._settings, keep=True)
+        except (RPCError, RuntimeError, TimeoutError) as error:
+            log.warning("schedules_not_checked", reason=str(error)[:200])

@@ -1,0 +1,235 @@
+"""Limits of requests: of each API key, of each user, and of each address for requests without a genuine key.
+
+A request waits for no round trip: each process counts by itself, and every `PERIOD` tells Valkey what it let
+through and learns what the others did (`spend_requests.lua`). So a limit holds over all processes, but for
+what they let through in one period. While Valkey is away, it holds in each process.
+
+Requests with a genuine key cost their address nothing: whoever shares it with an attacker is not shut out.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from hashlib import blake2b
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from starlette.types import Scope
+
+from api.http.auth import HEADER, Authenticator, session_token
+from api.http.errors import TooManyRequests
+from infra.process_metrics import LIMITED
+from infra.settings import Settings
+from infra.valkey import client as valkey
+from worker_runtime.protocol import keys, scripts
+
+#: Seconds between two settlements with Valkey.
+PERIOD = 0.2
+#: Seconds' worth of requests that may come at once.
+WINDOW = 5.0
+#: Limits that one process remembers, and that one script settles: 2 µs each in Valkey.
+REMEMBERED, SETTLED = 20_000, 500
+#: Seconds between two lines in the log about refused requests.
+LOG_PERIOD = 10.0
+_KEY_HEADER = HEADER.lower().encode()
+_WEBHOOKS = "/v1/webhooks/"
+#: Asked by load balancers, which would take a refusal for a dead process; it costs nothing.
+_FREE = frozenset({"/v1/healthz"})
+
+Networks = Sequence[IPv4Network | IPv6Network]
+
+
+@dataclass(slots=True)
+class RequestLimit:
+    """How far one limit is used up, as far as this process knows."""
+
+    kind: str
+    #: Seconds that one request pays for, and the most seconds that may be paid ahead.
+    every: float
+    window: float
+    #: Instant until which the requests so far pay.
+    paid: float = 0.0
+    #: Requests let through that Valkey has not been told of.
+    unsettled: int = 0
+
+    def charge(self, now: float) -> float:
+        """Counts one request; returns 0, or the seconds until one is let through."""
+        paid = max(self.paid, now) + self.every
+        if (over := paid - now - self.window) > 0:
+            return over
+        self.paid = paid
+        self.unsettled += 1
+        return 0.0
+
+    def headers(self, now: float) -> list[tuple[bytes, bytes]]:
+        """RateLimit headers (draft-ietf-httpapi-ratelimit-headers-10)."""
+        ahead = max(0.0, self.paid - now)
+        left = max(0, int((self.window - ahead) / self.every))
+        most, name = self.window / self.every, self.kind.encode()
+        return [
+            (b"ratelimit-policy", b'"%b";q=%d;w=%d' % (name, most, self.window)),
+            (b"ratelimit", b'"%b";r=%d;t=%d' % (name, left, ahead + 0.999)),
+        ]
+
+
+@dataclass(eq=False, repr=False)
+class RequestLimits:
+    """The limits of this process."""
+
+    client: Redis
+    settings: Settings
+    authenticator: Authenticator
+    is_genuine: Callable[[str], bool]
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._rates = {
+            "key": self.settings.limit_key,
+            "user": self.settings.limit_user,
+            "address": self.settings.limit_address,
+        }
+        self._proxies = [ip_network(proxy) for proxy in self.settings.trusted_proxies]
+        self._limits: dict[str, RequestLimit] = {}
+        self._charged = asyncio.Event()
+        #: Refused requests by kind of limit, since the last line in the log.
+        self._refused: Counter[str] = Counter()
+        self._log = structlog.get_logger()
+
+    def charge_request(self, scope: Scope, headers: Mapping[bytes, bytes]) -> RequestLimit | None:
+        """Counts a request for whoever sent it; the limit that is used up most, None where there is none.
+
+        Raises `TooManyRequests`.
+        """
+        path: str = scope["path"]
+        if path in _FREE:
+            return None
+        token = headers.get(_KEY_HEADER, b"").decode("latin-1")
+        if not token and b"cookie" in headers:
+            token = session_token(headers[b"cookie"].decode("latin-1"))
+        known = self.authenticator.remembered(token) if token else None
+        if known is None and not token and path.startswith(_WEBHOOKS):
+            token = path.removeprefix(_WEBHOOKS).partition("/")[0]
+            if self.is_genuine(token):  # for each sender: nobody who found the token shuts out its owner
+                return self.charge("key", f"{_digest(token)}:{self._address(scope)}")
+        elif known is not None or (token and self.is_genuine(token)):
+            limit = self.charge("key", known.key_id if known else _digest(token))
+            if known is None or known.user_id is None:
+                return limit
+            of_user = self.charge("user", known.user_id)
+            return limit if of_user is None or (limit and limit.paid > of_user.paid) else of_user
+        return self.charge("address", self._address(scope))
+
+    def charge(
+        self, kind: str, subject: str, rate: float | None = None, window: float = WINDOW
+    ) -> RequestLimit | None:
+        """Counts one of `rate` requests a second (None: as the settings say; 0: without a limit).
+
+        Raises `TooManyRequests`.
+        """
+        rate = self._rates[kind] if rate is None else rate
+        if not rate:
+            return None
+        name, now = f"{kind}:{subject}", self.clock()
+        limit = self._limits.get(name)
+        if limit is None:
+            if len(self._limits) >= REMEMBERED:  # Valkey remembers; those it was not told of stay
+                self._limits = {one: kept for one, kept in self._limits.items() if kept.unsettled}
+            limit = self._limits[name] = RequestLimit(kind, 1 / rate, window)
+        if wait := limit.charge(now):
+            self._refused[kind] += 1
+            LIMITED.labels(kind).inc()
+            self._charged.set()
+            error = TooManyRequests(f"more than {rate:g} requests a second of this {kind}", retry_after=wait)
+            error.headers = limit.headers(now)
+            raise error
+        self._charged.set()
+        return limit
+
+    def headers_of(self, limit: RequestLimit) -> list[tuple[bytes, bytes]]:
+        return limit.headers(self.clock())
+
+    async def run(self) -> None:
+        """Settles with Valkey for ever."""
+        logged = 0.0
+        while True:
+            await self._charged.wait()
+            self._charged.clear()
+            await asyncio.sleep(PERIOD)
+            try:
+                await self.settle()
+            except RedisError:  # until it is back, the limits hold in each process
+                pass
+            except Exception:  # the boundary of a loop
+                self._log.exception("limits_not_settled")
+            if self._refused and self.clock() - logged > LOG_PERIOD:
+                self._log.warning("requests_refused", **self._refused)
+                self._refused.clear()
+                logged = self.clock()
+
+    async def settle(self) -> None:
+        """Tells Valkey what was let through, and takes over how far the limits are used up."""
+        charged = [(name, limit) for name, limit in self._limits.items() if limit.unsettled]
+        for start in range(0, len(charged), SETTLED):
+            part = charged[start : start + SETTLED]
+            counts = [limit.unsettled for _, limit in part]
+            args = [
+                round(word)
+                for (_, one), count in zip(part, counts, strict=True)
+                for word in (one.every * 1e6, count, one.window * 1e6)
+            ]
+            for (_, limit), count in zip(part, counts, strict=True):
+                limit.unsettled -= count  # once: a reply that is lost must not count twice
+            names = [keys.request_limit(name) for name, _ in part]
+            found = await valkey.run_script(self.client, scripts.SPEND_REQUESTS, names, args)
+            now = self.clock()
+            for (_, limit), ahead in zip(part, found, strict=True):
+                limit.paid = now + int(ahead) / 1e6 + limit.every * limit.unsettled
+
+    def _address(self, scope: Scope) -> str:
+        """Where a request comes from; of IPv6 the network, since one host has all of its addresses."""
+        peer = (scope.get("client") or ("",))[0]
+        forwarded = [
+            value.decode("latin-1") for name, value in scope["headers"] if name == b"x-forwarded-for"
+        ]
+        source = source_of(peer, forwarded, self._proxies)
+        try:
+            found = _parse_address(source)
+            return str(found if found.version == 4 else ip_network((found, 64), strict=False))
+        except ValueError:  # a proxy of ours wrote it, so it names somebody
+            return source[:64]
+
+
+def _digest(token: str) -> str:
+    return blake2b(token.encode("utf-8", "replace"), digest_size=16).hexdigest()
+
+
+def source_of(peer: str, forwarded: Sequence[str], proxies: Networks) -> str:
+    """The address that sent a request: the last one that no proxy of ours has, read from the near end.
+
+    X-Forwarded-For counts only as far as proxies of ours wrote it; anybody can send one.
+    """
+    hops = [hop.strip() for value in forwarded for hop in value.split(",")]
+    source = peer
+    while hops and is_within(source, proxies):
+        source = hops.pop()
+    return source
+
+
+def is_within(address: str, networks: Networks) -> bool:
+    """Whether it is an address of one of these networks."""
+    try:
+        found = _parse_address(address)
+    except ValueError:
+        return False
+    return any(found in network for network in networks)
+
+
+def _parse_address(text: str) -> IPv4Address | IPv6Address:
+    """The IPv4 address of one that is mapped into IPv6. Raises `ValueError`."""
+    found = ip_address(text)
+    return getattr(found, "ipv4_mapped", None) or found

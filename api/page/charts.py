@@ -1,0 +1,98 @@
+"""Pictures for the pages, as numbers that a template writes as SVG."""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from api.pools.service import PoolControl
+from api.workers.schemas import TransitionView
+from worker_runtime.protocol.errors import BerthError
+from workflows.worker_pool.messages import PoolView
+
+#: Units of a picture's width. A state that was short is drawn this wide at the least, so that it is seen.
+WIDTH, NARROWEST = 1000.0, 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpan:
+    """One state of a worker in its timeline. `x` and `width` are units of the picture."""
+
+    x: float
+    width: float
+    state: str
+    began: datetime
+    seconds: float
+    reason: str
+
+
+def timeline_spans(transitions: Sequence[TransitionView]) -> list[StateSpan]:
+    """The states of a worker from its first shown change until now, side by side.
+
+    Widths follow the time; the narrowest ones are widened, and the others give what that takes.
+    """
+    if not transitions:
+        return []
+    ends = [*(one.at for one in transitions[1:]), max(datetime.now(UTC), transitions[-1].at)]
+    times = [max(0.0, (end - one.at).total_seconds()) for one, end in zip(transitions, ends, strict=True)]
+    least = min(NARROWEST, WIDTH / len(times))
+    scale = (WIDTH - least * len(times)) / (sum(times) or 1.0)
+    spans, x = [], 0.0
+    for one, seconds in zip(transitions, times, strict=True):
+        width = least + seconds * scale
+        spans.append(StateSpan(round(x, 1), round(width, 1), one.after, one.at, seconds, one.reason))
+        x += width
+    return spans
+
+
+#: Seconds between two samples of a pool, and how many make an hour.
+SAMPLED_EVERY, SAMPLES = 30.0, 120
+#: Pools that a process samples: one query each.
+MOST_POOLS = 20
+#: What is sampled, as the chart's lines.
+LINES = ("wanted", "ready", "starting", "in_use")
+
+
+class PoolHistory:
+    """The last hour of the pools that somebody looked at, as this process has seen it."""
+
+    def __init__(self, pools: PoolControl, pool: str, most: int = MOST_POOLS) -> None:
+        """`pool`: the one that is watched from the start; at most `most` are."""
+        self._pools, self._most = pools, most
+        self._samples: dict[str, deque[tuple[datetime, PoolView]]] = {pool: deque(maxlen=SAMPLES)}
+
+    async def samples_of(self, pool: str) -> Sequence[tuple[datetime, PoolView]]:
+        """The samples, oldest first. From now on the pool is watched, if it exists and there is room."""
+        if pool not in self._samples and len(self._samples) < self._most:
+            with suppress(BerthError):  # no such pool, or nobody answers
+                first = datetime.now(UTC), await self._pools.view(pool)
+                self._samples.setdefault(pool, deque([first], maxlen=SAMPLES))
+        return list(self._samples.get(pool, ()))
+
+    async def run(self) -> None:
+        """Samples for ever; while Temporal is away, the chart has a gap."""
+        while True:
+            for pool, samples in list(self._samples.items()):
+                try:
+                    samples.append((datetime.now(UTC), await self._pools.view(pool)))
+                except BerthError:  # no such pool yet, or nobody answers
+                    continue
+            await asyncio.sleep(SAMPLED_EVERY)
+
+
+def pool_lines(samples: Sequence[tuple[datetime, PoolView]]) -> dict[str, str]:
+    """The points of each line, `x,y` from the oldest sample to the latest; y grows downwards to 100."""
+    if not samples:
+        return {}
+    began = samples[0][0]
+    length = (samples[-1][0] - began).total_seconds() or 1.0
+    most = max(getattr(view, line) for _, view in samples for line in LINES) or 1
+    return {
+        line: " ".join(
+            f"{(at - began).total_seconds() / length * WIDTH:.0f},{100 - getattr(view, line) / most * 96:.0f}"
+            for at, view in samples
+        )
+        for line in LINES
+    }

@@ -1,0 +1,204 @@
+"""What every page of operators needs: what it reads, how it is shown, how it fails.
+
+A page reads by the functions of the REST routes, under their rights. What an operator does there, the page's
+script sends to the REST routes themselves. So a page can do nothing that the API does not do.
+"""
+
+import asyncio
+import json
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+from urllib.parse import quote
+
+from fastapi import Depends, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.routing import APIRoute
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from redis.exceptions import RedisError
+
+from api.attention import router as attention
+from api.container import AuthorizedCall, InServices
+from api.dead_letters import router as dead_letters
+from api.fleet import router as fleet
+from api.http.auth import COOKIE, Principal, csrf_token, identify
+from api.http.errors import Forbidden, NotFound, Unauthenticated, ValkeyUnavailable
+from api.http.problems import problem_response, status_of
+from api.http.rights import RIGHTS
+from api.jobs import router as jobs
+from api.keys import router as keys
+from api.orders import router as orders
+from api.page.charts import WIDTH, pool_lines, timeline_spans
+from api.pools import router as pools
+from api.switches import router as switches
+from api.users import router as users
+from api.workers import router as workers
+from infra.database.audit import person_of
+from infra.database.orders.states import OrderNotFound
+from infra.database.reports import report_lines
+from infra.database.users import UserNotFound
+from infra.market.calendar import TAIPEI
+from worker_runtime.protocol.errors import BerthError
+from workflows import names
+
+HERE = Path(__file__).parent
+#: Nothing but what we serve ourselves: no script or style within a page, no frame around it.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+#: Rows of a table.
+ROWS = 50
+#: Address and name of each page in the menu, and the right that shows it.
+MENU = (
+    ("/", "Fleet", "GET /workers"),
+    ("/page/users", "Users", "GET /users"),
+    ("/page/orders", "Orders", "GET /orders"),
+    ("/page/attention", "For a person", "GET /attention"),
+    ("/page/dead-letters", "Dead letters", "GET /dead-letters"),
+    ("/page/switches", "Switches", "GET /workers"),
+    ("/page/pools", "Pools", "GET /pools/{pool}"),
+    ("/page/jobs", "Jobs", "GET /job-limits"),
+    ("/page/servers", "Servers", "GET /fleet"),
+    ("/page/report", "Daily report", "GET /reports/daily"),
+    ("/page/keys", "API keys", "GET /api-keys"),
+    ("/page/audit", "Audit trail", "GET /audit"),
+)
+_ROUTERS = (
+    *(attention.router, dead_letters.router, fleet.router, jobs.limit_router, keys.router, keys.audit_router),
+    *(orders.router, pools.router, pools.rollout_router, switches.router, users.router, workers.router),
+)
+#: The right that each function of a REST route needs.
+_RIGHT_OF: dict[Callable[..., Any], str] = {
+    route.endpoint: f"{method} {route.path}"
+    for router in _ROUTERS
+    for route in router.routes
+    if isinstance(route, APIRoute)
+    for method in route.methods or ()
+}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PagePart(Generic[T]):
+    """What one function answered, or why it did not: a page shows the rest of itself nevertheless."""
+
+    value: T | None = None
+    problem: BerthError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Page(AuthorizedCall):
+    """One request for a page by somebody who has logged in."""
+
+    request: Request
+
+    def may(self, right: str) -> bool:
+        """Whether the caller's role has a right of the table; `KeyError` for one that is not there."""
+        return self.caller.role in RIGHTS[right]
+
+    def require(self, right: str) -> None:
+        """Raises `Forbidden`."""
+        if not self.may(right):
+            raise Forbidden
+
+    def temporal_link(self, kind: str, name: str) -> str:
+        """Its address in Temporal's UI, `kind` being `workflows` or `schedules`; '' if no UI is known."""
+        settings = self.services.settings
+        known = f"{settings.temporal_ui_url}/namespaces/{settings.temporal_namespace}/{kind}/"
+        return known + quote(name, safe="") if settings.temporal_ui_url else ""
+
+    async def read(self, function: Callable[..., Awaitable[T]], **given: Any) -> PagePart[T]:
+        """What a REST route's function answers to the caller.
+
+        Raises what fails the page as a whole: that its subject does not exist, or is not valid.
+        """
+        if not self.may(_RIGHT_OF[function]):
+            return PagePart(problem=Forbidden())
+        return await self.read_part(function(call=self, **given))
+
+    async def read_part(self, reading: Awaitable[T]) -> PagePart[T]:
+        """What was read, or why it cannot be; for what has no REST route. Raises as `read`."""
+        try:
+            return PagePart(await reading)
+        except RedisError:
+            return PagePart(problem=ValkeyUnavailable())
+        except BerthError as error:
+            if type(error) in (NotFound, OrderNotFound, UserNotFound) or status_of(error) == 422:
+                raise
+            return PagePart(problem=error)
+
+    async def show(self, template: str, title: str, /, **values: Any) -> HTMLResponse:
+        """A page of a template with these values; those that are awaited still are so together."""
+        awaited = {name: value for name, value in values.items() if asyncio.iscoroutine(value)}
+        values |= zip(awaited, await asyncio.gather(*awaited.values()), strict=True)
+        values |= {
+            "page": self,
+            "title": title,
+            "filters": defaultdict(str, self.request.query_params),
+            "menu": [(path, name) for path, name, right in MENU if self.may(right)],
+            "csrf": csrf_token(self.request.cookies.get(COOKIE, "")),
+        }
+        return show_template(template, **values)
+
+
+async def current_page(
+    request: Request, services: InServices, caller: Annotated[Principal, Depends(identify)]
+) -> Page:
+    return Page(caller, services, request)
+
+
+InPage = Annotated[Page, Depends(current_page)]
+
+
+class PageRoute(APIRoute):
+    """A route whose errors are pages, too; a caller who has not logged in is sent there."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        answer = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                response = await answer(request)
+            except Unauthenticated:
+                response = RedirectResponse("/page/login", 303)
+            except Exception as error:  # the boundary of a request: what is no problem is raised again
+                failed = problem_response(request.scope, error)
+                problem = json.loads(bytes(failed.body))
+                response = show_template("frame/error.html", failed.status_code, problem=problem)
+            response.headers.update(_HEADERS)
+            return response
+
+        return handle
+
+
+def shown_time(at: datetime | None) -> str:
+    """A time as it is in Taipei; a dash for none."""
+    return "-" if at is None else f"{at.astimezone(TAIPEI):%Y-%m-%d %H:%M:%S}"
+
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(HERE / "templates"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.globals |= {"timeline_spans": timeline_spans, "pool_lines": pool_lines, "width": WIDTH}
+_TEMPLATES.globals |= {"report_lines": report_lines, "workflow_names": names}
+_TEMPLATES.filters |= {"at": shown_time, "person": person_of}
+_TEMPLATES.filters["json"] = partial(json.dumps, default=str, ensure_ascii=False)
+
+
+def show_template(name: str, status: int = 200, /, **values: Any) -> HTMLResponse:
+    return HTMLResponse(_TEMPLATES.get_template(name).render(**values), status)

@@ -1,0 +1,339 @@
+"""The pages, what tells a page that something changed, the API's own page, and the login of a browser.
+
+A session is an API key of its own, in a cookie (`http/auth.py`). It ends after `LIFE`, with the key that
+logged in, and when its holder logs out.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Literal
+from urllib.parse import parse_qs
+from uuid import UUID
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
+
+from api.attention import router as attention
+from api.container import InServices
+from api.dead_letters import router as dead_letters
+from api.fleet import router as fleet
+from api.http.auth import COOKIE
+from api.http.errors import Forbidden, Unauthenticated
+from api.http.fields import ID_PATTERN, UserIdInPath
+from api.http.notifications import ANY, NotificationListener
+from api.http.rights import Role
+from api.http.streams import ServerEvent
+from api.keys import router as keys
+from api.keys.router import AuditQuery
+from api.orders import router as orders
+from api.orders.schemas import OrderQuery, OrderStateFilter, PageCursor, Symbol
+from api.page.rendering import ROWS, InPage, PageRoute, show_template
+from api.pools import router as pools
+from api.switches import router as switches
+from api.users import router as users
+from api.workers import router as workers
+from infra.database import api_keys, audit
+from infra.database.orders.feed import ORDERS_CHANNEL
+from infra.database.workers.launches import pools_launched_for
+from infra.database.workers.timeline import TIMELINE_CHANNEL
+from infra.jobs.view import JobInspector, QueueOverview
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES
+from worker_runtime.protocol.requests import SwitchState
+from workflows.user_worker.messages import WorkerState
+
+router = APIRouter(route_class=PageRoute, include_in_schema=False)
+
+#: Orders and changes of state of a user's page.
+ORDERS, CHANGES = 20, 40
+
+
+@router.get("/")
+async def show_fleet(
+    page: InPage,
+    state: Annotated[WorkerState | Literal[""], Query()] = "",
+    user: Annotated[str, Query(max_length=64)] = "",
+    cursor: fleet.Cursor = None,
+) -> HTMLResponse:
+    """Workers by state, and a filtered table of them; a user's own key sees the user's page only."""
+    page.require("GET /workers")
+    wanted = {"state": state or None, "user_id": user or None, "cursor": cursor, "limit": ROWS}
+    return await page.show(
+        "fleet.html",
+        "Fleet",
+        summary=page.read(fleet.show_fleet),
+        rows=page.read(fleet.list_workers, **wanted),
+        states=WorkerState,
+    )
+
+
+@router.get("/page/users")
+async def show_users(
+    page: InPage,
+    prefix: Annotated[str, Query(max_length=64)] = "",
+    disabled: bool | None = None,
+    cursor: Annotated[str | None, Query(max_length=64)] = None,
+) -> HTMLResponse:
+    """All users, whether or not they ever had a worker."""
+    page.require("GET /users")
+    wanted = {"prefix": prefix or None, "disabled": disabled, "limit": ROWS, "cursor": cursor}
+    return await page.show("users.html", "Users", found=page.read(users.list_users, **wanted))
+
+
+@router.get("/page/users/{user_id}")
+async def show_user(user_id: UserIdInPath, page: InPage) -> HTMLResponse:
+    """A user's worker, its timeline as a picture, accounts, switches and orders."""
+    page.require_user(user_id)
+    return await page.show(
+        "user.html",
+        user_id,
+        user_id=user_id,
+        user=page.read(users.get_user, user_id=user_id),
+        worker=page.read(workers.get_worker, user_id=user_id),
+        timeline=page.read(workers.get_timeline, user_id=user_id, limit=CHANGES),
+        switched=page.read(switches.list_switches, user_id=user_id),
+        placed=page.read(orders.list_orders, user_id=user_id, query=OrderQuery(limit=ORDERS)),
+        differences=page.read(attention.list_reconciliations, user_id=user_id),
+    )
+
+
+class ChangeFeed:
+    """`EventFeed` that says no more than that something has changed: a page then loads itself anew."""
+
+    key = ANY
+
+    def __init__(self, notifications: NotificationListener, channel: str) -> None:
+        self._notifications = notifications
+        self.channel = channel
+
+    async def current_event(self) -> ServerEvent:
+        return ServerEvent(self._notifications.heard[self.channel], "begin", "{}")
+
+    async def events_after(self, last: int) -> Sequence[ServerEvent]:
+        heard = self._notifications.heard[self.channel]
+        return [ServerEvent(heard, "change", "{}")] if heard != last else []
+
+
+_CHANNELS = {"workers": TIMELINE_CHANNEL, "orders": ORDERS_CHANNEL}
+
+
+@router.get("/page/changes")
+async def follow_changes(page: InPage, of: Literal["workers", "orders"]) -> Response:
+    """Server-sent events: something has changed with any worker, or with any order."""
+    page.require("GET /workers")
+    feed = ChangeFeed(page.services.notifications, _CHANNELS[of])
+    return await page.open_stream(feed, None)
+
+
+@router.get("/v1/docs")
+async def show_api() -> HTMLResponse:
+    """Swagger's page of the API, from files of our own."""
+    return show_template("frame/docs.html")
+
+
+@router.get("/page/orders")
+async def show_orders(
+    page: InPage,
+    state: Annotated[OrderStateFilter | Literal[""], Query()] = "",
+    symbol: Annotated[Symbol | Literal[""], Query()] = "",
+    cursor: PageCursor = None,
+) -> HTMLResponse:
+    """The last day's orders of all users, live."""
+    page.require("GET /orders")
+    query = OrderQuery(state=[state] if state else [], symbol=symbol or None, cursor=cursor, limit=ROWS)
+    return await page.show(
+        "orders.html",
+        "Orders",
+        placed=page.read(orders.list_all_orders, query=query),
+        states=OrderStateFilter,
+    )
+
+
+@router.get("/page/orders/{order_id}")
+async def show_order(order_id: UUID, page: InPage) -> HTMLResponse:
+    """One order with the steps of its life, and how a person ends it."""
+    order = page.read(orders.get_order, order_id=order_id)
+    return await page.show("order.html", f"Order {order_id}", order=order, final=sorted(FINAL_ORDER_STATES))
+
+
+@router.get("/page/attention")
+async def show_attention(
+    page: InPage,
+    cursor: PageCursor = None,
+    after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0,
+) -> HTMLResponse:
+    """Orders that wait for a person, and accounts whose books differ from the broker's."""
+    page.require("GET /attention")
+    return await page.show(
+        "attention.html",
+        "For a person",
+        waiting=page.read(attention.list_attention, cursor=cursor, limit=ROWS, unknown=True),
+        differences=page.read(attention.list_open_reconciliations, after=after, limit=ROWS),
+        rows=ROWS,
+    )
+
+
+@router.get("/page/switches")
+async def show_switches(
+    page: InPage,
+    state: SwitchState | Literal[""] = "",
+    prefix: Annotated[str, Query(max_length=64)] = "",
+    cursor: switches.Cursor = None,
+) -> HTMLResponse:
+    """Every switch that was ever set, and a form that sets one."""
+    page.require("GET /workers")  # a user's own switches stand on the user's page
+    wanted = {"state": state or None, "prefix": prefix or None, "cursor": cursor, "limit": ROWS}
+    return await page.show(
+        "switches.html",
+        "Switches",
+        switched=page.read(switches.list_switches, **wanted),
+        states=SwitchState,
+    )
+
+
+@router.get("/page/pools")
+async def show_pool(
+    page: InPage, name: Annotated[str, Query(pattern=ID_PATTERN, max_length=64)] = ""
+) -> HTMLResponse:
+    """A pool: what it wants and has, the last hour as a chart, its policy and its rollout."""
+    page.require("GET /pools/{pool}")
+    name = name or page.services.settings.pool
+
+    async def read_names() -> list[str]:
+        async with page.database.session(autocommit=True) as session:
+            return sorted(await pools_launched_for(session))
+
+    return await page.show(
+        "pool.html",
+        f"Pool {name}",
+        pool_name=name,
+        names=page.read_part(read_names()),
+        pool=page.read(pools.get_pool, pool=name),
+        rollout=page.read(pools.get_rollout, pool=name),
+        samples=page.services.pool_history.samples_of(name),
+    )
+
+
+@router.get("/page/servers")
+async def show_servers(page: InPage) -> HTMLResponse:
+    """The health of every server, the schedules, and the passes of maintenance."""
+    page.require("GET /fleet")
+    return await page.show(
+        "servers.html",
+        "Servers",
+        servers=page.read(fleet.list_servers),
+        schedules=page.read_part(page.services.fleet.list_schedules()),
+        summary=page.read(fleet.show_fleet),
+        passes=page.read(fleet.list_passes, odd=True, limit=ROWS),
+        primary=page.read(fleet.show_primary),
+    )
+
+
+@router.get("/page/report")
+async def show_report(page: InPage, day: fleet.ReportDay = None) -> HTMLResponse:
+    """The figures of a trading day, by default of the latest."""
+    page.require("GET /reports/daily")
+    return await page.show("report.html", "Daily report", report=page.read(fleet.show_report, day=day))
+
+
+@router.get("/page/jobs")
+async def show_jobs(page: InPage) -> HTMLResponse:
+    """The fleet's queues, their runners, what runs and what failed."""
+    page.require("GET /job-limits")
+
+    def look() -> QueueOverview:
+        with JobInspector(page.services.settings.valkey_url) as jobs:
+            return jobs.overview()
+
+    return await page.show(
+        "jobs.html",
+        "Jobs",
+        seen=page.read_part(asyncio.to_thread(look)),
+        letters=page.read(dead_letters.list_dead_letters, kind="job", limit=ROWS),
+    )
+
+
+@router.get("/page/dead-letters")
+async def show_dead_letters(
+    page: InPage, kind: dead_letters.Kind = None, cursor: PageCursor = None
+) -> HTMLResponse:
+    """What failed for good."""
+    page.require("GET /dead-letters")
+    found = page.read(dead_letters.list_dead_letters, kind=kind, cursor=cursor, limit=ROWS)
+    return await page.show("dead_letters.html", "Dead letters", found=found)
+
+
+@router.get("/page/keys")
+async def show_keys(page: InPage, revoked: bool = False, cursor: UUID | None = None) -> HTMLResponse:
+    """API keys, which an administrator revokes here."""
+    page.require("GET /api-keys")
+    found = page.read(keys.list_api_keys, revoked=revoked, limit=ROWS, cursor=cursor)
+    return await page.show("keys.html", "API keys", keys=found, revoked=revoked)
+
+
+@router.get("/page/audit")
+async def show_audit(page: InPage, query: Annotated[AuditQuery, Query()]) -> HTMLResponse:
+    """Who did what to whom."""
+    page.require("GET /audit")
+    wanted = query.model_copy(update={name: None for name, given in query if given == ""})
+    found = page.read(keys.list_audit_entries, query=wanted)
+    return await page.show("audit.html", "Audit trail", entries=found, query=query)
+
+
+#: A working day. Whoever stays logs in anew.
+LIFE = timedelta(hours=12)
+#: What browsers say of a request by a page of ours, or by nobody's page.
+_OURS = frozenset({"same-origin", "none"})
+
+
+@router.get("/page/login")
+async def show_login() -> Response:
+    return show_template("frame/login.html", problem="")
+
+
+@router.post("/page/login")
+async def log_in(
+    request: Request,
+    services: InServices,
+    sec_fetch_site: Annotated[str, Header()] = "",
+    origin: Annotated[str, Header()] = "",
+) -> Response:
+    """Begins a session with the rights of the API key in the form."""
+    # Over plain HTTP browsers send no Sec-Fetch-Site, but the Origin of a form.
+    same_host = not origin or origin.partition("://")[2] == request.headers.get("host")
+    ours = sec_fetch_site in _OURS if sec_fetch_site else same_host
+    if not ours:  # nobody is to act under a stranger's key without knowing it
+        raise Forbidden("another site's page sent this form")
+    form = parse_qs((await request.body()).decode("utf-8", "replace"))
+    given = form.get("key", [""])[0].strip()
+    try:
+        caller = await services.authenticator.principal(given)
+    except Unauthenticated:
+        return show_template("frame/login.html", 401, problem="This is not a valid API key.")
+    if caller.session:
+        raise Unauthenticated
+    token = services.tokens.make()
+    async with services.database.session() as session:
+        began = await api_keys.begin_session(session, token, UUID(caller.key_id), datetime.now(UTC) + LIFE)
+        subject = f"key:{caller.key_id}"
+        audit.append_entry(session, caller.actor, "page.logged_in", subject, id=str(began.id))
+    home = f"/page/users/{caller.user_id}" if caller.role is Role.USER else "/"
+    response = RedirectResponse(home, 303)
+    # Behind a proxy that ends TLS, our own side of the connection has none.
+    secure = "https" in (request.url.scheme, request.headers.get("x-forwarded-proto", ""))
+    left = LIFE // timedelta(seconds=1)
+    response.set_cookie(COOKIE, token, max_age=left, secure=secure, httponly=True, samesite="strict")
+    return response
+
+
+@router.post("/page/logout")
+async def log_out(page: InPage) -> Response:
+    """Ends the session in all API processes."""
+    if (caller := page.caller).session:
+        async with page.database.session() as session:
+            await api_keys.end_session(session, UUID(caller.session))
+            subject, ended = f"key:{caller.key_id}", caller.session
+            audit.append_entry(session, caller.actor, "page.logged_out", subject, id=ended)
+    response = Response(status_code=204)
+    response.delete_cookie(COOKIE, httponly=True, samesite="strict")
+    return response

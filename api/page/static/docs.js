@@ -1,0 +1,6 @@
+SwaggerUIBundle({
+  url: "/v1/openapi.json",
+  dom_id: "#swagger-ui",
+  deepLinking: true,
+  presets: [SwaggerUIBundle.presets.apis],
+});

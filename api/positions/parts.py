@@ -1,0 +1,95 @@
+"""A close above what the market takes in one order: its parts are orders of their own with one outcome.
+
+All parts are written in one transaction, so PostgreSQL has a close as a whole or not at all. Their client
+order ids are made of the close's (`<id>`, `<id>#2`, `<id>#3`…; no caller's id has a `#`), so a repeat finds
+all of them and places none twice.
+"""
+
+from collections.abc import Sequence
+from decimal import Decimal
+from uuid import UUID
+
+from pydantic import Field
+
+from api.http.errors import CloseInvalid
+from api.orders.outcomes import OrderReader
+from api.orders.placer import PlacementResult
+from api.orders.schemas import MAX_QUANTITY, OrderRequest, OrderView
+from infra.database.orders.states import rank
+from worker_runtime.protocol.messages import OrderState
+from worker_runtime.protocol.order_terms import ODD_LOTS
+
+#: Lots that TWSE takes in one order.
+MAX_LOTS = 499
+_MOST_PARTS = -(-MAX_QUANTITY // MAX_LOTS)
+#: Characters of a client order id.
+_MAX_ID = 64
+
+
+class CloseView(OrderView):
+    """The order that closes a position; of several, what they come to together, under the first one's id."""
+
+    parts: list[OrderView] = Field(
+        default_factory=list, description="The orders, if the market's maximum made it several."
+    )
+
+
+def part_ids(client_order_id: str) -> list[str]:
+    """The client order ids that the parts of a close can have."""
+    return [client_order_id, *(f"{client_order_id}#{number}" for number in range(2, _MOST_PARTS + 1))]
+
+
+def split_close(body: OrderRequest) -> list[OrderRequest]:
+    """Raises `CloseInvalid` if the close's id leaves no room for those of its parts."""
+    whole, rest = (0, body.quantity) if body.lot in ODD_LOTS else divmod(body.quantity, MAX_LOTS)
+    sizes = [MAX_LOTS] * whole + [rest] * (rest > 0)
+    ids = part_ids(body.client_order_id)[: len(sizes)]
+    if len(ids[-1]) > _MAX_ID:
+        raise CloseInvalid(f"so many lots need an id of at most {_MAX_ID - 3} characters")
+    # A copy is not validated: our own ids are not among a caller's.
+    named = zip(ids, sizes, strict=True)
+    return [body.model_copy(update={"client_order_id": one, "quantity": size}) for one, size in named]
+
+
+def whole_of(parts: Sequence[OrderView]) -> OrderView:
+    """The outcome of all parts: final when all are, filled when all are."""
+    if len(parts) == 1:
+        return parts[0]
+    filled = sum(part.filled_quantity for part in parts)
+    waiting = [part for part in parts if not part.final]
+    unfilled = [part for part in parts if part.state is not OrderState.FILLED]
+    shown = min(waiting, key=lambda part: rank(part.state)) if waiting else (unfilled or parts)[0]
+    state = shown.state
+    if filled and state is OrderState.SUBMITTED:
+        state = OrderState.PART_FILLED
+    elif filled and state in (OrderState.REJECTED, OrderState.EXPIRED):
+        state = OrderState.CANCELLED
+    paid = [(part.average_price, part.filled_quantity) for part in parts if part.average_price is not None]
+    lots = sum(quantity for _, quantity in paid)
+    spent = sum((price * quantity for price, quantity in paid), Decimal())
+    return CloseView.model_construct(
+        **{
+            **dict(shown),
+            **{"id": parts[0].id, "client_order_id": parts[0].client_order_id, "broker_order_id": None},
+            **{"quantity": sum(part.quantity for part in parts), "filled_quantity": filled},
+            "average_price": round(spent / lots, 6).normalize() if lots else None,
+            **{"state": state, "final": not waiting, "parts": list(parts)},
+        }
+    )
+
+
+def whole_result(results: Sequence[PlacementResult]) -> PlacementResult:
+    """Failed if nothing of it can come to the broker, or if something is not known to be on its way."""
+    failures = [found for found in results if found.failure is not None]
+    lost = next((found.failure for found in failures if not found.order.final), None)
+    return PlacementResult(
+        whole_of([found.order for found in results]),
+        new=any(found.new for found in results),
+        failure=lost or (failures[0].failure if len(failures) == len(results) else None),
+    )
+
+
+async def read_again(reader: OrderReader, order: OrderView) -> OrderView:
+    """The order, or the whole of several, as it is now."""
+    parts = order.parts if isinstance(order, CloseView) else [order]
+    return whole_of([await reader.get(UUID(part.id)) for part in parts])

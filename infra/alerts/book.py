@@ -1,0 +1,121 @@
+"""What operators were told, and what they are told next: a state with pure steps, kept in Valkey.
+
+An error is told when it comes for the first time; while it comes again it is counted, and told once a window.
+A condition is told when it has held for a while, again once a window if it grows, and when it is over. All
+that is due at a time is one message, and there are at most so many messages an hour: what has to wait goes
+into the next one. Times are Unix seconds by Valkey's clock.
+"""
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+import msgspec
+
+#: Seconds for which a condition must not hold until it is over: one that flaps is one alert.
+QUIET = 60.0
+#: Errors that are told apart; further ones are counted together.
+MOST = 200
+#: Lines of one message, and characters of a line.
+LINES, LONGEST = 40, 300
+_HOUR = 3600.0
+
+
+class OperatorAlert(msgspec.Struct, kw_only=True):
+    """One error or condition."""
+
+    text: str
+    first_at: float
+    #: When an error came last, or when the condition was last known to hold.
+    last_at: float
+    #: How many errors there were since `first_at`; how large a condition is.
+    value: float = 0.0
+    #: Seconds until a condition is told; None: an error.
+    wait: float | None = None
+    #: The value in the last message, and when that was; 0: never.
+    told: float = 0.0
+    told_at: float = 0.0
+
+    def has_ended(self, now: float, window: float) -> bool:
+        return now - self.last_at >= (window if self.wait is None else QUIET)
+
+    def is_due(self, now: float, window: float) -> bool:
+        ended = self.has_ended(now, window)
+        held = self.wait is None or self.last_at - self.first_at >= self.wait
+        if ended and self.wait is not None:
+            return held or bool(self.told_at)
+        again = ended or not self.told_at or now - self.told_at >= window
+        return held and again and self.value > self.told
+
+    def line(self, ended: bool) -> str:
+        text = "".join(one if one.isprintable() else " " for one in self.text)[:LONGEST]
+        first = _clock(self.first_at)
+        if self.wait is None:
+            return f"ERROR {text} ({self.value:.0f} since {first})"
+        return f"OVER {text} ({first} to {_clock(self.last_at)})" if ended else f"{text} (since {first})"
+
+
+class AlertMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A message on its way. Its number, and when it was made, make the ids of its jobs."""
+
+    number: int
+    at: int
+    subject: str
+    lines: list[str]
+
+
+class AlertBook(msgspec.Struct, kw_only=True):
+    """All open alerts. `cursor`: the last entry of the stream that is counted here."""
+
+    cursor: str = "0"
+    alerts: dict[str, OperatorAlert] = {}
+    #: When the messages of the last hour were made.
+    sent: list[float] = []
+    message: AlertMessage | None = None
+    number: int = 0
+
+    def count_error(self, key: str, text: str, count: int, now: float) -> None:
+        if key not in self.alerts and len(self.alerts) >= MOST:
+            key, text = "", "more kinds of errors than are told apart; the logs have them"
+        alert = self.alerts.setdefault(key, OperatorAlert(text=text, first_at=now, last_at=now))
+        alert.text, alert.last_at, alert.value = text, now, alert.value + count
+
+    def observe(self, key: str, text: str, value: float, wait: float, now: float) -> None:
+        """The condition holds."""
+        alert = self.alerts.setdefault(key, OperatorAlert(text=text, first_at=now, last_at=now, wait=wait))
+        alert.text, alert.last_at, alert.value = text, now, value
+        alert.told = min(alert.told, value)  # one more than now is worth a message
+
+    def keep(self, unknown: Callable[[str], bool], now: float) -> None:
+        """Nobody knows whether these conditions hold: they stay as they are."""
+        for key, alert in self.alerts.items():
+            if alert.wait is not None and unknown(key):
+                alert.last_at = now
+
+    def make_message(self, now: float, *, window: float, limit: int) -> None:
+        """Makes a message of all that is due, unless the limit is reached, and forgets what has ended."""
+        self.sent = [at for at in self.sent if now - at < _HOUR]
+        due = {key: one for key, one in self.alerts.items() if one.is_due(now, window)}
+        ended = {key for key, one in self.alerts.items() if one.has_ended(now, window)}
+        told = due if len(self.sent) < limit else {}
+        for key in ended:
+            if key in told or key not in due:
+                del self.alerts[key]
+        if not told:
+            return
+        lines = [one.line(key in ended) for key, one in told.items()]
+        subject = f"Berth: {lines[0][:150]}" + (f" (and {len(lines) - 1} more)" if len(lines) > 1 else "")
+        if len(lines) > LINES:
+            lines[LINES:] = [f"… and {len(lines) - LINES} more: see the page and the logs"]
+        self.sent.append(now)
+        if len(self.sent) == limit:
+            lines.append(
+                f"This is message {limit} in an hour: the next one after {_clock(self.sent[0] + _HOUR)}"
+            )
+        self.number += 1
+        self.message = AlertMessage(number=self.number, at=int(now), subject=subject, lines=lines)
+        for one in told.values():
+            one.told, one.told_at = one.value, now
+
+
+def _clock(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%m-%d %H:%M UTC")

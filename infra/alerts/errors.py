@@ -1,0 +1,92 @@
+"""Collects the errors that a process logs, and sends them to the stream `berth:errors` for operators.
+
+While Valkey is away they are counted on; what a process has not sent when it dies is in its log only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from worker_runtime.jobs.protocol.telemetry import MAX_ERRORS, error_report
+from worker_runtime.protocol import keys
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+#: Seconds between two sendings.
+PERIOD = 1.0
+#: Errors that wait in a process; further ones are dropped.
+MOST = 100
+#: Methods of a logger whose lines are errors.
+ERRORS = frozenset({"error", "exception", "critical", "fatal"})
+#: What an event of ours looks like. Lines of libraries may hold anything.
+_EVENT = re.compile(r"[a-z][a-z0-9_.]{0,63}")
+
+
+class ErrorCollector:
+    """Counts errors as they are logged. Never waits: among threads, it may miss a few."""
+
+    def __init__(self) -> None:
+        self.service = ""
+        self._found: Counter[tuple[str, str]] = Counter()
+
+    def collect(self, values: Any) -> None:
+        """`values`: the fields of a log line."""
+        self.put({self._report(values): 1})
+
+    def _report(self, values: Any) -> tuple[str, str]:
+        record = values.get("_record")  # of the standard `logging`
+        event = str(values.get("event") if record is None else record.msg)
+        if not _EVENT.fullmatch(event):
+            event = "error" if record is None else record.name
+        error = values.get("exc_info") if record is None else record.exc_info
+        if not isinstance(error, BaseException):
+            error = error[1] if isinstance(error, tuple) else sys.exc_info()[1] if error else None
+        if error is not None:
+            values = {**values, "error": type(error).__name__, "where": _place(error)}
+        return error_report(self.service, event, values)
+
+    def put(self, found: dict[tuple[str, str], int]) -> None:
+        for report, count in found.items():
+            if report in self._found or len(self._found) < MOST:
+                self._found[report] += count
+
+    def take(self) -> dict[tuple[str, str], int]:
+        """What was found since the last time: key and sentence → how often."""
+        found, self._found = self._found, Counter()
+        return found
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}" if trace else ""
+
+
+#: Of this process. `configure_log` has it see each line.
+collector = ErrorCollector()
+
+
+async def send_errors(client: Redis, service: str) -> None:
+    """A background loop."""
+    from redis.exceptions import RedisError  # a node has no use for the library
+
+    collector.service = service
+    while True:
+        found = collector.take()
+        try:
+            for report in list(found):
+                key, text = report
+                entry: dict[Any, Any] = {"key": key, "text": text, "count": found[report]}
+                await client.xadd(keys.ERRORS, entry, maxlen=MAX_ERRORS)
+                del found[report]
+        except (RedisError, OSError):  # not logged: that would be another error to send
+            collector.put(found)
+        await asyncio.sleep(PERIOD)

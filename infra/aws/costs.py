@@ -1,0 +1,104 @@
+"""What a month on AWS costs, for 100, 1,000 and 10,000 users: `python -m infra.aws.costs` prints the table.
+
+Prices are list prices on demand in Tokyo, in USD, as far as known in November 2026 and without a look-up: put
+in your own. Savings plans for the hosts that always run take off about a third.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+
+from infra.hosts.scaling import HostKind, plan_hosts
+
+HOURS, TRADING_HOURS = 730, 12 * 22
+USERS = (100, 1_000, 10_000)
+
+# An hour.
+API_HOST, WORKER_HOST = 0.124, 0.152
+BALANCER, NAT, ENDPOINT = 0.0243, 0.062, 0.014
+#: With a standby in the second zone: PostgreSQL (m6g) and Valkey (m7g), by their sizes.
+DATABASE = {"large": 0.426, "xlarge": 0.852, "4xlarge": 3.408}
+VALKEY = {"large": 0.312, "xlarge": 0.622, "4xlarge": 2.480}
+# A month.
+DISK_GIB, DATABASE_GIB, SECRET, KEY, ALARM, METRIC = 0.096, 0.276, 0.40, 1.0, 0.10, 0.30
+#: How many of them `production` has; CloudWatch's own metrics cost nothing.
+SECRETS, KEYS, ALARMS, METRICS = 17, 2, 20, 7
+# A GiB: through NAT, out to the internet, and into logs.
+NAT_GIB, EGRESS_GIB, LOG_GIB = 0.062, 0.114, 0.76
+#: Temporal Cloud: the plan, and a million actions.
+TEMPORAL_PLAN, TEMPORAL_MILLION = 100.0, 50.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostLoad:
+    """What users do. Each figure is an assumption but for the ones with a source."""
+
+    users: int
+    #: Of the users, how many have a worker at the same time in trading hours, and at other times.
+    busy: float = 0.8
+    quiet: float = 0.1
+    #: Requests a minute of one user to the API, in trading hours.
+    requests: float = 2.0
+    orders_a_day: float = 10.0
+    #: Actions of Temporal for one user in a trading hour (cheap-at-rest: at most 6), and for an order that
+    #: does not fill at once, with the share of those.
+    actions_an_hour: float = 6.0
+    actions_an_order: float = 12.0
+    slow_orders: float = 0.2
+    #: GiB a month of one user: quotes and fills through NAT, answers, log lines.
+    nat: float = 0.5
+    egress: float = 0.1
+    log: float = 0.05
+
+    @property
+    def size(self) -> str:
+        """Of PostgreSQL and Valkey. 100 orders a second take 2 cores (docs/measured.md)."""
+        return "large" if self.users <= 300 else "xlarge" if self.users <= 3_000 else "4xlarge"
+
+
+def costs(load: CostLoad) -> dict[str, float]:
+    """USD a month, by what it is for."""
+    kind = HostKind()
+    busy, quiet = (
+        plan_hosts(kind, math.ceil(load.users * share), warm=1).wanted for share in (load.busy, load.quiet)
+    )
+    api_tasks = max(2, math.ceil(load.users * load.requests / 1000))
+    # Two API tasks to a host, and a host for orchestrators and job runners in each zone.
+    api_hosts = math.ceil(api_tasks / 2) + 2
+    orders = load.users * load.orders_a_day * 22
+    actions = load.users * load.actions_an_hour * TRADING_HOURS
+    actions += orders * load.slow_orders * load.actions_an_order
+    disks = (api_hosts + busy) * 50
+    stored = 100 + orders * 12 * 4e-6  # 4 kB an order, kept a year
+    return {
+        "worker hosts": WORKER_HOST * (busy * TRADING_HOURS + quiet * (HOURS - TRADING_HOURS)),
+        "API, orchestrators, jobs": API_HOST * api_hosts * HOURS,
+        "disks of hosts": disks * DISK_GIB,
+        "PostgreSQL": DATABASE[load.size] * HOURS + stored * DATABASE_GIB,
+        "Valkey": VALKEY[load.size] * HOURS,
+        "Temporal Cloud": TEMPORAL_PLAN + actions / 1e6 * TEMPORAL_MILLION,
+        "network": (BALANCER + 2 * NAT + 2 * 5 * ENDPOINT) * HOURS
+        + load.users * (load.nat * NAT_GIB + load.egress * EGRESS_GIB),
+        "logs, keys, secrets, alarms": load.users * load.log * LOG_GIB
+        + SECRETS * SECRET
+        + KEYS * KEY
+        + ALARMS * ALARM
+        + METRICS * METRIC,
+    }
+
+
+def table() -> str:
+    """As Markdown."""
+    found = [costs(CostLoad(users=users)) for users in USERS]
+    heads = "".join(f" {users:,} users |" for users in USERS)
+    lines = [f"| USD a month |{heads}", "|---|" + "---:|" * len(USERS)]
+    lines += [f"| {name} |" + "".join(f" {one[name]:,.0f} |" for one in found) for name in found[0]]
+    sums = [sum(one.values()) for one in found]
+    lines.append("| **all** |" + "".join(f" **{total:,.0f}** |" for total in sums))
+    each = zip(sums, USERS, strict=True)
+    lines.append("| a user |" + "".join(f" {total / users:,.2f} |" for total, users in each))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{table()}\n")

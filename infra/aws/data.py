@@ -1,0 +1,275 @@
+"""What lasts: the KMS keys, PostgreSQL, Valkey, the secrets, and the repositories of the images."""
+
+from aws_cdk import CfnDeletionPolicy, Duration, Fn, RemovalPolicy, SecretValue
+from aws_cdk import aws_ec2 as ec2
+from aws_cdk import aws_ecr as ecr
+from aws_cdk import aws_elasticache as elasticache
+from aws_cdk import aws_iam as iam
+from aws_cdk import aws_kms as kms
+from aws_cdk import aws_rds as rds
+from aws_cdk import aws_secretsmanager as secrets
+from constructs import Construct
+
+from infra.aws.hosts import log_group
+from infra.aws.network import POSTGRES, VALKEY, Network
+from infra.aws.stages import AwsStage
+from infra.valkey.worker_users import COMMANDS
+
+#: Where a host puts the authorities of RDS, and where containers see them.
+RDS_AUTHORITIES = "/run/rds/authorities.pem"
+#: Folders of key files, a secret each (`infra/vault/secret_folders.py`), and what is in them.
+FOLDERS = {
+    "private": "the orchestrators' own keys",
+    "messages": "message secret",
+    "api": "API secret",
+    "codec": "keys of Temporal's histories",
+    "jobs": "keys and passwords of the job runners",
+    "launch": "key of the launch documents; worker hosts read it, too",
+    "login": "our login at Temporal",
+    "temporal": "keys and logins of our own Temporal cluster",
+    "admin": "the first administrator's API key",
+}
+#: The rights of all workers here, where nobody may make Valkey users by ACL SETUSER: the commands of a
+#: worker's own user on every key, and scripts. No KEYS, SCAN, FLUSHALL, CONFIG, CLIENT, ACL or MONITOR.
+WORKER_ACCESS = " ".join(
+    ("on", "~*", "&*", "-@all", *(f"+{command}" for command in COMMANDS), "+subscribe", "+eval", "+evalsha")
+)
+SERVICE_ACCESS = "on ~* &* +@all -@dangerous +info +keys +client|id"
+
+
+def data_key(scope: Construct, stage: AwsStage) -> kms.Key:
+    """Encrypts disks, logs, secrets and topics; CloudWatch's logs and alarms use it, too."""
+    key = kms.Key(
+        scope,
+        "DataKey",
+        alias=f"berth/{stage.name}/data",
+        enable_key_rotation=True,
+        removal_policy=RemovalPolicy.RETAIN if stage.keep_data else RemovalPolicy.DESTROY,
+    )
+    for service in (f"logs.{stage.region}.amazonaws.com", "cloudwatch.amazonaws.com"):
+        key.grant_encrypt_decrypt(iam.ServicePrincipal(service))
+    return key
+
+
+class Storage(Construct):
+    def __init__(self, scope: Construct, stage: AwsStage, network: Network, key: kms.Key) -> None:
+        super().__init__(scope, "Storage")
+        self._stage = stage
+        self._network = network
+        self._key = key
+        self._policy = RemovalPolicy.RETAIN if stage.keep_data else RemovalPolicy.DESTROY
+        #: Wraps the data keys of stored credentials. The API may encrypt by it, the orchestrators decrypt.
+        self.master_key = kms.Key(
+            self,
+            "MasterKey",
+            alias=f"berth/{stage.name}/master",
+            enable_key_rotation=True,
+            pending_window=Duration.days(30),
+            removal_policy=RemovalPolicy.RETAIN,
+        )
+        self.folders = {
+            name: secrets.Secret(
+                self,
+                f"Keys{name.title()}",
+                secret_name=f"berth/{stage.name}/{name}",
+                description=f"Berth, {stage.name}: {what}",
+                secret_object_value={},
+                removal_policy=self._policy,
+            )
+            for name, what in FOLDERS.items()
+        }
+        self.database, self.database_owner_url, self.database_url = self._database()
+        self.valkey, self.valkey_url, self.worker_valkey_url = self._valkey()
+        self.images = {name: self._repository(name) for name in ("server", "worker")}
+
+    def _database(self) -> tuple[rds.DatabaseInstance, secrets.Secret, secrets.Secret]:
+        """Two addresses: of the role that owns the tables, for `prepare`, and of the servers' role, which
+        `prepare` makes."""
+        owner = self._password("DatabaseOwnerLogin", "berth_owner")
+        servers = self._password("DatabaseLogin", "berth")
+        database = postgres(self, "Database", self._stage, self._network, self._key, owner, "berth")
+        address = f"{database.db_instance_endpoint_address}:{POSTGRES}/berth?sslrootcert={RDS_AUTHORITIES}"
+        owners_url = f"postgresql+asyncpg://berth_owner:{_password_of(owner)}@{address}"
+        servers_url = f"postgresql+asyncpg://berth:{_password_of(servers)}@{address}"
+        return (
+            database,
+            self._url("DatabaseOwnerUrl", owners_url),
+            self._url("DatabaseUrl", servers_url),
+        )
+
+    def _valkey(self) -> tuple[elasticache.CfnReplicationGroup, secrets.Secret, secrets.Secret]:
+        """One shard with TLS and logins. No cluster: our scripts use keys of several slots."""
+        logins = {name: self._password(f"Valkey{name.title()}", name) for name in ("service", "worker")}
+        access = {"service": SERVICE_ACCESS, "worker": WORKER_ACCESS}
+        users = []
+        for name, login in logins.items():
+            user = elasticache.CfnUser(
+                self,
+                f"Valkey{name.title()}User",
+                engine="valkey",
+                user_id=f"berth-{self._stage.name}-{name}",
+                user_name=name,
+                access_string=access[name],
+                authentication_mode={"Type": "password", "Passwords": [_password_of(login)]},
+            )
+            users.append(user)
+        group = elasticache.CfnUserGroup(
+            self,
+            "ValkeyUsers",
+            engine="valkey",
+            user_group_id=f"berth-{self._stage.name}",
+            user_ids=[user.ref for user in users],
+        )
+        parameters = elasticache.CfnParameterGroup(
+            self,
+            "ValkeyParameters",
+            cache_parameter_group_family="valkey8",
+            description="Berth: never evict",
+            properties={"maxmemory-policy": "noeviction"},
+        )
+        subnets = elasticache.CfnSubnetGroup(
+            self,
+            "ValkeySubnets",
+            description="Berth",
+            subnet_ids=self._network.vpc.select_subnets(subnet_group_name="data").subnet_ids,
+        )
+        standby = self._stage.standby
+        valkey = elasticache.CfnReplicationGroup(
+            self,
+            "Valkey",
+            replication_group_description=f"Berth, {self._stage.name}",
+            engine="valkey",
+            engine_version="8.1",
+            cache_node_type=self._stage.valkey_class,
+            num_node_groups=1,
+            replicas_per_node_group=1 if standby else 0,
+            automatic_failover_enabled=standby,
+            multi_az_enabled=standby,
+            cluster_mode="disabled",
+            cache_parameter_group_name=parameters.ref,
+            cache_subnet_group_name=subnets.ref,
+            security_group_ids=[self._network.valkey.security_group_id],
+            port=VALKEY,
+            transit_encryption_enabled=True,
+            transit_encryption_mode="required",
+            at_rest_encryption_enabled=True,
+            kms_key_id=self._key.key_arn,
+            user_group_ids=[group.ref],
+            snapshot_retention_limit=1,
+            auto_minor_version_upgrade=False,
+        )
+        if self._stage.keep_data:
+            valkey.cfn_options.deletion_policy = CfnDeletionPolicy.SNAPSHOT
+            valkey.cfn_options.update_replace_policy = CfnDeletionPolicy.SNAPSHOT
+        place = f"{valkey.attr_primary_end_point_address}:{VALKEY}/0"
+        # Amazon's own authorities signed its certificate: those of the system know them.
+        urls = {name: f"rediss://{name}:{_password_of(login)}@{place}" for name, login in logins.items()}
+        return (
+            valkey,
+            self._url("ValkeyUrl", urls["service"]),
+            self._url("WorkerValkeyUrl", urls["worker"]),
+        )
+
+    def _repository(self, name: str) -> ecr.Repository:
+        repository = ecr.Repository(
+            self,
+            f"Image{name.title()}",
+            repository_name=f"berth-{self._stage.name}/{name}",
+            image_scan_on_push=True,
+            image_tag_mutability=ecr.TagMutability.IMMUTABLE,
+            encryption=ecr.RepositoryEncryption.KMS,
+            encryption_key=self._key,
+            removal_policy=self._policy,
+        )
+        repository.add_lifecycle_rule(max_image_count=30, description="the last 30 releases")
+        return repository
+
+    def _password(self, name: str, user: str) -> secrets.Secret:
+        return password(self, name, user, self._policy)
+
+    def _url(self, name: str, url: str) -> secrets.Secret:
+        """A secret that CloudFormation composes when it deploys: no template holds the password."""
+        return secrets.Secret(
+            self,
+            name,
+            secret_string_value=SecretValue.unsafe_plain_text(url),
+            removal_policy=self._policy,
+        )
+
+
+def password(scope: Construct, name: str, user: str, policy: RemovalPolicy) -> secrets.Secret:
+    """A login made by AWS. Its password is letters and digits, because it stands in addresses."""
+    return secrets.Secret(
+        scope,
+        name,
+        generate_secret_string=secrets.SecretStringGenerator(
+            secret_string_template=f'{{"username": "{user}"}}',
+            generate_string_key="password",
+            exclude_punctuation=True,
+            password_length=40,
+        ),
+        removal_policy=policy,
+    )
+
+
+def _password_of(login: secrets.Secret) -> str:
+    """A reference that CloudFormation resolves."""
+    return Fn.join("", ["{{resolve:secretsmanager:", login.secret_arn, ":SecretString:password}}"])
+
+
+def postgres(
+    scope: Construct,
+    name: str,
+    stage: AwsStage,
+    network: Network,
+    key: kms.IKey,
+    login: secrets.Secret,
+    database: str,
+) -> rds.DatabaseInstance:
+    """PostgreSQL in the isolated subnets, restorable to any second of the last days, by TLS only.
+
+    RDS would make the groups of its logs itself, and keep what is in them for ever. So they are made before.
+    """
+    identifier = f"berth-{stage.name}" + ("" if database == "berth" else "-temporal")
+    kinds = ["postgresql", "upgrade"]
+    groups = [
+        log_group(scope, f"{name}{kind.title()}Log", stage, key, f"/aws/rds/instance/{identifier}/{kind}")
+        for kind in kinds
+    ]
+    parameters = rds.ParameterGroup(
+        scope,
+        f"{name}Parameters",
+        engine=rds.DatabaseInstanceEngine.postgres(version=rds.PostgresEngineVersion.of("18.6", "18")),
+        parameters={"rds.force_ssl": "1", "log_min_duration_statement": "500"},
+    )
+    made = rds.DatabaseInstance(
+        scope,
+        name,
+        instance_identifier=identifier,
+        engine=rds.DatabaseInstanceEngine.postgres(version=rds.PostgresEngineVersion.of("18.6", "18")),
+        instance_type=ec2.InstanceType(stage.database_class),
+        vpc=network.vpc,
+        vpc_subnets=network.data,
+        security_groups=[network.database],
+        credentials=rds.Credentials.from_secret(login),
+        database_name=database,
+        parameter_group=parameters,
+        multi_az=stage.standby,
+        allocated_storage=stage.database_gib,
+        max_allocated_storage=stage.database_gib_most,
+        storage_type=rds.StorageType.GP3,
+        storage_encrypted=True,
+        storage_encryption_key=key,
+        backup_retention=Duration.days(stage.restore_days),
+        copy_tags_to_snapshot=True,
+        deletion_protection=stage.keep_data,
+        removal_policy=RemovalPolicy.SNAPSHOT if stage.keep_data else RemovalPolicy.DESTROY,
+        cloudwatch_logs_exports=kinds,
+        enable_performance_insights=True,
+        performance_insight_encryption_key=key,
+        monitoring_interval=Duration.seconds(60),
+        auto_minor_version_upgrade=False,
+        iam_authentication=False,
+    )
+    made.node.add_dependency(*groups)
+    return made

@@ -1,0 +1,312 @@
+"""`berth users …`, `accounts …`, `webhooks …`, `api-keys …`: who may do something, and with what."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json as json_text
+import secrets
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from infra.cli.options import (
+    AccountId,
+    CommandAnswer,
+    OfUser,
+    Reason,
+    api_command,
+    api_path,
+    command_group,
+    list_answer,
+)
+from infra.cli.tables import clock, plain
+from infra.vault import key_file
+
+if TYPE_CHECKING:
+    from infra.cli.rest import OperatorApi
+
+users_app = command_group("Users, through the REST API.")
+accounts_app = command_group("Users' broker accounts, through the REST API.")
+webhooks_app = command_group("Addresses for alerts, through the REST API.")
+
+keys_app = command_group("API keys (an administrator's key is needed).")
+
+KeyId = Annotated[str, typer.Argument(metavar="ID", help="Id of the key, as `list` shows it.")]
+Paper = Annotated[
+    bool, typer.Option("--paper", help="Register it at the paper exchange of the local system, too.")
+]
+_ACCOUNTS = "account: account_id, broker, type: broker_type, simulation, version, stored (UTC): updated_at"
+_ACCOUNTS += ", login, why: login_detail"
+
+
+@api_command(users_app, "list")
+def list_users(
+    api: OperatorApi,
+    prefix: Annotated[str | None, typer.Option(help="Only ids that begin with this.")] = None,
+    disabled: Annotated[
+        bool | None, typer.Option("--disabled/--enabled", help="Only disabled ones, or only the others.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
+) -> CommandAnswer:
+    """List users, by id."""
+    rows, more = api.rows("/users", "users", limit=limit, page=1000, prefix=prefix, disabled=disabled)
+    columns = "user: user_id, made (UTC): created_at, disabled (UTC): disabled_at"
+    return list_answer(rows, columns, none="no such user", more=more)
+
+
+@api_command(users_app)
+def show(api: OperatorApi, user: OfUser) -> CommandAnswer:
+    """Show a user and its accounts."""
+    found = api.get(api_path("users", user))
+
+    def draw() -> None:
+        disabled = f", disabled {clock(found['disabled_at'])} UTC" if found["disabled_at"] else ""
+        typer.echo(plain(f"{found['user_id']}, made {clock(found['created_at'])} UTC{disabled}"))
+        list_answer(found["accounts"], _ACCOUNTS, none="no account").show(json=False)
+
+    return CommandAnswer(found, draw)
+
+
+@api_command(users_app)
+def add(
+    api: OperatorApi,
+    user: Annotated[str | None, typer.Argument(metavar="[USER]", help="Its id; else one is made up.")] = None,
+    paper: Paper = False,
+) -> CommandAnswer:
+    """Make a user, and print its API key this once. With --paper it has an account, USER-account."""
+    made = api.post("/users", user_id=user).body
+    text = f"user {made['user_id']}, API key {made['api_key']}"
+    if not paper:
+        return CommandAnswer(made, text)
+    account = f"{made['user_id']}-account"
+    try:
+        _store_paper_keys(api, made["user_id"], account)
+    except Exception as error:  # the key is shown whatever happens: nobody sees it again
+        return CommandAnswer(made, text, f"error: {error}: try `berth accounts store … --paper`", 1)
+    return CommandAnswer({**made, "account_id": account}, f"{text}, account {account} at the paper exchange")
+
+
+@api_command(users_app)
+def disable(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> CommandAnswer:
+    """Refuse its keys, alerts and all new orders for it, and end its worker.
+
+    Open orders stay at the broker: cancel them with `berth orders cancel`.
+    """
+    done = api.post(api_path("users", user, "disable"), reason=reason).body
+    return CommandAnswer(done, f"{user} is disabled; its worker ends")
+
+
+@api_command(users_app)
+def enable(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> CommandAnswer:
+    """Undo `disable`."""
+    done = api.post(api_path("users", user, "enable"), reason=reason).body
+    return CommandAnswer(done, f"{user} is enabled")
+
+
+@api_command(users_app, "remove")
+def remove_user(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> CommandAnswer:
+    """Remove a disabled user for good, once its worker has ended and no order is open. Orders are kept."""
+    api.delete(api_path("users", user), reason=reason)
+    return CommandAnswer({"removed": user}, f"{user} is removed")
+
+
+@api_command(accounts_app, "list")
+def list_accounts(api: OperatorApi, user: OfUser) -> CommandAnswer:
+    """List a user's accounts, with the version of their credentials and how their logins stand."""
+    return list_answer(api.get(api_path("users", user))["accounts"], _ACCOUNTS, none="no account")
+
+
+def _check_source(file: Path, paper: bool, certificate: Path | None, **others: Any) -> None:
+    if paper and (str(file) != "-" or certificate is not None):
+        raise typer.BadParameter("--paper makes the credentials: no FILE and no --certificate")
+
+
+@api_command(accounts_app, check=_check_source)
+def store(
+    api: OperatorApi,
+    user: OfUser,
+    account: AccountId,
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="[FILE]", help="JSON with the credentials, mode 0600; -: standard input."),
+    ] = Path("-"),
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PKCS#12 file, mode 0600, unless the JSON has it.")
+    ] = None,
+    paper: Paper = False,
+) -> CommandAnswer:
+    """Store what the broker's login of an account needs; it is encrypted, and never shown again.
+
+    The JSON is the body of the REST API: broker (paper or shioaji), api_key and secret_key, and for a real
+    account simulation (false), person_id and ca_password. A running worker is told to load it.
+    """
+    if paper:
+        stored = _store_paper_keys(api, user, account)
+    else:
+        path = api_path("users", user, "accounts", account, "credentials")
+        stored = api.put(path, _read_credentials(file, certificate)).body
+    login = ": ".join(filter(None, (stored["login"].replace("_", " "), stored["login_detail"])))
+    return CommandAnswer(stored, f"{user} {account}: version {stored['version']} is stored; login {login}")
+
+
+def _read_credentials(file: Path, certificate: Path | None) -> dict[str, Any]:
+    """Raises `typer.BadParameter`, which shows nothing of the text, and `KeyFileExposed`."""
+    text = sys.stdin.buffer.read() if str(file) == "-" else key_file.read_key_file(file, private=True)
+    try:
+        found = json_text.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise typer.BadParameter("the credentials are no JSON object")
+    if certificate is not None:
+        found["ca_certificate"] = base64.b64encode(key_file.read_key_file(certificate, private=True)).decode()
+    return found
+
+
+def _store_paper_keys(api: OperatorApi, user: str, account: str) -> dict[str, Any]:
+    """Makes keys at the local paper exchange and stores them, so that no clear secret is kept."""
+    from infra.exchange.client import ExchangeAdmin
+    from infra.local.stack import local_settings
+
+    made = {"api_key": secrets.token_urlsafe(16), "secret_key": secrets.token_urlsafe(32)}
+
+    async def register() -> None:
+        async with ExchangeAdmin(local_settings(api.local_data()).exchange_admin_url) as exchange:
+            await exchange.register(account, **made)
+
+    asyncio.run(register())
+    body = {"broker": "paper", **made}
+    stored: dict[str, Any] = api.put(api_path("users", user, "accounts", account, "credentials"), body).body
+    return stored
+
+
+@api_command(accounts_app)
+def retry(api: OperatorApi, user: OfUser, account: AccountId) -> CommandAnswer:
+    """Try the login of an account again, with the credentials that the broker has rejected."""
+    done = api.post(api_path("users", user, "accounts", account, "retry")).body
+    return CommandAnswer(done, f"{user} {account}: is tried again, as version {done['version']}")
+
+
+@api_command(accounts_app)
+def remove(api: OperatorApi, user: OfUser, account: AccountId, reason: Reason = "requested") -> CommandAnswer:
+    """Remove an account for good, once no worker of the user runs and no order of it is open."""
+    api.delete(api_path("users", user, "accounts", account), reason=reason)
+    return CommandAnswer({"removed": account}, f"{user} {account} is removed")
+
+
+@api_command(accounts_app)
+def limits(
+    api: OperatorApi,
+    user: OfUser,
+    account: AccountId,
+    max_quantity: Annotated[int | None, typer.Option(min=0, help="Lots of one order.")] = None,
+    max_notional: Annotated[str | None, typer.Option(help="TWD of one order.")] = None,
+    max_daily_orders: Annotated[int | None, typer.Option(min=0, help="Orders of a day.")] = None,
+    duplicate_window: Annotated[
+        int | None, typer.Option(min=0, metavar="SECONDS", help="In which a twin is refused; 0: never.")
+    ] = None,
+    price_band: Annotated[str | None, typer.Option(help="Share of the reference price.")] = None,
+    clear: Annotated[bool, typer.Option("--clear", help="All others are as the settings say again.")] = False,
+) -> CommandAnswer:
+    """Show an account's limits, or change those that are given; the others stay."""
+    path = api_path("users", user, "accounts", account, "limits")
+    wanted = {"max_quantity": max_quantity, "max_notional": max_notional}
+    wanted |= {"max_daily_orders": max_daily_orders, "duplicate_window_s": duplicate_window}
+    wanted |= {"price_band": price_band}
+    changes = {name: value for name, value in wanted.items() if value is not None}
+    found = api.get(path)
+    if changes or clear:
+        found = api.put(path, {**({} if clear else found), **changes}).body
+    shown = (f"{name} {'as the settings say' if value is None else value}" for name, value in found.items())
+    return CommandAnswer(found, "\n".join(shown))
+
+
+@api_command(webhooks_app, "list")
+def list_webhooks(api: OperatorApi, user: OfUser) -> CommandAnswer:
+    """List a user's webhooks, revoked ones too."""
+    rows = api.get(api_path("users", user, "webhooks"))["webhooks"]
+    columns = "id, account: account_id, sources, window (s): window_s, made (UTC): created_at"
+    return list_answer(rows, f"{columns}, revoked (UTC): revoked_at", none="no webhook")
+
+
+@api_command(webhooks_app)
+def create(
+    api: OperatorApi,
+    user: OfUser,
+    account: AccountId,
+    source: Annotated[
+        list[str] | None, typer.Option(help="Address or network that may post; else all.")
+    ] = None,
+    window: Annotated[
+        int, typer.Option(min=1, max=3600, help="Seconds that an alert's time may differ from ours.")
+    ] = 60,
+) -> CommandAnswer:
+    """Make an address for alerts, and print it and its secret this once."""
+    body: dict[str, Any] = {"account_id": account, "sources": source or [], "window_s": window}
+    made = api.post(api_path("users", user, "webhooks"), **body).body
+    return CommandAnswer(made, f"webhook {made['id']}\npath {made['path']}\nsecret {made['secret']}")
+
+
+@api_command(webhooks_app)
+def revoke(
+    api: OperatorApi,
+    user: OfUser,
+    webhook: Annotated[str, typer.Argument(metavar="ID", help="Of the webhook, as `list` shows it.")],
+) -> CommandAnswer:
+    """Revoke a webhook: from now on nothing is taken there."""
+    done = api.delete(api_path("users", user, "webhooks", webhook)).body
+    return CommandAnswer(done, f"webhook {webhook} is revoked")
+
+
+@api_command(keys_app, "list")
+def list_keys(
+    api: OperatorApi,
+    user: Annotated[str | None, typer.Option(help="Only the keys of this user.")] = None,
+    revoked: Annotated[bool, typer.Option("--revoked", help="Revoked and expired ones, too.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
+) -> CommandAnswer:
+    """List API keys: role, label, last use, end."""
+    asked = {"user_id": user, "revoked": revoked or None}
+    rows, more = api.rows("/api-keys", "api_keys", limit=limit, page=1000, **asked)
+    columns = "id, begins with: prefix, role, user: user_id, label, made: created_at"
+    columns += ", last used: last_used_at, ends: expires_at, revoked: revoked_at"
+    return list_answer(rows, columns, none="no such key", more=more, value={"api_keys": rows})
+
+
+@api_command(keys_app, "create")
+def create_key(
+    api: OperatorApi,
+    role: Annotated[str, typer.Option(help="user, operator or admin.")],
+    label: Annotated[str, typer.Option(help="What it is for.")],
+    user: Annotated[str | None, typer.Option(help="Whose it is, for the role user.")] = None,
+    days: Annotated[
+        float | None, typer.Option(min=0, max=36_500, help="Days until it ends; else when it is revoked.")
+    ] = None,
+) -> CommandAnswer:
+    """Make an API key, and print it this once."""
+    ends = None if days is None else (datetime.now(UTC) + timedelta(days=days)).isoformat()
+    made = api.post("/api-keys", role=role, label=label, user_id=user, expires_at=ends).body
+    return CommandAnswer(made, made["api_key"])
+
+
+@api_command(keys_app, "rotate")
+def rotate_key(
+    api: OperatorApi,
+    key_id: KeyId,
+    hours: Annotated[float, typer.Option(min=0, max=720, help="Hours until the old one ends.")] = 24.0,
+) -> CommandAnswer:
+    """Make a key in place of another, and print it this once; the other one ends a while later."""
+    path = api_path("api-keys", key_id, "rotate")
+    made = api.post(path, overlap_hours=hours).body
+    return CommandAnswer(made, made["api_key"])
+
+
+@api_command(keys_app, "revoke")
+def revoke_key(api: OperatorApi, key_id: KeyId, reason: Reason = "requested") -> CommandAnswer:
+    """Revoke an API key: no API process takes it any more, and its event streams end."""
+    gone = api.delete(api_path("api-keys", key_id), reason=reason).body
+    return CommandAnswer(gone, f"{gone['role']}'s key {gone['prefix']}… is revoked")

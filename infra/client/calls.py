@@ -1,0 +1,318 @@
+"""What a client does, written once for both clients, without I/O.
+
+A call is a generator: it yields a request to send, or seconds to rest; it is given the response, or why
+there was none; it returns the result. The clients in `client.py` only send and rest.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from . import models
+from .errors import ApiError, OutcomeUnsettled, UnexpectedAnswer, Unreachable, decode_answer
+from .events import Subscription
+
+#: Seconds to connect, and for an answer on top of what the API itself may wait.
+CONNECT, ANSWER = 5.0, 10.0
+#: Seconds that the API waits for an outcome when a call does not say: its own default.
+USUAL_WAIT = 10.0
+#: Seconds within which an outcome is asked for again.
+PATIENCE = 60.0
+#: Seconds before a call is repeated the first time, doubled with each repeat, and at most.
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiRequest:
+    """One request, as httpx takes it."""
+
+    method: str
+    #: Behind `/v1`.
+    path: str
+    query: Mapping[str, Any] = field(default_factory=dict)
+    body: object = None
+    #: Seconds that the API itself may wait before it answers.
+    wait: float = 0.0
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `httpx.Client.request`."""
+        found: dict[str, Any] = {
+            "method": self.method,
+            "url": self.path,
+            # None: an empty dict would take away the path's own query.
+            "params": {name: value for name, value in self.query.items() if value is not None} or None,
+            "timeout": httpx.Timeout(ANSWER + self.wait, connect=CONNECT),
+        }
+        if self.body is not None:
+            found["content"] = msgspec.json.encode(self.body)
+            found["headers"] = {"Content-Type": "application/json"}
+        return found
+
+
+Call = Generator[ApiRequest | float, Any, T]
+
+
+@dataclass(frozen=True)
+class ApiReply:
+    """A successful answer. `done` is False for 202: the API goes on working on it."""
+
+    done: bool
+    body: Any
+
+
+def url_path(*parts: str) -> str:
+    """A path of these parts; none of them can leave its place."""
+    return "".join(f"/{quote(part, safe='')}" for part in parts)
+
+
+def _answer_to(request: ApiRequest) -> Call[httpx.Response]:
+    answer = yield request
+    if isinstance(answer, Unreachable):
+        raise answer
+    found: httpx.Response = answer
+    return found
+
+
+def _get(kind: type[T], path: str, query: Mapping[str, Any] | None = None, wait: float = 0.0) -> Call[T]:
+    answer = yield from _answer_to(ApiRequest(method="GET", path=path, query=query or {}, wait=wait))
+    found: T = decode_answer(answer, kind)
+    return found
+
+
+def request(
+    method: str,
+    path: str,
+    *,
+    query: Mapping[str, Any] | None = None,
+    body: object = None,
+    wait: float | None = None,
+) -> Call[ApiReply]:
+    """Any operation of the API, by its path behind `/v1`; the reply's body is decoded JSON.
+
+    `wait`: seconds that the API may wait for the outcome. Sent once. Raises `ApiError`, `Unreachable`,
+    `UnexpectedAnswer`.
+    """
+    asked = {**(query or {}), "wait": wait}
+    answer = yield from _answer_to(
+        ApiRequest(method=method, path=path, query=asked, body=body, wait=wait or 0.0)
+    )
+    return ApiReply(answer.status_code != 202, decode_answer(answer, Any))
+
+
+def create_user(user_id: str | None = None) -> Call[models.CreatedUser]:
+    """Creates a user, with an API key that is shown this once. Needs an administrator's key.
+
+    Without `user_id` one is made up. Sent once. Raises `ApiError` (`USER_EXISTS`), `Unreachable`.
+    """
+    asked = ApiRequest(method="POST", path="/users", body={} if user_id is None else {"user_id": user_id})
+    answer = yield from _answer_to(asked)
+    found: models.CreatedUser = decode_answer(answer, models.CreatedUser)
+    return found
+
+
+def store_credentials(
+    user_id: str, account_id: str, credentials: models.BrokerCredentials
+) -> Call[models.CredentialsReceipt]:
+    """Stores what the broker's login of one account needs; a running worker is told to load it.
+
+    Sent once; safe to repeat. Raises `ApiError`, `Unreachable`.
+    """
+    path = url_path("users", user_id, "accounts", account_id, "credentials")
+    answer = yield from _answer_to(ApiRequest(method="PUT", path=path, body=credentials))
+    found: models.CredentialsReceipt = decode_answer(answer, models.CredentialsReceipt)
+    return found
+
+
+def get_positions(user_id: str, account_id: str) -> Call[models.AccountPositions]:
+    """The open positions of an account, as the broker reports them. Raises `ApiError`, `Unreachable`."""
+    path = url_path("users", user_id, "accounts", account_id, "positions")
+    return _get(models.AccountPositions, path, wait=20.0)
+
+
+def get_balance(user_id: str, account_id: str) -> Call[models.AccountBalance]:
+    """The money of an account, as the broker reports it. Raises `ApiError`, `Unreachable`."""
+    path = url_path("users", user_id, "accounts", account_id, "balance")
+    return _get(models.AccountBalance, path, wait=20.0)
+
+
+def place_order(
+    user_id: str, ticket: models.OrderTicket, *, wait: float | None = None, patience: float = PATIENCE
+) -> Call[models.OrderSnapshot]:
+    """Places an order, once, and repeats the request until its outcome is known.
+
+    It is known when the broker has answered, also when it has rejected the order. `wait`: seconds that the
+    API may hold one request (0 to 30; its own default without). `patience`: seconds until the last repeat.
+
+    Raises `OutcomeUnsettled` when patience ends before the outcome is known: place the same ticket again to
+    go on. Raises `ApiError` when the order did not reach the broker, and `Unreachable` when nothing was sent:
+    a new ticket may be placed then.
+    """
+    path = url_path("users", user_id, "orders")
+    return _settle_order(path, ticket, ticket.client_order_id, wait, patience, is_new=True)
+
+
+def cancel_order(
+    order_id: str,
+    ticket: models.CancelTicket | None = None,
+    *,
+    wait: float | None = None,
+    patience: float = PATIENCE,
+) -> Call[models.OrderSnapshot]:
+    """Takes an order back, and repeats the request until it is cancelled; seconds as in `place_order`.
+
+    Raises `ApiError` with `ORDER_SETTLED` when it ended otherwise, `OutcomeUnsettled`, `Unreachable`.
+    """
+    ticket = ticket or models.CancelTicket()
+    return _settle_order(url_path("orders", order_id, "cancel"), ticket, ticket.request_id, wait, patience)
+
+
+def replace_order(
+    order_id: str,
+    ticket: models.ReplaceTicket,
+    *,
+    wait: float | None = None,
+    patience: float = PATIENCE,
+) -> Call[models.OrderSnapshot]:
+    """Changes a working order, once, and repeats the request until the broker has changed it.
+
+    Seconds and errors as in `place_order`.
+    """
+    return _settle_order(url_path("orders", order_id, "replace"), ticket, ticket.request_id, wait, patience)
+
+
+def _settle_order(
+    path: str, body: object, ticket_id: str, wait: float | None, patience: float, *, is_new: bool = False
+) -> Call[models.OrderSnapshot]:
+    """Sends the same request until its answer settles it; the API answers a repeat with the first outcome.
+
+    `is_new`: it places an order. Then a refusal without the order settles it only while no request before may
+    have got through: the API may be at that one still, and the order come to be.
+    """
+    asked = ApiRequest(
+        method="POST", path=path, query={"wait": wait}, body=body, wait=USUAL_WAIT if wait is None else wait
+    )
+    until = time.monotonic() + patience
+    pause = FIRST_PAUSE
+    order: models.OrderSnapshot | None = None
+    sent = False
+    while True:
+        failure: Exception | None = None
+        retry_after = 0.0
+        try:
+            answer = yield from _answer_to(asked)
+            order = decode_answer(answer, models.OrderSnapshot)
+            if answer.status_code != 202:
+                return order
+            sent = True
+        except Unreachable as error:
+            failure, sent = error, sent or error.sent
+        except UnexpectedAnswer as error:
+            failure, sent = error, True
+        except ApiError as error:
+            failure = error
+            if error.order is not None:
+                order = error.order
+                if order.final:
+                    raise
+            sent = sent or error.order is not None or error.status >= 500
+            if not error.retryable and error.status < 500:
+                if sent and is_new:
+                    raise OutcomeUnsettled(ticket_id, order) from error
+                raise
+            retry_after = error.retry_after or 0.0
+        rest = max(retry_after, pause * random.uniform(0.75, 1.25))  # noqa: S311 - clients must not march in step
+        if time.monotonic() + rest > until:
+            if failure is not None and not sent:
+                raise failure
+            raise OutcomeUnsettled(ticket_id, order) from failure
+        yield rest
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def get_order(order_id: str) -> Call[models.OrderHistory]:
+    """An order and the steps of its life. Raises `ApiError` (`ORDER_NOT_FOUND`), `Unreachable`."""
+    return _get(models.OrderHistory, url_path("orders", order_id))
+
+
+def list_orders(
+    user_id: str,
+    *,
+    state: list[str] | None = None,
+    account: str | None = None,
+    symbol: str | None = None,
+    client_order_id: str | None = None,
+    cursor: str | None = None,
+    limit: int = 100,
+) -> Call[models.OrderListPage]:
+    """A page of orders, the newest first: at most `limit` (1 to 500) behind `cursor`.
+
+    `state`: any of these, or `open` and `final`. Raises `ApiError`, `Unreachable`.
+    """
+    query = {"state": state, "account": account, "symbol": symbol, "client_order_id": client_order_id}
+    path = url_path("users", user_id, "orders")
+    return _get(models.OrderListPage, path, {**query, "cursor": cursor, "limit": limit})
+
+
+def get_worker(user_id: str) -> Call[models.WorkerSnapshot]:
+    """The user's worker from both sides. Raises `ApiError`, `Unreachable`."""
+    return _get(models.WorkerSnapshot, url_path("users", user_id, "worker"))
+
+
+def start_worker(
+    user_id: str, *, wait: float = 30.0, reason: str = "requested"
+) -> Call[models.StartedWorker | None]:
+    """Makes the user's worker Active, if it is not; None when that takes longer than `wait` (0 to 60 s).
+
+    Sent once; safe to repeat. Raises `ApiError`, `Unreachable`.
+    """
+    path = url_path("users", user_id, "worker", "start")
+    reply = yield from request("POST", path, body={"reason": reason}, wait=wait)
+    return msgspec.convert(reply.body, models.StartedWorker) if reply.done else None
+
+
+def stop_worker(user_id: str, *, reason: str = "requested") -> Call[None]:
+    """Asks the worker to finish its order, close its sessions and end; it goes on by itself.
+
+    Sent once; safe to repeat. Raises `ApiError`, `Unreachable`.
+    """
+    path = url_path("users", user_id, "worker", "stop")
+    yield from request("POST", path, body={"reason": reason})
+
+
+def follow_orders(
+    user_id: str, after: int | None = None
+) -> Subscription[models.OpenOrders | models.OrderSnapshot]:
+    """Changes of the user's orders, endlessly: the open orders, or with `after` what came behind that event.
+
+    An event's data are `OpenOrders`, or the `OrderSnapshot` of one changed order. A lost stream is opened
+    again behind its last event: none is left out, one may come twice. Raises `ApiError` when the API refuses
+    the stream, also later; and what went wrong when it cannot be opened the first time.
+    """
+    kinds = {"orders": models.OpenOrders, "order": models.OrderSnapshot}
+    return Subscription(url_path("users", user_id, "orders", "events"), kinds, after)
+
+
+def follow_worker(
+    user_id: str, after: int | None = None
+) -> Subscription[models.PresentWorkerState | models.StateTransition]:
+    """Changes of the state of the user's worker; without `after` the present state comes first.
+
+    An event's data are a `PresentWorkerState` or a `StateTransition`; otherwise as `follow_orders`.
+    """
+    kinds = {"state": models.PresentWorkerState, "transition": models.StateTransition}
+    return Subscription(url_path("users", user_id, "worker", "events"), kinds, after)
+
+
+def follow(path: str, after: int | None = None) -> Subscription[Any]:
+    """Any event stream of the API, by its path behind `/v1`; data are decoded JSON. As `follow_orders`."""
+    return Subscription(path, None, after)

@@ -1,0 +1,314 @@
+"""What goes to the API and comes from it. Quantities are lots (of odd lots: shares); prices are in the
+instrument's currency.
+
+Each class mirrors a schema of the API's OpenAPI document; a test compares them. Fields that this release does
+not know are passed over, so that an older client reads the answers of a newer API. Times are aware, in UTC.
+"""
+
+from __future__ import annotations
+
+import uuid
+from datetime import datetime
+from decimal import Decimal
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field
+
+AwareTime = Annotated[datetime, Meta(tz=True)]
+Side = Literal["buy", "sell"]
+PriceType = Literal["LMT", "MKT", "MKP"]
+TimeInForce = Literal["ROD", "IOC", "FOK"]
+OrderLot = Literal["common", "odd", "intraday_odd", "fixing"]
+OrderCondition = Literal["cash", "margin", "short_selling"]
+OpenClose = Literal["auto", "new", "cover", "day_trade"]
+OrderState = Literal[
+    "accepted",
+    "queued",
+    "submitting",
+    "submitted",
+    "part_filled",
+    "filled",
+    "cancelled",
+    "rejected",
+    "expired",
+    "unknown",
+    "needs_attention",
+]
+
+
+def make_id() -> str:
+    """An id that nobody else makes."""
+    return uuid.uuid4().hex
+
+
+class OrderTicket(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A new order. Keep the ticket until its outcome is known: the same id again is the same order.
+
+    Usual values are not sent, so that an older API, which refuses fields that it does not know, takes it.
+    """
+
+    account_id: str
+    symbol: str
+    side: Side
+    quantity: int
+    price_type: PriceType = "LMT"
+    #: Given exactly with `LMT`.
+    price: Decimal | None = None
+    time_in_force: TimeInForce = "ROD"
+    #: Of stocks; `odd` and `intraday_odd` count shares.
+    lot: OrderLot = "common"
+    condition: OrderCondition = "cash"
+    #: Of futures.
+    open_close: OpenClose = "auto"
+    #: The same order a moment ago was no mistake: place this one, too.
+    allow_duplicate: bool = False
+    #: Unique for the user. Letters, digits and `._:-`, at most 64.
+    client_order_id: str = field(default_factory=make_id)
+
+
+class CancelTicket(Struct, frozen=True, kw_only=True):
+    """Takes an order back."""
+
+    request_id: str = field(default_factory=make_id)
+
+
+class ReplaceTicket(Struct, frozen=True, kw_only=True):
+    """Changes a working order: a smaller quantity, another price, or both."""
+
+    #: New total in lots.
+    quantity: int | None = None
+    price: Decimal | None = None
+    request_id: str = field(default_factory=make_id)
+
+
+class OrderSnapshot(Struct, frozen=True, kw_only=True):
+    """An order as it stood when the API answered."""
+
+    id: str
+    client_order_id: str
+    user_id: str
+    account_id: str
+    symbol: str
+    side: Side
+    quantity: int
+    price_type: PriceType
+    price: Decimal | None
+    time_in_force: TimeInForce
+    lot: OrderLot = "common"
+    condition: OrderCondition = "cash"
+    open_close: OpenClose = "auto"
+    state: OrderState
+    #: The state will not change any more.
+    final: bool
+    broker_order_id: str | None
+    filled_quantity: int
+    average_price: Decimal | None
+    #: Why it was not executed: a stable code.
+    code: str | None
+    reason: str | None
+    #: It can only make a position smaller.
+    reduce_only: bool = False
+    #: What was asked for, when that was more than this order.
+    origin: str | None = None
+    #: Why a person has to look at it.
+    attention: str | None = None
+    accepted_at: AwareTime
+
+
+class OrderHistoryStep(Struct, frozen=True, kw_only=True):
+    """One step in the life of an order."""
+
+    step: str
+    at: AwareTime
+    #: Milliseconds since the order was accepted.
+    elapsed_ms: float
+    detail: str | None = None
+
+
+class OrderHistory(OrderSnapshot, frozen=True, kw_only=True):
+    """An order with the steps of its life so far, in order of time."""
+
+    timeline: list[OrderHistoryStep]
+
+
+class OrderListPage(Struct, frozen=True, kw_only=True):
+    """Orders, the newest first."""
+
+    orders: list[OrderSnapshot]
+    #: `cursor` of the next page; None when there is nothing behind this one.
+    next_cursor: str | None
+
+
+class OpenOrders(Struct, frozen=True, kw_only=True):
+    """The open orders with which an event stream begins, the newest first."""
+
+    user_id: str
+    orders: list[OrderSnapshot]
+    #: False: there are more than these.
+    complete: bool
+
+
+class CreatedUser(Struct, frozen=True, kw_only=True):
+    """A new user with an API key of its own, which is shown this once."""
+
+    user_id: str
+    created_at: AwareTime
+    api_key: str
+
+    def __repr__(self) -> str:
+        return f"CreatedUser(user_id={self.user_id!r})"
+
+
+class BrokerCredentials(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the broker's login needs. The API stores it encrypted and never shows it again."""
+
+    broker: Literal["paper", "shioaji"]
+    api_key: str
+    secret_key: str
+    broker_type: str = "stock"
+    simulation: bool = True
+    person_id: str = ""
+    #: The broker's own id of the account, if it is not `account_id`.
+    broker_account: str | None = None
+    #: PKCS#12.
+    ca_certificate: bytes = b""
+    ca_password: str = ""
+
+    def __repr__(self) -> str:
+        return f"BrokerCredentials(broker={self.broker!r}, simulation={self.simulation})"
+
+
+class CredentialsReceipt(Struct, frozen=True, kw_only=True):
+    """What is told about stored credentials: all but the credentials."""
+
+    user_id: str
+    account_id: str
+    broker: str
+    broker_type: str
+    simulation: bool
+    #: Grows with every change.
+    version: int
+    #: What the broker said to them now; a real one is not asked before a worker logs in.
+    login: Literal["verified", "rejected", "not_tried"]
+    #: Why they were rejected or not tried.
+    login_detail: str
+    #: The user's running worker was told to load them now.
+    reload_signalled: bool
+
+
+class HeldPosition(Struct, frozen=True, kw_only=True):
+    """An open position; `quantity` is positive also when it is short."""
+
+    symbol: str
+    direction: Literal["long", "short"]
+    quantity: int
+    #: Shares beyond the lots.
+    odd_shares: int = 0
+    condition: OrderCondition = "cash"
+    average_price: Decimal
+
+
+class AccountPositions(Struct, frozen=True, kw_only=True):
+    """The open positions of an account, by symbol."""
+
+    user_id: str
+    account_id: str
+    #: When the worker asked the broker, by its clock.
+    taken_at: AwareTime
+    positions: list[HeldPosition]
+
+
+class AccountBalance(Struct, frozen=True, kw_only=True):
+    """The money of an account."""
+
+    user_id: str
+    account_id: str
+    #: When the worker asked the broker, by its clock.
+    taken_at: AwareTime
+    currency: str
+    cash: Decimal
+    #: What is left for new orders.
+    available: Decimal
+
+
+class MarkSnapshot(Struct, frozen=True, kw_only=True):
+    """The key that a live worker refreshes."""
+
+    worker_id: str
+    epoch: int
+
+
+class LifecycleSnapshot(Struct, frozen=True, kw_only=True):
+    """What the user's workflow says."""
+
+    state: str
+    since: AwareTime
+    worker_id: str | None
+    task_id: str | None
+    epoch: int | None
+    attempts: int
+    reason: str
+    next_step: str
+    deadline: AwareTime | None
+    #: What is last known of the broker connections: `well`, or `degraded: …`.
+    health: str
+    health_at: AwareTime | None
+    #: Within the window that backoff and parking count.
+    crashes: int
+    #: Last known order or control message.
+    last_activity: AwareTime | None
+
+
+class WorkerSnapshot(Struct, frozen=True, kw_only=True):
+    """A user's worker from both sides: its own mark, and its workflow."""
+
+    user_id: str
+    #: The worker's mark is there.
+    live: bool
+    #: The worker's own word if it is live, else its workflow's.
+    state: str | None
+    mark: MarkSnapshot | None
+    metadata: dict[str, str]
+    lifecycle: LifecycleSnapshot | None
+
+
+class StartedWorker(Struct, frozen=True, kw_only=True):
+    """The worker is Active: connected with one account at least."""
+
+    user_id: str
+    state: str
+    worker_id: str
+    epoch: int
+    pool: str
+    version: str
+    #: Taken from the pool, not launched for this user.
+    warm: bool
+    claimed_at: AwareTime | None
+    connected_at: AwareTime | None
+
+
+class StateTransition(Struct, frozen=True, kw_only=True):
+    """One change of a worker's state."""
+
+    #: Grows with each change of this user's worker.
+    id: int
+    at: AwareTime
+    before: str
+    after: str
+    reason: str
+    worker_id: str | None
+    epoch: int | None
+    #: Until when the new state may last.
+    deadline: AwareTime | None
+
+
+class PresentWorkerState(Struct, frozen=True, kw_only=True):
+    """The state in which an event stream begins; None for a user who never had a worker."""
+
+    user_id: str
+    state: str | None
+    since: AwareTime | None
+    reason: str | None
+    worker_id: str | None
+    epoch: int | None
+    deadline: AwareTime | None

@@ -1,0 +1,71 @@
+"""The logins of our own services at a self-hosted Temporal: JWTs, and the key set that its authorizer reads.
+
+A JWT names what its holder may do, as Temporal's default claim mapper reads it: `<namespace>:write`, or
+`temporal-system:admin` for everything. The key that signs them is forgotten at once: nobody can make more.
+New ones come with a new key; the key set keeps the one before, so that the earlier ones count meanwhile.
+"""
+
+import base64
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
+
+from infra.vault import key_file
+
+#: What `admin` may do; everything in every namespace.
+SYSTEM_ADMIN = ("temporal-system:admin",)
+#: Keys in the set: the present one and the one before.
+_KEYS = 2
+_COORDINATE = 32
+
+
+def worker_permissions(namespace: str) -> tuple[str, ...]:
+    """What the API and the orchestrators need: to start, signal and serve workflows; no administration."""
+    return (f"{namespace}:write",)
+
+
+def ensure_tokens(key_set: Path, tokens: Mapping[Path, Sequence[str]]) -> list[Path]:
+    """Writes a JWT with its permissions into each file (mode 0600), unless all are there; returns these."""
+    if key_set.exists() and all(path.exists() for path in tokens):
+        return []
+    key = ec.generate_private_key(ec.SECP256R1())
+    key_id = f"berth-{secrets.token_hex(8)}"
+    before = json.loads(key_set.read_bytes())["keys"] if key_set.exists() else []
+    keys = [_public(key.public_key(), key_id), *before][:_KEYS]
+    # The set first: Temporal reads it once a minute, and refuses a token whose key it has not seen.
+    key_file.write_key_file(key_set, json.dumps({"keys": keys}).encode(), private=False)
+    for path, permissions in tokens.items():
+        signed = _token(key, key_id, subject=f"berth-{path.stem}", permissions=permissions)
+        key_file.write_key_file(path, f"{signed}\n".encode(), private=True)
+    return list(tokens)
+
+
+def _public(key: ec.EllipticCurvePublicKey, key_id: str) -> dict[str, str]:
+    """RFC 7517."""
+    numbers = key.public_numbers()
+    x, y = (_base64(number.to_bytes(_COORDINATE, "big")) for number in (numbers.x, numbers.y))
+    return {"kty": "EC", "crv": "P-256", "alg": "ES256", "use": "sig", "kid": key_id, "x": x, "y": y}
+
+
+def _token(key: ec.EllipticCurvePrivateKey, key_id: str, *, subject: str, permissions: Sequence[str]) -> str:
+    """RFC 7519, signed as RFC 7518 says (3.4): both numbers of the signature, 32 bytes each."""
+    head = {"alg": "ES256", "typ": "JWT", "kid": key_id}
+    claims = {"sub": subject, "iat": int(time.time()), "permissions": list(permissions)}
+    text = f"{_base64(_json(head))}.{_base64(_json(claims))}"
+    numbers = decode_dss_signature(key.sign(text.encode(), ec.ECDSA(hashes.SHA256())))
+    return f"{text}.{_base64(b''.join(number.to_bytes(_COORDINATE, 'big') for number in numbers))}"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()

@@ -1,0 +1,127 @@
+"""The workers that the orchestrator launched, and which of them have a user: one each, once and for ever.
+
+What a worker's entry in its pool says is not believed: a worker that somebody took over could name another
+worker's task, or announce itself as free again and get the credentials of the next user.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from datetime import timedelta
+
+from sqlalchemy import ARRAY, Text, any_, bindparam, func, literal, select, text
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from infra.database.models import WorkerLaunch, WorkerScript, WorkerSession
+from infra.database.workers.sessions import LaunchedWorker
+from worker_runtime.protocol.scripts import Script
+
+
+async def record_launch(
+    session: AsyncSession, *, worker_id: str, pool: str, version: str, task_id: str | None = None
+) -> None:
+    """Writes that a worker is launched, or the task that its launcher gave it.
+
+    A repeat keeps the version, because it finds the worker that was launched first.
+    """
+    row = insert(WorkerLaunch).values(worker_id=worker_id, pool=pool, version=version, task_id=task_id)
+    known = func.coalesce(row.excluded.task_id, WorkerLaunch.task_id)
+    await session.execute(row.on_conflict_do_update(index_elements=["worker_id"], set_={"task_id": known}))
+
+
+_FREE = text(
+    "select l.worker_id, coalesce(l.task_id, ''), l.version from worker_launches l "
+    "where l.worker_id = any(:workers) and l.pool = :pool "
+    "and not exists (select from worker_sessions s where s.worker_id = l.worker_id)"
+).bindparams(bindparam("workers", type_=ARRAY(Text)))
+
+
+async def never_assigned(
+    session: AsyncSession, pool: str, worker_ids: Collection[str]
+) -> dict[str, LaunchedWorker]:
+    """Those of these workers that were launched for the pool and never had a user."""
+    if not worker_ids:
+        return {}
+    rows = await session.execute(_FREE, {"workers": list(worker_ids), "pool": pool})
+    return {worker_id: LaunchedWorker(task_id, version) for worker_id, task_id, version in rows}
+
+
+_FROM_BEFORE = text(
+    "select count(*) from worker_launches l where l.launched_at < to_timestamp(:before) and ("
+    "l.worker_id = any(:ready) or l.launched_at > clock_timestamp() - interval '1 minute' or exists ("
+    "select from worker_sessions s where s.worker_id = l.worker_id "
+    "and (s.ended_at is null or s.ended_at > clock_timestamp() - make_interval(secs => :linger))))"
+).bindparams(bindparam("ready", type_=ARRAY(Text)))
+
+
+async def count_launched_before(
+    session: AsyncSession, before: float, *, ready: Collection[str], linger: float
+) -> int:
+    """Workers launched before this Unix time that are not known to have ended.
+
+    `ready`: those of all pools that wait for a user. `linger`: seconds for which one with a user counts after
+    its end.
+    """
+    asked = {"before": before, "ready": list(ready), "linger": linger}
+    return int(await session.scalar(_FROM_BEFORE, asked) or 0)
+
+
+async def pools_launched_for(session: AsyncSession) -> list[str]:
+    """Every pool that a worker was ever launched for."""
+    return list(await session.scalars(select(WorkerLaunch.pool).distinct()))
+
+
+_PURGE = text("""
+with gone as (
+  delete from worker_sessions s
+   where s.ended_at < clock_timestamp() - make_interval(days => :days)
+     and exists (select from worker_sessions l where l.user_id = s.user_id and l.epoch > s.epoch)
+     and not exists (
+           select from worker_sessions e
+            where e.user_id = s.user_id and e.epoch <= s.epoch and (e.worker_id = any(:running)
+                  or coalesce(e.ended_at, 'infinity') >= clock_timestamp() - make_interval(days => :days)))
+  returning s.worker_id
+)
+delete from worker_launches l
+ where l.worker_id in (select worker_id from gone)
+    or l.launched_at < clock_timestamp() - make_interval(days => :days) and l.worker_id <> all(:running)
+       and not exists (select from worker_sessions s where s.worker_id = l.worker_id)
+""").bindparams(bindparam("running", type_=ARRAY(Text)))
+
+
+async def purge_ended(session: AsyncSession, days: int, running: Collection[str]) -> None:
+    """Removes workers that ended so many days ago, with their assignments: of a user the oldest, in order,
+    and never the latest. An assignment goes together with the launch, without which no worker is assigned, so
+    a worker has one for ever, however long its launch token is valid."""
+    await session.execute(_PURGE, {"days": days, "running": list(running)})
+
+
+async def assigned_workers(session: AsyncSession, worker_ids: Collection[str]) -> set[str]:
+    """Returns those of these workers that have an open assignment."""
+    asked = literal(list(worker_ids), ARRAY(Text))
+    found = await session.scalars(
+        select(WorkerSession.worker_id).where(
+            WorkerSession.worker_id == any_(asked), WorkerSession.ended_at.is_(None)
+        )
+    )
+    return {worker_id for worker_id in found if worker_id is not None}
+
+
+async def task_of(session: AsyncSession, worker_id: str) -> str:
+    """The task that its launcher gave this worker; empty if none is known."""
+    task = select(WorkerLaunch.task_id).where(WorkerLaunch.worker_id == worker_id)
+    return await session.scalar(task) or ""
+
+
+async def claim_of(session: AsyncSession, worker_id: str) -> str | None:
+    """The claim that this worker was assigned to, open or ended."""
+    return await session.scalar(select(WorkerSession.claim_id).where(WorkerSession.worker_id == worker_id))
+
+
+async def keep_scripts(session: AsyncSession, present: Iterable[Script]) -> Sequence[str]:
+    """Keeps the scripts of this release; returns the sources of all releases that workers may be of: those
+    that an orchestrator had within 90 days."""
+    now = func.clock_timestamp()
+    row = insert(WorkerScript).values([{"sha": one.sha, "source": one.source} for one in present])
+    await session.execute(row.on_conflict_do_update(index_elements=["sha"], set_={"seen_at": now}))
+    lately = WorkerScript.seen_at > now - timedelta(days=90)
+    return (await session.scalars(select(WorkerScript.source).where(lately))).all()

@@ -1,0 +1,146 @@
+"""Jobs that must not be lost when Valkey loses its data: PostgreSQL has each of them until it has ended.
+
+Every producer enqueues here. A row makes a job accepted: while Valkey is away, or after it was flushed, the
+orchestrators enqueue it (`activities/maintenance/kept_jobs.py`). Its id counts once, also after a flush. It
+may hold addresses and texts, so it is encrypted under a key of the message secret, which no worker has.
+Settings of queues stand here, too. `user_id` is empty for what belongs to the fleet.
+"""
+
+import asyncio
+from base64 import urlsafe_b64encode
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import msgspec
+import structlog
+from cryptography.fernet import Fernet, InvalidToken, MultiFernet
+from redis.exceptions import RedisError
+from sqlalchemy import Index, String, and_, func, or_, text, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
+
+from infra.database.engine import Database, DatabaseUnavailable
+from infra.database.locks import seconds_from_now
+from infra.database.models import Base
+from infra.jobs.client import JobClient, JobIdReused, JobState
+from worker_runtime.jobs.protocol.keys import tag_of
+from worker_runtime.jobs.protocol.messages import Job, encode_job, read_job
+from worker_runtime.protocol.errors import MalformedMessage
+
+#: Seconds between two checks of a job that has not ended, each by one process.
+CHECK = 30.0
+#: Seconds for which the result of a job of the fleet is kept: who notes its end may be away as long.
+RESULT_KEPT = 86_400
+
+log = structlog.get_logger()
+
+
+class KeptJob(Base):
+    """A job that was accepted."""
+
+    __tablename__ = "kept_jobs"
+    __table_args__ = (Index("kept_jobs_to_check", "check_at", postgresql_where=text("check_at is not null")),)
+
+    user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    job_id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    #: The job, encrypted; empty once nobody needs it any more.
+    sealed: Mapped[bytes]
+    #: Of the request that chose the id; a repeat has the same.
+    digest: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    #: When it is compared with Valkey; null: it has ended.
+    check_at: Mapped[datetime | None] = mapped_column(server_default=seconds_from_now(CHECK))
+    #: Valkey has lost it, and a run of before has ended by the next check, which enqueues it.
+    missing: Mapped[bool] = mapped_column(server_default=text("false"))
+    #: `done`, `failed` or `cancelled`; null: it has not ended. A failed one may be opened again.
+    outcome: Mapped[str | None] = mapped_column(String(16))
+    ended_at: Mapped[datetime | None]
+
+
+class JobSettings(Base):
+    """Limits, rates, weights and suspensions, as `configure.lua` takes them; a null was removed."""
+
+    __tablename__ = "job_settings"
+
+    user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    fields: Mapped[dict[str, Any]]
+
+
+async def keep_settings(session: AsyncSession, user_id: str, fields: Mapping[str, str | None]) -> None:
+    """Sets these fields, or removes them (None). Commit it before Valkey gets them."""
+    row = insert(JobSettings).values(user_id=user_id, fields=fields)
+    merged = {"fields": JobSettings.fields.op("||")(row.excluded.fields)}
+    await session.execute(row.on_conflict_do_update(index_elements=["user_id"], set_=merged))
+
+
+class KeptJobs:
+    def __init__(self, database: Database, jobs: JobClient) -> None:
+        self.database = database
+        self.queue = jobs
+
+    async def enqueue(
+        self, job: Job, *, user_id: str = "", digest: str = "", without_database: bool = False
+    ) -> bool:
+        """Keeps a job and puts it on its queue; false if it is known. One of the fleet runs once, also if it
+        has ended; a user's own runs again once its result is gone.
+
+        `digest` stands for the request if the caller chose the id. `without_database`: while PostgreSQL is
+        away (for 2 s) it is only queued. Raises `JobIdReused`, `MalformedMessage`, `DatabaseUnavailable`.
+        """
+        if not user_id:
+            job = msgspec.structs.replace(job, result_ttl=max(job.result_ttl, RESULT_KEPT))
+        values = {"sealed": self._cipher(user_id).encrypt(encode_job(job)), "digest": digest}
+        anew = {"outcome": None, "created_at": func.clock_timestamp(), "check_at": seconds_from_now(CHECK)}
+        row = insert(KeptJob).values(user_id=user_id, job_id=job.job_id, **values)
+        again = KeptJob.user_id != "", KeptJob.digest == digest, KeptJob.outcome.in_(("done", "cancelled"))
+        added = row.on_conflict_do_update(
+            index_elements=["user_id", "job_id"], set_=values | anew, where=and_(*again)
+        ).returning(KeptJob.job_id)
+        try:
+            async with asyncio.timeout(2.0 if without_database else None), self.database.session() as session:
+                new = await session.scalar(added) is not None
+                known = None if new else await session.get(KeptJob, (user_id, job.job_id))
+        except (DatabaseUnavailable, TimeoutError):
+            if not without_database:
+                raise
+            log.warning("job_not_kept", job_id=job.job_id)
+            return await self.queue.enqueue(job)
+        if known is not None and known.digest != digest:
+            raise JobIdReused(f"another job was asked for as {job.job_id}")
+        try:
+            return new and await self.queue.enqueue(job, tag=tag_of(user_id))
+        except (RedisError, OSError) as error:
+            log.warning("job_waits_for_valkey", job_id=job.job_id, error=type(error).__name__)
+            return True
+
+    async def get(self, job_id: str, user_id: str = "") -> JobState | None:
+        """A job that Valkey does not know: it waits to be enqueued again, or ended in the last days."""
+        async with self.database.session(autocommit=True) as session:
+            row = await session.get(KeptJob, (user_id, job_id))
+        return None if row is None else JobState(job_id, row.outcome or "waiting")
+
+    async def end(self, job_id: str, user_id: str, outcome: str) -> bool:
+        """The job is done or cancelled: nobody needs it any more. False if there is none."""
+        ended = {"outcome": outcome, "ended_at": func.clock_timestamp(), "check_at": None, "sealed": b""}
+        return await self.change(job_id, user_id, **ended)
+
+    async def change(self, job_id: str, user_id: str, **values: Any) -> bool:
+        """Sets columns of a job that has not ended, or has failed. False if there is none."""
+        live = or_(KeptJob.outcome.is_(None), KeptJob.outcome == "failed")
+        this = KeptJob.user_id == user_id, KeptJob.job_id == job_id, live
+        async with self.database.session() as session:
+            row = update(KeptJob).where(*this).values(values).returning(KeptJob.job_id)
+            return await session.scalar(row) is not None
+
+    def unseal(self, row: KeptJob) -> Job:
+        """Raises `MalformedMessage`."""
+        try:
+            return read_job(self._cipher(row.user_id).decrypt(row.sealed))
+        except InvalidToken:
+            raise MalformedMessage("it was altered, or its message secret was retired") from None
+
+    def _cipher(self, user_id: str) -> MultiFernet:
+        keys = self.queue.secrets.kept_keys(user_id)
+        return MultiFernet([Fernet(urlsafe_b64encode(one.key)) for one in keys])

@@ -1,0 +1,139 @@
+"""What each benchmark aims at, and whether it was met.
+
+The aims are for 2 cores with nothing else on them. A shared machine misses those in milliseconds, so nothing
+fails for them: the figures say by how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from infra.lab import figures
+
+Result = Mapping[str, Any]
+
+
+class Aim(NamedTuple):
+    what: str
+    limit: float
+    #: Finds the measured figure; a `LookupError` says that it was not measured.
+    figure: Callable[[Result], float]
+    #: The limit is the least that is good, not the most.
+    least: bool = False
+
+
+AIMS: dict[str, tuple[Aim, ...]] = {
+    "claim": (
+        Aim("from a full pool, p50 (ms)", 60, lambda result: result["p50_ms"]),
+        Aim("from a full pool, p99 (ms)", 250, lambda result: result["p99_ms"]),
+        Aim("with refill, p50 (ms)", 60, lambda result: result["refill"]["p50_ms"]),
+        Aim("with refill, p99 (ms)", 250, lambda result: result["refill"]["p99_ms"]),
+        Aim("double claims", 0, lambda result: result["double_claims"]),
+    ),
+    "order": (
+        Aim("p50 (ms)", 6, lambda result: result["p50_ms"]),
+        Aim("p99 (ms)", 25, lambda result: result["p99_ms"]),
+        Aim("p50, times the floor's", 12, lambda result: result["p50_ms"] / result["floor_p50_ms"]),
+        Aim("p99, times the floor's", 40, lambda result: result["p99_ms"] / result["floor_p99_ms"]),
+        Aim(
+            "refused after a rejected login, p99 (ms)", 20, lambda result: result["login_rejected"]["p99_ms"]
+        ),
+    ),
+    "waits": (
+        Aim("API, for PostgreSQL, p99 (ms)", 500, lambda result: result["api"]["database_p99_ms"]),
+        Aim("API, for Valkey, p99 (ms)", 500, lambda result: result["api"]["valkey_p99_ms"]),
+        Aim(
+            *("orchestrator, for PostgreSQL, p99 (ms)", 500),
+            lambda result: result["orchestrator"]["database_p99_ms"],
+        ),
+        Aim(
+            "orchestrator, for Valkey, p99 (ms)", 500, lambda result: result["orchestrator"]["valkey_p99_ms"]
+        ),
+    ),
+    "flood": (Aim("worst p99 of orders, times the quiet one", 2, lambda result: result["worst_ratio"]),),
+    "memory": (
+        Aim("an idle worker of the pool (MiB)", 30, lambda result: result["idle_pss_mib"]),
+        Aim("an idle worker alone (MiB)", 45, lambda result: result["idle_alone_pss_mib"]),
+    ),
+    "density": (Aim("workers lost", 0, lambda result: result["workers_lost"]),),
+    "recovery": (
+        Aim("kill -9 to Active again, p50 (s)", 2, lambda result: result["p50_s"]),
+        Aim("kill -9 to Active again, p99 (s)", 5, lambda result: result["p99_s"]),
+        Aim(
+            *("session stopped to Active again, beyond the pulse timeout, p50 (s)", 1.5),
+            lambda result: result["in_place"]["frozen"]["p50_s"] - result["pulse_timeout_s"],
+        ),
+        Aim("replaced because their host stood still", 0, lambda result: result["stall"]["replaced"]),
+    ),
+    "idle": (
+        Aim(
+            "actions of a worker-hour at rest",
+            6,
+            lambda result: max(size["actions_per_hour"] for size in result["sizes"].values()),
+        ),
+        Aim("actions of a worker-hour in use", 6, lambda result: result["used_actions_per_hour"]),
+    ),
+    "heartbeat": (Aim("late renewals", 0, lambda result: result["late"]),),
+    "claim-race": (
+        Aim("double claims", 0, lambda result: result["double"]),
+        Aim("lost workers", 0, lambda result: result["lost"]),
+        Aim("claims a second", 2000, lambda result: result["per_s"], least=True),
+    ),
+    "sweep": (Aim("scan of 10,000 workers (s)", 1, lambda result: result["sizes"]["10000"]["scan_s"]),),
+    "tiers": (
+        Aim("pick-up beside a flooded tier, worst p99 (ms)", 50, lambda result: result["worst_p99_ms"]),
+    ),
+    "jobs": (
+        Aim(
+            "a fresh child each, times RQ", 4, lambda result: min(result["times_rq"]["fresh"].values()), True
+        ),
+        Aim(
+            "100 jobs a child, times RQ",
+            40,
+            lambda result: min(result["times_rq"]["recycled"].values()),
+            True,
+        ),
+        Aim("pick-up by a fresh child, p50 (ms)", 4, lambda result: result["fresh"]["1"]["p50_ms"]),
+        Aim("pick-up, 100 jobs a child, p50 (ms)", 1.5, lambda result: result["recycled"]["1"]["p50_ms"]),
+        Aim("pick-up, 100 jobs a child, p99 (ms)", 5, lambda result: result["recycled"]["1"]["p99_ms"]),
+        Aim("kill -9 to the next start, beyond the lease (s)", 1, lambda result: _beyond_lease(result)),
+        Aim("an idle runner with its child (MiB)", 30, lambda result: result["idle_pss_mib"]),
+    ),
+    "lease": tuple(
+        Aim(f"lost leases at {quota} % of a CPU", 0, lambda result, quota=quota: result[quota]["lost"])  # type: ignore[misc]
+        for quota in ("200", "100", "25")
+    ),
+}
+
+
+def _beyond_lease(result: Result) -> float:
+    return float(max(result["rerun_s"]) - result["lease_s"])
+
+
+def judge(name: str, result: Result) -> list[dict[str, Any]]:
+    """The aims of a benchmark beside what it measured; without those that it did not measure."""
+    judged = []
+    for aim in AIMS[name]:
+        try:
+            figure = round(float(aim.figure(result)), 3)
+        except LookupError:
+            continue
+        met = figure >= aim.limit if aim.least else figure <= aim.limit
+        judged.append(
+            {"what": aim.what, "limit": aim.limit, "least": aim.least, "figure": figure, "met": met}
+        )
+    return judged
+
+
+def table(name: str, judged: list[dict[str, Any]]) -> None:
+    figures.print_table(
+        f"{name}: aims, on 2 quiet cores",
+        [
+            (
+                f"{one['what']}: {'at least' if one['least'] else 'at most'} {one['limit']:g}",
+                f"{one['figure']:g}, {'met' if one['met'] else 'missed'}",
+            )
+            for one in judged
+        ],
+    )

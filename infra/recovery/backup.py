@@ -1,0 +1,94 @@
+"""`berth backup`: a base backup of PostgreSQL with the key files beside it, and its log as it is written.
+
+By PostgreSQL's own programs: of the package that `berth up` uses, or else of this machine. They must not be
+older than the server.
+"""
+
+import os
+import shutil
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NoReturn
+
+from sqlalchemy import make_url
+
+from infra.local.process import ServerFailed
+from infra.local.servers import PostgresServer
+from infra.settings import Settings
+from infra.vault.key_file import write_key_file
+from worker_runtime.protocol.errors import BerthError
+
+#: The folder of the log in a folder of backups.
+LOG = "wal"
+
+
+class BackupFailed(BerthError, code="BACKUP_FAILED"):
+    """The backup was not made. What was begun has the ending `.partial` and counts for nothing."""
+
+
+def _program(name: str) -> str:
+    try:
+        return PostgresServer.program(name)
+    except ServerFailed:  # production images come without the package
+        return shutil.which(name) or name
+
+
+def _connection(settings: Settings) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of a program; the password is in no argument."""
+    url = make_url(settings.database_url)
+    words = ["--host", url.host or "", "--port", str(url.port or 5432), "--username", url.username or ""]
+    tls = {f"PG{name.upper()}": str(value) for name, value in url.query.items() if name.startswith("ssl")}
+    if "PGSSLROOTCERT" in tls:
+        tls["PGSSLMODE"] = "verify-full"  # as our servers take it
+    return words, {**os.environ, **tls, "PGPASSWORD": str(url.password or "")}
+
+
+def make_backup(settings: Settings, folder: Path) -> Path:
+    """Makes a base backup, verified, with a copy of the key files; returns its folder (mode 0700).
+
+    Raises `BackupFailed`, OSError.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made = folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
+    partial = made.with_name(f"{made.name}.partial")
+    words, environment = _connection(settings)
+    base = str(partial / "base")
+    partial.mkdir(mode=0o700)
+    for command in (
+        [_program("pg_basebackup"), *words, "--pgdata", base, "--checkpoint=fast", "--no-password"],
+        [_program("pg_verifybackup"), "--quiet", base],
+    ):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = [line for line in done.stderr.splitlines() if "error:" in line or "DETAIL:" in line]
+            raise BackupFailed("; ".join(said[:2]) or f"{command[0]} failed")
+    for path in _key_files(settings):
+        kept = partial / "keys" / path.name
+        kept.parent.mkdir(mode=0o700, exist_ok=True)
+        write_key_file(kept, path.read_bytes(), private=True)
+    partial.rename(made)
+    return made
+
+
+def _key_files(settings: Settings) -> list[Path]:
+    """Those that are files here; AWS keeps its own."""
+    private = sorted(settings.orchestrator_key_dir.glob("*.key"))
+    named = (settings.temporal_codec_key_file, settings.webhook_key_file)
+    fixed = (settings.master_key_file, settings.master_public_file)
+    found = {
+        *private,
+        *fixed,
+        settings.message_key_file,
+        settings.api_secret_file,
+        *map(Path, filter(None, named)),
+    }
+    return sorted(path for path in found if path.is_file())
+
+
+def follow_log(settings: Settings, folder: Path) -> NoReturn:
+    """Becomes the program that writes the log to `folder/wal` until it is stopped. Raises OSError."""
+    (folder / LOG).mkdir(mode=0o700, parents=True, exist_ok=True)
+    words, environment = _connection(settings)
+    command = [_program("pg_receivewal"), *words, "--directory", str(folder / LOG), "--synchronous"]
+    os.execve(command[0], [*command, "--no-password"], environment)  # noqa: S606

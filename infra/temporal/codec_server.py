@@ -1,0 +1,72 @@
+"""Decrypts payloads for Temporal's web UI and the `temporal` command: Temporal's remote codec protocol.
+
+It decodes and never encodes. Its address contains a token that follows from the codec's key: who can read the
+key file can have the address, and nobody else can use the server, whatever reaches its port. Browsers let
+only pages of the UI's own origins read an answer.
+"""
+
+import hmac
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import Body, FastAPI, HTTPException
+from fastapi.middleware.cors import CORSMiddleware
+from google.protobuf import json_format
+from temporalio.api.common.v1 import Payloads
+
+from infra.settings import Settings
+from infra.temporal.codec import PayloadEncryption, PayloadNotDecrypted
+from infra.vault.secret_versions import SecretVersion, SecretVersionFile
+from worker_runtime.protocol.authentication import derive_key
+
+#: Characters of the token.
+_TOKEN = 32
+
+
+def token_of(version: SecretVersion) -> str:
+    """The token in the address; another one with each version of the key."""
+    return derive_key(version.secret, b"berth/codec-server/1").hex()[:_TOKEN]
+
+
+def create_codec_app(keys: SecretVersionFile, origins: Sequence[str]) -> FastAPI:
+    """Tokens of earlier versions count, too, while these are in the file."""
+    app = FastAPI(title="Berth: codec", openapi_url=None)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=list(origins),
+        allow_methods=["POST"],
+        allow_headers=["content-type", "x-namespace", "authorization"],
+    )
+    codec = PayloadEncryption(keys)
+
+    @app.post("/{token}/decode")
+    async def decode(token: str, body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
+        known = [token_of(one) for one in keys.present()]
+        if not any([hmac.compare_digest(token.encode(), one.encode()) for one in known]):
+            raise HTTPException(404)
+        try:
+            given = json_format.ParseDict(body, Payloads())
+        except json_format.ParseError:
+            raise HTTPException(400, "not a list of payloads") from None
+        try:
+            plain = await codec.decode(given.payloads)
+        except PayloadNotDecrypted as error:
+            raise HTTPException(400, error.detail) from None
+        return json_format.MessageToDict(Payloads(payloads=plain))
+
+    return app
+
+
+def serve(settings: Settings, *, host: str, port: int, origins: Sequence[str]) -> None:
+    """Serves until SIGTERM or Ctrl-C. Raises what `SecretVersionFile` does."""
+    app = create_codec_app(SecretVersionFile(Path(settings.temporal_codec_key_file)), origins)
+    # Without an access log: the token stands in each line of it.
+    uvicorn.run(app, host=host, port=port, access_log=False, log_level="warning", server_header=False)
+
+
+def address(settings: Settings, host: str, port: int) -> str:
+    """What to enter as the codec's endpoint. Raises what `SecretVersionFile` does."""
+    newest = SecretVersionFile(Path(settings.temporal_codec_key_file)).present()[0]
+    return f"http://{host}:{port}/{token_of(newest)}"

@@ -1,0 +1,211 @@
+"""How every process of ours reaches Temporal: address, TLS, client certificate and API key from the settings.
+
+What is wrong with them is told in one sentence, when a process connects.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest
+from temporalio.client import Client, Interceptor
+from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
+from temporalio.service import RPCError, RPCStatusCode, TLSConfig
+
+from infra.process_metrics import MetricsUnavailable
+from infra.settings import Settings
+from infra.temporal.client import CALL, TemporalUnavailable
+from infra.temporal.codec import data_converter
+from infra.vault import key_file
+from worker_runtime.protocol.errors import BerthError
+
+#: Seconds between two tries to reach Temporal at start.
+RETRY = 0.5
+#: Seconds between two looks at the file of the API key.
+KEY_CHECK = 10.0
+
+_DENIED = {RPCStatusCode.PERMISSION_DENIED, RPCStatusCode.UNAUTHENTICATED}
+
+log = structlog.get_logger()
+
+
+class TemporalRefused(TemporalUnavailable, code="TEMPORAL_REFUSED", retryable=False):
+    """Temporal's server and our settings do not fit together."""
+
+
+class TemporalSettingsInvalid(BerthError, code="TEMPORAL_SETTINGS_INVALID"):
+    """The settings of the connection to Temporal contradict each other."""
+
+
+def tls_config(settings: Settings) -> TLSConfig | bool:
+    """False without TLS. Raises `TemporalSettingsInvalid`, `KeyFileMissing` or `KeyFileExposed`."""
+    certificate, private = settings.temporal_cert_file, settings.temporal_cert_key_file
+    if not settings.temporal_tls:
+        for name in ("ca_file", "server_name", "cert_file", "cert_key_file"):
+            if getattr(settings, f"temporal_{name}"):
+                raise TemporalSettingsInvalid(
+                    f"BERTH_TEMPORAL_{name.upper()} is set and BERTH_TEMPORAL_TLS is not"
+                )
+        return False
+    if bool(certificate) != bool(private):
+        raise TemporalSettingsInvalid(
+            "BERTH_TEMPORAL_CERT_FILE and BERTH_TEMPORAL_CERT_KEY_FILE are set together, or neither"
+        )
+    return TLSConfig(
+        server_root_ca_cert=_read(settings.temporal_ca_file, "BERTH_TEMPORAL_CA_FILE", private=False),
+        domain=settings.temporal_server_name or None,
+        client_cert=_read(certificate, "BERTH_TEMPORAL_CERT_FILE", private=False),
+        client_private_key=_read(private, "BERTH_TEMPORAL_CERT_KEY_FILE", private=True),
+    )
+
+
+def _read(path: str, setting: str, *, private: bool) -> bytes | None:
+    return (
+        key_file.read_key_file(Path(path), private=private, made_by=f"{setting} names it") if path else None
+    )
+
+
+def read_api_key(settings: Settings) -> str | None:
+    """Raises `KeyFileMissing`, `KeyFileExposed`, or `TemporalSettingsInvalid` for what is no key."""
+    data = _read(settings.temporal_api_key_file, "BERTH_TEMPORAL_API_KEY_FILE", private=True)
+    if data is None:
+        return None
+    key = data.decode("ascii", "replace").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise TemporalSettingsInvalid(f"{settings.temporal_api_key_file} holds no API key")
+    return key
+
+
+async def open_client(settings: Settings, **options: Any) -> Client:
+    """A client with these settings; `options` are `Client.connect`'s own.
+
+    Raises what `tls_config`, `read_api_key` and `data_converter` do, and `TemporalUnavailable` unless it is
+    a lazy one.
+    """
+    tls, api_key = tls_config(settings), read_api_key(settings)
+    try:
+        return await Client.connect(
+            settings.temporal_address,
+            namespace=settings.temporal_namespace,
+            tls=tls,
+            api_key=api_key,
+            data_converter=data_converter(settings),
+            **options,
+        )
+    except (RuntimeError, RPCError) as error:
+        raise _reason(error, settings) from None
+
+
+async def check_client(client: Client, settings: Settings) -> None:
+    """Raises `TemporalRefused` or `TemporalUnavailable`, each with one sentence on what is wrong.
+
+    It asks for the namespace: a server with an authorizer answers all clients what connecting asks.
+    """
+    try:
+        await client.workflow_service.describe_namespace(
+            DescribeNamespaceRequest(namespace=settings.temporal_namespace), timeout=CALL
+        )
+    except (RuntimeError, RPCError) as error:
+        raise _reason(error, settings) from None
+
+
+def _reason(error: RuntimeError | RPCError, settings: Settings) -> TemporalUnavailable:
+    """What is wrong, in one sentence. The SDK has the cause in a text only."""
+    there, text = f"Temporal at {settings.temporal_address}", str(error)
+    if (isinstance(error, RPCError) and error.status in _DENIED) or "PermissionDenied" in text:
+        key = settings.temporal_api_key_file
+        return TemporalRefused(
+            f"{there} refuses the API key in {key}"
+            if key
+            else f"{there} wants an API key: BERTH_TEMPORAL_API_KEY_FILE names its file"
+        )
+    if isinstance(error, RPCError) and error.status == RPCStatusCode.NOT_FOUND:
+        return TemporalRefused(f"{there} has no namespace {settings.temporal_namespace}")
+    if "UnknownIssuer" in text or "BadEncoding" in text:
+        authority = settings.temporal_ca_file or "the system's authorities"
+        return TemporalRefused(f"{there} shows a certificate that {authority} did not issue")
+    if "NotValidForName" in text:
+        return TemporalRefused(
+            f"{there} shows a certificate for another name: BERTH_TEMPORAL_SERVER_NAME says which to expect"
+        )
+    if "InvalidCertificate" in text:
+        return TemporalRefused(f"{there} shows a certificate that is not valid: {text[-120:]}")
+    if "InvalidMessage" in text:
+        return TemporalRefused(f"{there} does not speak TLS, and BERTH_TEMPORAL_TLS is on")
+    if any(word in text for word in ("PrivateKey", "CertificateParse", "NoCertificates", "InconsistentKeys")):
+        return TemporalRefused("BERTH_TEMPORAL_CERT_FILE and its key are not a pair of PEM files")
+    # TLS 1.3 lets a client believe that it is connected; the server ends the connection a moment later.
+    if "error after connection" in text and settings.temporal_tls:
+        which = settings.temporal_cert_file or "none is set"
+        return TemporalRefused(f"{there} hangs up: it seems not to accept our client certificate ({which})")
+    if "error after connection" in text:
+        return TemporalRefused(f"{there} hangs up: if it wants TLS, set BERTH_TEMPORAL_TLS")
+    if "ConnectionRefused" in text:
+        text = "connection refused"
+    return TemporalUnavailable(f"{there} cannot be reached: {text[:200]}")
+
+
+def _exporter(address: str) -> PrometheusConfig | None:
+    """The SDK shows its metrics on the port after ours."""
+    host, _, port = address.rpartition(":")
+    if not address:
+        return None
+    return PrometheusConfig(f"{host}:{int(port) + 1}", counters_total_suffix=True, durations_as_seconds=True)
+
+
+async def connect_orchestrator(settings: Settings, interceptors: Sequence[Interceptor] = ()) -> Client:
+    """The orchestrator's client. Tries until Temporal answers: it may start later, or be away for a while.
+
+    Raises what `tls_config` and `read_api_key` do, and `MetricsUnavailable`.
+    """
+    try:
+        runtime = Runtime(telemetry=TelemetryConfig(metrics=_exporter(settings.metrics_address)))
+    except (RuntimeError, ValueError) as error:
+        raise MetricsUnavailable(f"the port after {settings.metrics_address}: {error}") from None
+    logged = ""
+    if not settings.temporal_codec_key_file:
+        log.warning("temporal_histories_in_clear", setting="BERTH_TEMPORAL_CODEC_KEY_FILE")
+    while True:
+        try:
+            client = await open_client(settings, runtime=runtime, interceptors=interceptors)
+            await check_client(client, settings)
+            return client
+        except TemporalUnavailable as error:
+            if error.detail != logged:
+                _log(error)
+            logged = error.detail
+            await asyncio.sleep(RETRY)
+
+
+def _log(error: TemporalUnavailable) -> None:
+    if isinstance(error, TemporalRefused):
+        log.error("temporal_refused", reason=error.detail)
+    else:
+        log.warning("temporal_not_reachable", reason=error.detail)
+
+
+async def watch_connection(client: Client, settings: Settings, period: float = KEY_CHECK) -> None:
+    """A background loop: logs once why Temporal does not serve us, and takes over a new API key.
+
+    It checks every `period` seconds.
+    """
+    logged = ""
+    while True:
+        try:
+            await check_client(client, settings)
+            logged = ""
+        except TemporalUnavailable as error:
+            if error.detail != logged:
+                _log(error)
+            logged = error.detail
+        await asyncio.sleep(period)
+        try:
+            new = read_api_key(settings)
+        except (BerthError, OSError) as error:
+            log.error("temporal_api_key_not_read", reason=str(error))
+            continue
+        if new != client.api_key:
+            client.api_key = new
+            log.info("temporal_api_key_replaced")

@@ -1,0 +1,189 @@
+"""A Valkey user for each worker, which reaches its own keys only (setting `valkey_users`).
+
+Its name is the worker's id, its password is derived from the worker's launch token. Before a claim it reaches
+its entry and inbox in the pool; from the claim on also the keys of its user. Valkey checks a command against
+the rights of the user and against each selector (in parentheses) by itself; a command inside a script is
+checked like any other. So a selector with `evalsha` alone names every key of the scripts, and the other
+rights rule what a script may do to each of them: owner and switch, for example, are read only.
+
+Valkey neither stores nor replicates users: on a new server they are made again (`restore`).
+"""
+
+from collections.abc import Iterable, Sequence
+from datetime import date
+from hashlib import blake2b
+from typing import Any
+from urllib.parse import urlsplit
+
+import structlog
+from redis.asyncio import Redis
+
+from infra.database.engine import Database
+from infra.database.workers import launches
+from infra.valkey import client as valkey
+from infra.valkey.client import reply_of, text_of
+from infra.vault.key_pairs import OrchestratorKeys
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.protocol import keys, scripts
+
+#: On its own keys. No command that names no key but shows or changes those of others (KEYS, SCAN, SORT,
+#: FLUSHALL, SCRIPT, EVAL, CONFIG, CLIENT, ACL, MONITOR, SUBSCRIBE, WAIT…).
+COMMANDS = (
+    *("ping", "time", "select", "info|server", "publish"),
+    *("get", "getrange", "set", "del", "exists", "expire", "pexpire", "persist"),
+    *("hget", "hset", "hsetnx", "hmget", "hgetall", "hdel", "hincrby", "hexists", "hvals", "hlen", "hkeys"),
+    *("lpush", "rpush", "rpop", "lmove", "lrem", "llen", "lpos", "lrange", "blpop"),
+    *("sadd", "srem", "smembers", "xadd", "zadd", "zrem", "zrange", "zrangebyscore", "zcard", "zscore"),
+    *("zrank", "zpopmin", "zincrby", "zremrangebyscore"),
+)
+#: What the scripts of the limits do to the counts of a person, whose name only a claim tells.
+_BUDGET_COMMANDS = (
+    *("hget", "hset", "hmget", "hdel", "pexpire", "zadd", "zrem", "zrange", "zrangebyscore", "zcard"),
+    *("zscore", "zremrangebyscore"),
+)
+#: In the rights of a claimed worker only.
+_CLAIMED = "+subscribe"
+#: Users made in one round trip.
+_CHUNK = 500
+
+log = structlog.get_logger()
+
+
+class WorkerUsers:
+    """May be used by every orchestrator at once: all make the same users."""
+
+    def __init__(self, client: Redis, database: Database, orchestrator_keys: OrchestratorKeys) -> None:
+        self._client = client
+        self._database = database
+        self._keys = orchestrator_keys
+        #: The last server on which `create` loaded the scripts, and the day.
+        self._scripts_on: tuple[str, date] | None = None
+
+    def url(self, worker_id: str, url: str) -> str:
+        """`url` with the worker's own name and password."""
+        parts = urlsplit(url)
+        place = parts.netloc.rpartition("@")[2]
+        return parts._replace(netloc=f"{worker_id}:{self.password(worker_id)}@{place}").geturl()
+
+    def password(self, worker_id: str) -> str:
+        """Of a new worker."""
+        return self._passwords(worker_id)[0]
+
+    def _passwords(self, worker_id: str) -> list[str]:
+        """One for each launch secret that is held, since the worker may be older than the present one."""
+        return [
+            blake2b(worker_id.encode(), key=token, person=b"valkey user", digest_size=32).hexdigest()
+            for token in self._keys.launch_tokens(worker_id)
+        ]
+
+    async def create(self, worker_id: str, pool: str, made_on: str | None = None) -> str:
+        """Called before a launch and while it waits; does nothing on the server `made_on`.
+
+        Returns the server's run id. A claimed worker gets no more rights.
+        """
+        server = await valkey.read_server_id(self._client)
+        if server == made_on:
+            return server
+        if self._scripts_on != (server, date.today()):  # the day: for `SCRIPTS_KEPT`
+            await self.load_scripts()
+            self._scripts_on = server, date.today()
+        if _CLAIMED not in str(await self._ask("ACL", "GETUSER", worker_id)):
+            await self._ask(*self._addition(worker_id, free_rights(worker_id, pool)))
+        return server
+
+    async def admit(self, worker_id: str, pool: str, user_id: str) -> None:
+        """Opens the keys of this user. Called before the claim is sent; safe to repeat."""
+        rights = claimed_rights(worker_id, pool, user_id)
+        await self._ask(*self._definition(worker_id, rights))
+
+    async def delete(self, worker_id: str) -> None:
+        """Called when the worker has ended; cuts connections that it left."""
+        await self._ask("ACL", "DELUSER", worker_id)
+
+    async def _ask(self, *words: str) -> Any:
+        return await reply_of(self._client.execute_command(*words))  # type: ignore[no-untyped-call]
+
+    async def load_scripts(self) -> None:
+        """Workers may run scripts, not bring them; some are of the release before or after ours."""
+        async with self._database.session() as session:
+            sources = await launches.keep_scripts(session, (*scripts.ALL, *job_scripts.ALL))
+        async with self._client.pipeline(transaction=False) as pipe:
+            for source in sources:
+                pipe.script_load(source)
+            await pipe.execute()
+
+    async def restore(self, free: Iterable[tuple[str, str]], claimed: Iterable[tuple[str, str, str]]) -> None:
+        """Makes scripts and users again, on a server that may have lost them. Safe to repeat.
+
+        `free`: worker and pool of all running workers; `claimed`: worker, pool and user of those with one.
+        """
+        await self.load_scripts()
+        commands = {
+            worker_id: self._definition(worker_id, claimed_rights(worker_id, *rest))
+            for worker_id, *rest in claimed
+        }
+        there = {text_of(name) for name in await self._client.acl_users()}
+        for worker_id, pool in free:
+            if worker_id not in there and worker_id not in commands:
+                # Added, so that nothing is taken from a worker that is claimed just now.
+                commands[worker_id] = self._addition(worker_id, free_rights(worker_id, pool))
+        waiting = list(commands.values())
+        for start in range(0, len(waiting), _CHUNK):
+            async with self._client.pipeline(transaction=False) as pipe:
+                for command in waiting[start : start + _CHUNK]:
+                    pipe.execute_command(*command)
+                await pipe.execute()
+        log.info("worker_users_restored", count=len(waiting))
+
+    def _addition(self, worker_id: str, rights: Sequence[str]) -> list[str]:
+        passwords = [f">{password}" for password in self._passwords(worker_id)]
+        return ["ACL", "SETUSER", worker_id, "on", *passwords, "-@all", *rights]
+
+    def _definition(self, worker_id: str, rights: Sequence[str]) -> list[str]:
+        """Replaces the rights. Passwords stay: another host may hold launch secrets that this one lacks."""
+        addition = self._addition(worker_id, rights)
+        return [*addition[:3], "resetkeys", "resetchannels", "clearselectors", *addition[3:]]
+
+
+def free_rights(worker_id: str, pool: str) -> list[str]:
+    """Rights of a worker without a user."""
+    own = [keys.pool_worker(pool, worker_id), keys.pool_inbox(pool, worker_id)]
+    return [*_rights(worker_id, own), _selector(["evalsha"], own)]
+
+
+def claimed_rights(worker_id: str, pool: str, user_id: str) -> list[str]:
+    """Rights of a user's worker."""
+    own = [
+        *(keys.pool_worker(pool, worker_id), keys.pool_inbox(pool, worker_id)),
+        keys.pool_reply(pool, worker_id, "*"),
+        *(keys.requests(user_id), keys.processing(user_id), keys.doorbell(user_id), keys.seen(user_id, "*")),
+        *(keys.response(user_id, "*"), keys.mark(user_id), keys.metadata(user_id), keys.pop(user_id)),
+        *(keys.journal(user_id, "*"), keys.control(user_id), job_keys.every_key(job_keys.user_tag(user_id))),
+    ]
+    read = [keys.owner(user_id), keys.switch(user_id)]
+    budget = keys.budget("*", "*")
+    return [
+        *_rights(worker_id, own, read),
+        f"&{job_keys.done(job_keys.user_tag(user_id), '*')}",
+        _selector(["evalsha"], [*own, *read, budget]),
+        _selector(_BUDGET_COMMANDS, [budget]),
+        # A job waits for the answer of the user's session.
+        f"({_CLAIMED} &{keys.own_answers(user_id, '*')})",
+    ]
+
+
+def _rights(worker_id: str, own: Iterable[str], read: Iterable[str] = ()) -> list[str]:
+    """Of any worker: its own keys, what all may read, and events."""
+    return [
+        *(f"+{command}" for command in COMMANDS),
+        *(f"~{key}" for key in own),
+        *(f"%R~{key}" for key in (*read, keys.GENERATION, keys.SERVER_SINCE)),
+        f"&{keys.answers('*')}",
+        _selector(["rpush"], [keys.events_of(worker_id), keys.EVENT_BELL]),
+    ]
+
+
+def _selector(commands: Iterable[str], names: Iterable[str]) -> str:
+    words = [*(f"+{command}" for command in commands), *(f"~{name}" for name in names)]
+    return f"({' '.join(words)})"

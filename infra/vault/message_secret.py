@@ -1,0 +1,115 @@
+"""The message secret, from which the keys of all messages in Valkey are derived.
+
+The API and the orchestrators hold it; workers get only keys of their own user and epoch. Its file has the
+present version and the one before. A process reads the file again within a second after it was replaced, so a
+rotation needs no restart: messages carry a MAC of each version that their author holds.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from infra.vault.secret_versions import (
+    CHECK_PERIOD,
+    SecretVersionFile,
+)
+from infra.vault.secret_versions import SecretVersion as SecretVersion
+from infra.vault.secret_versions import load_versions as load_versions
+from infra.vault.secret_versions import new_version as new_version
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.authentication import AssignmentKeys, MessageKey, derive_key
+
+#: Seconds between two comparisons with other hosts.
+COMPARE_PERIOD = 60.0
+#: Users whose keys are kept derived.
+_CACHED = 20_000
+
+log = structlog.get_logger()
+
+Keys = tuple[MessageKey, ...]
+
+
+class MessageSecrets:
+    """Derives the keys of users and assignments, newest version first. It stores none of them."""
+
+    def __init__(self, versions: Sequence[SecretVersion]) -> None:
+        """`versions`: newest first."""
+        self.versions = tuple(versions)
+        self._derived: dict[tuple[bytes, ...], Keys] = {}
+
+    def request_keys(self, user_id: str) -> Keys:
+        """Of the user's requests and switch, whichever worker serves the user."""
+        return self._keys(b"request", user_id.encode())
+
+    def service_keys(self, user_id: str) -> Keys:
+        """Of answers to the user's requests that the API or an orchestrator gives; no worker has them."""
+        return self._keys(b"service", user_id.encode())
+
+    def job_keys(self, tag: str) -> Keys:
+        """Of the jobs of this tag and their results: of a user's own his request keys."""
+        fleet = tag == job_keys.FLEET_TAG
+        return self._keys(b"jobs") if fleet else self.request_keys(tag.removeprefix("user:"))
+
+    def kept_keys(self, user_id: str) -> Keys:
+        """Of the jobs that PostgreSQL keeps; no worker has them."""
+        return self._keys(b"kept_jobs", user_id.encode())
+
+    def assignment_keys(self, user_id: str, epoch: int) -> Keys:
+        """Of what the user's worker of this epoch writes."""
+        return self._keys(b"assignment", user_id.encode(), str(epoch).encode())
+
+    async def compare_with_others(self, client: Redis) -> None:
+        """Says once a minute which versions are not those of other hosts: theirs are refused here, and ours
+        there. The first host's fingerprints stand in Valkey for an hour."""
+        while True:
+            try:
+                for one in self._keys(b"fingerprint"):
+                    mine, key = one.key.hex(), keys.secret(one.version)
+                    others = await client.set(key, mine, nx=True, get=True, ex=keys.CLAIM_TTL)
+                    if others not in (None, mine.encode()):
+                        hint = "other hosts have another secret under this version: copy one file to all"
+                        log.error("message_secret_differs", version=one.version, hint=hint)
+            except (RedisError, OSError) as error:
+                log.warning("message_secret_not_compared", error=type(error).__name__)
+            await asyncio.sleep(COMPARE_PERIOD)
+
+    def for_worker(self, user_id: str, epoch: int) -> AssignmentKeys:
+        """What the worker of this assignment gets."""
+        return AssignmentKeys(
+            request=self.request_keys(user_id), assignment=self.assignment_keys(user_id, epoch)
+        )
+
+    def _keys(self, *purpose: bytes) -> Keys:
+        found = self._derived.get(purpose)
+        if found is None:
+            if len(self._derived) >= _CACHED:
+                self._derived.clear()
+            found = self._derived[purpose] = tuple(
+                MessageKey(one.version, derive_key(one.secret, b"berth/message/1", *purpose))
+                for one in self.versions
+            )
+        return found
+
+    def _replace(self, versions: Sequence[SecretVersion]) -> None:
+        self.versions = tuple(versions)
+        self._derived.clear()
+
+
+class MessageSecretFile(MessageSecrets):
+    """The secrets of a file, which is read again when it was replaced; one that went bad changes nothing."""
+
+    def __init__(self, path: Path, *, check_period: float = CHECK_PERIOD) -> None:
+        """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
+        self._file = SecretVersionFile(path, check_period=check_period)
+        super().__init__(self._file.present())
+
+    def _keys(self, *purpose: bytes) -> Keys:
+        versions = self._file.present()
+        if versions is not self.versions:
+            self._replace(versions)
+        return super()._keys(*purpose)

@@ -1,0 +1,1 @@
+"""AWS as code: what the templates say. Run by `make aws`, which installs CDK."""

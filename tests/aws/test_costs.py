@@ -1,0 +1,37 @@
+"""The table of costs is what its script computes, and follows the number of users."""
+
+from pathlib import Path
+
+import pytest
+
+from infra.aws.costs import ALARMS, KEYS, METRICS, SECRETS, USERS, CostLoad, costs, table
+from tests.aws.templates import Templates
+
+pytestmark = pytest.mark.timeout(600)
+HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "deploy-on-aws.md"
+
+
+def test_the_table_in_the_documents_is_the_script_s() -> None:
+    assert table() in HOW_TO.read_text(encoding="utf-8")
+
+
+def test_what_is_counted_is_there(synthesised: Templates) -> None:
+    production = synthesised.of("production")
+    kinds = ("AWS::SecretsManager::Secret", "AWS::KMS::Key", "AWS::CloudWatch::Alarm")
+    assert tuple(len(production.resources(kind)) for kind in kinds) == (SECRETS, KEYS, ALARMS)
+    filters = production.resources("AWS::Logs::MetricFilter").values()
+    assert len({one["MetricTransformations"][0]["MetricName"] for one in filters}) == METRICS
+
+
+def test_more_users_cost_more_and_each_of_them_less() -> None:
+    sums = [sum(costs(CostLoad(users=users)).values()) for users in USERS]
+    assert sums == sorted(sums)
+    each = [total / users for total, users in zip(sums, USERS, strict=True)]
+    assert each == sorted(each, reverse=True)
+
+
+def test_workers_hosts_are_planned_as_the_orchestrator_does() -> None:
+    quiet = costs(CostLoad(users=300, busy=0.1))["worker hosts"]
+    busy = costs(CostLoad(users=300, busy=1.0))["worker hosts"]
+    # 30 workers a host, and one warm host.
+    assert busy / quiet > 2

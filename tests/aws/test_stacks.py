@@ -1,0 +1,227 @@
+"""The figures that the requirements name, in both stages."""
+
+import json
+from typing import Any
+
+import pytest
+
+from infra.jobs.scaling import WAITED
+from infra.launchers.ecs.records import GROUP
+from tests.aws.templates import Templates, text_of
+from worker_runtime.jobs.protocol import catalog
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_servers_and_workers_have_a_capacity_provider_each(templates: Templates) -> None:
+    kinds = {
+        text_of(one["LaunchTemplateData"]["InstanceType"])
+        for one in templates.resources("AWS::EC2::LaunchTemplate").values()
+    }
+    assert kinds == {"m6i.large", "r6i.large"}
+    providers = templates.resources("AWS::ECS::CapacityProvider").values()
+    assert len(providers) == 2
+    for one in (provider["AutoScalingGroupProvider"] for provider in providers):
+        assert one["ManagedScaling"]["Status"] == "ENABLED"
+        assert one["ManagedDraining"] == one["ManagedTerminationProtection"] == "ENABLED"
+    warm = [one["AutoScalingGroupProvider"]["ManagedScaling"]["TargetCapacity"] for one in providers]
+    assert sorted(warm) == [90, 100]  # workers keep a margin
+    assert all(
+        group["NewInstancesProtectedFromScaleIn"]
+        for group in templates.resources("AWS::AutoScaling::AutoScalingGroup").values()
+    )
+
+
+def test_hosts_give_containers_no_credentials_and_workers_their_key(templates: Templates) -> None:
+    for one in templates.resources("AWS::EC2::LaunchTemplate").values():
+        data = one["LaunchTemplateData"]
+        assert data["MetadataOptions"] == {"HttpTokens": "required", "HttpPutResponseHopLimit": 1}
+        assert data["BlockDeviceMappings"][0]["Ebs"]["Encrypted"]
+        script = text_of(data["UserData"]["Fn::Base64"])
+        worker = text_of(data["InstanceType"]) == "r6i.large"
+        assert ("launch-document.key" in script) is worker
+        assert ("truststore.pki.rds" in script) is not worker
+
+
+def test_the_api_has_its_size_and_rolls_by_itself(templates: Templates) -> None:
+    api = templates.container("api")
+    assert (api["Cpu"], api["MemoryReservation"], api["Memory"]) == (1024, 1536, 3072)
+    assert templates.task("api")["NetworkMode"] == "bridge"
+    assert api["PortMappings"] == [{"ContainerPort": 8000, "HostPort": 0, "Protocol": "tcp"}]
+    service = templates.service("api")
+    assert service["DesiredCount"] == 2
+    # Two fill a host of 2 vCPUs: what runs beside the API reserves nothing.
+    assert 2 * sum(one.get("Cpu", 0) for one in templates.task("api")["ContainerDefinitions"]) == 2048
+
+
+def test_every_service_rolls_at_100_to_200_per_cent_and_back_by_itself(templates: Templates) -> None:
+    services = templates.resources("AWS::ECS::Service")
+    assert len(services) == (8 if templates.stage == "production" else 9)
+    for one in services.values():
+        deployment = one["DeploymentConfiguration"]
+        assert (deployment["MinimumHealthyPercent"], deployment["MaximumPercent"]) == (100, 200)
+        assert deployment["DeploymentCircuitBreaker"] == {"Enable": True, "Rollback": True}
+
+
+def test_the_api_is_scaled_by_cpu_and_requests(templates: Templates) -> None:
+    policies = templates.resources("AWS::ApplicationAutoScaling::ScalingPolicy").items()
+    found = {}
+    for name, one in policies:
+        if name.startswith("Api"):
+            target = one["TargetTrackingScalingPolicyConfiguration"]
+            metric = target["PredefinedMetricSpecification"]["PredefinedMetricType"]
+            found[metric] = (target["TargetValue"], target["ScaleOutCooldown"], target["ScaleInCooldown"])
+    assert found == {
+        "ECSServiceAverageCPUUtilization": (70, 60, 300),
+        "ALBRequestCountPerTarget": (1000, 60, 300),
+    }
+
+
+def test_a_leaving_api_task_drains_for_300_s_and_only_a_ready_one_gets_requests(templates: Templates) -> None:
+    groups = templates.resources("AWS::ElasticLoadBalancingV2::TargetGroup").values()
+    group = next(one for one in groups if one.get("HealthCheckPath"))
+    attributes = {one["Key"]: one["Value"] for one in group["TargetGroupAttributes"]}
+    assert attributes["deregistration_delay.timeout_seconds"] == "300"
+    assert group["HealthCheckPath"] == "/v1/readyz"
+    assert group["HealthCheckPort"] == "traffic-port"
+    for listener in templates.resources("AWS::ElasticLoadBalancingV2::Listener").values():
+        assert listener["Protocol"] in ("HTTPS", "TLS")
+
+
+def test_workers_have_their_limits_and_no_role(templates: Templates) -> None:
+    task, worker = templates.task("worker"), templates.container("worker")
+    assert (worker["Cpu"], worker["MemoryReservation"], worker["Memory"]) == (64, 384, 1024)
+    assert task["NetworkMode"] == "bridge"
+    for one in (task, templates.task("worker-fargate")):
+        assert "TaskRoleArn" not in one
+        container = next(each for each in one["ContainerDefinitions"] if each["Name"] == "worker")
+        assert "Environment" not in container
+        assert "Secrets" not in container
+        assert container["ReadonlyRootFilesystem"]
+        assert container["StopTimeout"] == 15
+        assert container["LinuxParameters"]["Capabilities"] == {"Drop": ["ALL"]}
+        assert container["LinuxParameters"]["InitProcessEnabled"]  # the image has none
+        assert container["LogConfiguration"]["Options"]["mode"] == "non-blocking"
+
+
+def test_tasks_on_fargate_get_the_key_before_the_worker_starts(templates: Templates) -> None:
+    key = templates.container("worker-fargate", "key")
+    worker = templates.container("worker-fargate", "worker")
+    assert worker["DependsOn"] == [{"ContainerName": "key", "Condition": "SUCCESS"}]
+    [secret] = key["Secrets"]
+    assert text_of(secret["ValueFrom"]).endswith(":launch-document.key::")
+
+
+def test_each_queue_of_jobs_has_a_fleet_of_its_own_that_scales_by_how_long_they_wait(
+    templates: Templates,
+) -> None:
+    policies = templates.resources("AWS::ApplicationAutoScaling::ScalingPolicy")
+    alarms = templates.resources("AWS::CloudWatch::Alarm").values()
+    filters = templates.resources("AWS::Logs::MetricFilter").values()
+    for queue in {kind.queue for kind in catalog.JOB_KINDS.values()}:
+        given = {one["Name"]: one["Value"] for one in templates.container(f"jobs-{queue}")["Environment"]}
+        assert json.loads(given["BERTH_JOBS_QUEUES"]) == [queue]
+        assert given["BERTH_JOBS_RUNNERS"] == "1-4"
+        assert ("BERTH_WEBHOOK_KEY_FILE" in given) is (queue == "webhook")
+        metric = f"{templates.stage}-jobs-{queue}-waited"
+        [source] = [one for one in filters if one["MetricTransformations"][0]["MetricName"] == metric]
+        assert source["FilterPattern"] == f'{{ $.event = "{WAITED}" }}'
+        assert source["MetricTransformations"][0]["MetricValue"] == "$.seconds"
+        steps = {}
+        for alarm in (one for one in alarms if one.get("MetricName") == metric):
+            [policy] = [policies[action["Ref"]] for action in alarm["AlarmActions"]]
+            found = policy["StepScalingPolicyConfiguration"]
+            assert found["Cooldown"] == 300
+            changes = [one["ScalingAdjustment"] for one in found["StepAdjustments"]]
+            steps[alarm["ComparisonOperator"], alarm["Threshold"]] = changes
+        assert steps == {
+            ("LessThanOrEqualToThreshold", 1): [-1],
+            ("GreaterThanOrEqualToThreshold", 30): [1, 2],
+        }
+
+
+def test_task_changes_come_by_one_queue_and_dead_letters_stay_for_14_days(templates: Templates) -> None:
+    rule = templates.only("AWS::Events::Rule")
+    assert rule["EventPattern"]["detail-type"] == ["ECS Task State Change"]
+    assert rule["EventPattern"]["detail"]["group"] == [{"prefix": GROUP}]
+    queues = templates.resources("AWS::SQS::Queue")
+    dead = [name for name, one in queues.items() if one["MessageRetentionPeriod"] == 14 * 86_400]
+    assert len(queues) == 3
+    assert len(dead) == 2
+    [changes] = [one for one in queues.values() if "RedrivePolicy" in one]
+    assert changes["RedrivePolicy"]["maxReceiveCount"] == 10
+    assert changes["VisibilityTimeout"] == 60
+    alarmed: dict[str, Any] = {
+        text_of(dimension["Value"]): one
+        for one in templates.resources("AWS::CloudWatch::Alarm").values()
+        for dimension in one.get("Dimensions", [])
+        if one["MetricName"] == "ApproximateNumberOfMessagesVisible"
+    }
+    assert {f"${{{name}.QueueName}}" for name in dead} == set(alarmed)
+    assert all(one["Threshold"] == 0 and one["AlarmActions"] for one in alarmed.values())
+    shown = text_of(templates.only("AWS::CloudWatch::Dashboard")["DashboardBody"])
+    assert all(name in shown for name in dead)
+
+
+def test_data_is_encrypted_restorable_and_reached_by_tls(templates: Templates) -> None:
+    databases = templates.resources("AWS::RDS::DBInstance")
+    assert len(databases) == (1 if templates.stage == "production" else 2)
+    for one in databases.values():
+        assert one["StorageEncrypted"]
+        assert one["BackupRetentionPeriod"] >= 7
+        assert one["PubliclyAccessible"] is False
+    for one in templates.resources("AWS::RDS::DBParameterGroup").values():
+        assert one["Parameters"]["rds.force_ssl"] == "1"
+    valkey = templates.only("AWS::ElastiCache::ReplicationGroup")
+    assert valkey["TransitEncryptionEnabled"]
+    assert valkey["TransitEncryptionMode"] == "required"
+    assert valkey["AtRestEncryptionEnabled"]
+    assert valkey["NumNodeGroups"] == 1
+    assert valkey["UserGroupIds"]
+    policy = templates.only("AWS::ElastiCache::ParameterGroup")["Properties"]["maxmemory-policy"]
+    assert policy == "noeviction"
+    assert all(one["EnableKeyRotation"] for one in templates.resources("AWS::KMS::Key").values())
+    if templates.stage == "production":
+        [database] = databases.values()
+        assert database["MultiAZ"]
+        assert database["DeletionProtection"]
+        assert valkey["AutomaticFailoverEnabled"]
+
+
+def test_images_are_scanned_and_never_replaced(templates: Templates) -> None:
+    repositories = templates.resources("AWS::ECR::Repository").values()
+    assert len(repositories) == 2
+    for one in repositories:
+        assert one["ImageScanningConfiguration"] == {"ScanOnPush": True}
+        assert one["ImageTagMutability"] == "IMMUTABLE"
+
+
+def test_every_log_ends_some_day(templates: Templates) -> None:
+    groups = templates.resources("AWS::Logs::LogGroup").values()
+    assert all(14 <= one["RetentionInDays"] <= 90 and one["KmsKeyId"] for one in groups)
+    # Groups that a service would make itself have no end: what it writes to is there before.
+    named = {one.get("LogGroupName") for one in groups}
+    for part in ("base", "servers"):
+        for one in templates.template(part)["Resources"].values():
+            if one["Type"] == "AWS::RDS::DBInstance":
+                place = f"/aws/rds/instance/{one['Properties']['DBInstanceIdentifier']}"
+                kinds = one["Properties"]["EnableCloudwatchLogsExports"]
+                assert {f"{place}/{kind}" for kind in kinds} <= named
+                assert sum("Log" in each for each in one["DependsOn"]) == len(kinds)
+
+
+def test_no_service_changes_before_the_database_is_migrated(templates: Templates) -> None:
+    resources = templates.template("servers")["Resources"]
+    services = [one for one in resources.values() if one["Type"] == "AWS::ECS::Service"]
+    assert all("Prepared" in one["DependsOn"] for one in services)
+    prepare = templates.container("prepare")
+    assert prepare["Command"][-3:] == ["python", "-m", "infra.compose.prepare"]
+    # Another revision of the task, such as one with another image, makes it run again.
+    assert "TaskDefinition" in resources["Prepared"]["Properties"]
+
+
+def test_no_password_is_in_a_template(templates: Templates) -> None:
+    for name, one in templates.resources("AWS::SecretsManager::Secret").items():
+        if "SecretString" in one:
+            text = text_of(one["SecretString"])
+            assert text == "{}" or "{{resolve:secretsmanager:" in text, name

@@ -1,0 +1,58 @@
+"""A worker works with the rights that all workers share on ElastiCache, and has no others."""
+
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import NoPermissionError
+
+from infra.aws.data import SERVICE_ACCESS, WORKER_ACCESS
+from infra.local.servers import ValkeyServer
+from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
+from tests.integration.worker.stage import WorkerStage
+from worker_runtime.protocol.messages import OrderState
+
+pytestmark = pytest.mark.timeout(60)
+
+
+async def make_user(client: Redis, name: str, access: str) -> None:
+    words = ["ACL", "SETUSER", name, "reset", *access.split(), ">secret"]
+    await reply_of(client.execute_command(*words))  # type: ignore[no-untyped-call]
+
+
+def url_of(server: ValkeyServer, user: str) -> str:
+    return f"redis://{user}:secret@127.0.0.1:{server.port}/0"
+
+
+async def test_a_worker_is_claimed_and_trades(
+    valkey_server: ValkeyServer, valkey_client: Redis, tmp_path: Path
+) -> None:
+    await make_user(valkey_client, "worker", WORKER_ACCESS)
+    stage = WorkerStage(valkey_server.url, tmp_path)
+    try:
+        worker = stage.active(valkey_url=url_of(valkey_server, "worker"))
+        outcome = stage.send().outcome
+        assert outcome is not None
+        assert outcome.state is OrderState.FILLED
+        assert len(worker.placed()) == 1
+    finally:
+        stage.close()
+
+
+async def test_a_worker_may_not_look_around(valkey_server: ValkeyServer, valkey_client: Redis) -> None:
+    await make_user(valkey_client, "worker", WORKER_ACCESS)
+    async with valkey.connect_valkey(url_of(valkey_server, "worker")) as client:
+        for words in ("KEYS *", "SCAN 0", "FLUSHALL", "CONFIG GET *", "ACL LIST", "CLIENT LIST", "MONITOR"):
+            with pytest.raises(NoPermissionError):
+                await reply_of(client.execute_command(*words.split()))  # type: ignore[no-untyped-call]
+
+
+async def test_our_servers_have_what_they_call(valkey_server: ValkeyServer, valkey_client: Redis) -> None:
+    await make_user(valkey_client, "service", SERVICE_ACCESS)
+    async with valkey.connect_valkey(url_of(valkey_server, "service")) as client:
+        await valkey.read_server_id(client)
+        await valkey.ensure_generation(client, "g")
+        await valkey.server_known_since(client)
+        with pytest.raises(NoPermissionError):
+            await client.flushall()

@@ -1,0 +1,116 @@
+"""A host is lost with every user's worker on it: each is served again, by one owner, and in time."""
+
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from infra.exchange.records import LedgerSession
+from infra.lab.processes import WorkerProcesses, processes_of, send_signal
+from infra.local.stack import LocalStack
+from tests.chaos.line import LineTrouble, WorkerLines
+from tests.e2e.conftest import House, Trader, until
+from worker_runtime.protocol import keys
+
+USERS = 5
+MARK_TTL = 7.0
+#: Seconds after the loss in which a user has an Active worker again: the life of a mark, a third of it while
+#: many are missing, a check (2 s), the launcher's turn (2 s), the margin (10 s), a claim; the rest is for a
+#: busy machine. With the default life of a mark (30 s) these are 58 s.
+IN_TIME = MARK_TTL + MARK_TTL / 3 + 2.0 + 2.0 + 10.0 + 20.0
+
+
+@dataclass(frozen=True)
+class LostHost:
+    house: House
+    lines: WorkerLines
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[LostHost]:
+    folder = Path(tempfile.mkdtemp(prefix="berth-host-"))
+    folder.chmod(0o755)  # PostgreSQL runs as another user than root
+    try:
+        with WorkerLines() as lines:
+            stack = LocalStack(
+                folder,
+                pool_target=3 * USERS,
+                connect_timeout=5.0,
+                mark_ttl=MARK_TTL,
+                mark_period=0.5,
+                watch_period=0.5,
+                watch_confirm=1.0,
+                worker_valkey_url=lines.url,
+            )
+            lines.target = stack.valkey.port
+            with stack:
+                stack.wait_pool(3 * USERS)
+                yield LostHost(House(stack), lines)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("how", ["frozen", "frozen with its node", "killed with its node", "partitioned"])
+def test_each_user_of_a_lost_host_is_served_again_by_one_owner(host: LostHost, how: str) -> None:
+    house = host.house
+    traders = [house.trader() for _ in range(USERS)]
+    with ThreadPoolExecutor(USERS) as threads:
+        answers = list(threads.map(house.start_until_active, traders))
+    lost = {trader: str(answer["worker_id"]) for trader, answer in zip(traders, answers, strict=True)}
+    found = {trader: processes_of(worker) for trader, worker in lost.items()}
+    with ExitStack() as back:
+        began = time.monotonic()
+        if how == "killed with its node":  # which reports no end
+            house.stack.node.kill()
+            back.callback(house.stack.node.start)
+        for trader, worker in lost.items():
+            lose(host, how, trader, worker, found[trader], back)
+        if how == "frozen with its node":
+            send_signal(signal.SIGSTOP, house.stack.node.pid)
+            back.callback(send_signal, signal.SIGCONT, house.stack.node.pid)
+        for trader in traders:
+            left = IN_TIME - (time.monotonic() - began)
+            until(lambda trader=trader: another(house, trader, lost[trader]), "another", left)  # type: ignore[misc]
+    for trader in traders:
+        [session] = until(
+            lambda trader=trader: alone(house, trader),  # type: ignore[misc]
+            "single session",
+        )
+        assert lost[trader] not in session.client
+        assert house.order(trader).json()["state"] == "filled"
+
+
+def lose(
+    host: LostHost, how: str, trader: Trader, worker: str, found: WorkerProcesses, back: ExitStack
+) -> None:
+    if how == "partitioned":
+        host.lines.trouble(LineTrouble.BLOCKED, worker, trader.user_id)
+        back.callback(host.lines.heal, worker)
+    elif how == "killed with its node":
+        send_signal(signal.SIGKILL, *found.all)
+    else:
+        send_signal(signal.SIGSTOP, *found.all)
+        back.callback(send_signal, signal.SIGCONT, *found.all)
+
+
+def another(house: House, trader: Trader, lost: str) -> str | None:
+    """The worker that has the user's mark, if it is another one."""
+    with house.valkey() as client:
+        mark = client.get(keys.mark(trader.user_id))
+    assert mark is None or isinstance(mark, bytes)
+    worker = (mark or b"").decode().partition(":")[2]
+    return worker if worker not in ("", lost) else None
+
+
+def alone(house: House, trader: Trader) -> list[LedgerSession] | None:
+    found = house.open_sessions(trader)
+    return found if len(found) == 1 else None

@@ -1,0 +1,113 @@
+"""*one-owner* where the launcher's list is a minute old and its answers to a stop come late: the judge is the
+exchange's ledger, the processes are real."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra.lab.chaos.orders.judge import overlapping_sessions, sessions_in_order
+from infra.lab.processes import processes_of
+from infra.local.stack import LocalStack
+from tests.chaos import late_orchestrator
+from tests.e2e.conftest import House, Trader, until
+from worker_runtime.protocol import keys
+from workflows.names import user_worker_id
+
+USERS = 4
+#: Seconds; a worker whose end nobody confirms counts as ended 10 s after them.
+MARK_TTL = 8.0
+
+
+@pytest.fixture
+def late_house() -> Iterator[House]:
+    folder = Path(tempfile.mkdtemp(prefix="berth-late-"))
+    folder.chmod(0o755)  # PostgreSQL runs as another user than root
+    try:
+        stack = LocalStack(
+            folder, pool_target=2, connect_timeout=5.0, mark_ttl=MARK_TTL, mark_period=0.5, orchestrators=2
+        )
+        for orchestrator in stack.orchestrators:
+            orchestrator.command = lambda: [sys.executable, late_orchestrator.__file__]  # type: ignore[method-assign]
+        with stack:
+            house = House(stack)
+            yield house
+            house.threads.shutdown()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_no_user_has_two_sessions_where_lists_are_late(late_house: House) -> None:
+    house = late_house
+
+    def ordered(trader: Trader) -> bool:
+        answer = house.order(trader)
+        return answer.status_code == 201 and answer.json()["state"] == "filled"
+
+    def play(trader: Trader) -> None:
+        """Its worker is killed, stopped, and killed while no workflow knows it."""
+        house.start_until_active(trader)
+        until(lambda: ordered(trader), "a first fill")
+        _kill(house, trader)
+        until(lambda: ordered(trader), "a fill after a kill", 90.0)
+        old = _worker(house, trader)
+        stopped = house.call("POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key, json={})
+        assert stopped.is_success, stopped.text
+        until(lambda: ordered(trader) and _worker(house, trader) != old, "a fill after a stop", 90.0)
+        _terminate(house, trader)
+        _kill(house, trader)
+        until(lambda: ordered(trader), "a fill after the workflow was ended by hand", 90.0)
+
+    traders = [house.trader() for _ in range(USERS)]
+    with ThreadPoolExecutor(max_workers=USERS) as threads:
+        list(threads.map(play, traders))
+    for trader in traders:
+        sessions = sessions_in_order(house.sessions(trader))
+        assert overlapping_sessions(sessions) == []
+        assert len({one.client for one in sessions}) >= 4, sessions
+    running = {task.worker_id for task in house.stack.tasks()}
+    serving = {_worker(house, trader) for trader in traders}
+    assert serving <= running
+
+
+def _worker(house: House, trader: Trader) -> str:
+    """The worker that has the user's mark."""
+
+    def marked() -> str:
+        with house.valkey() as client:
+            mark = client.get(keys.mark(trader.user_id))
+        return mark.decode().partition(":")[2] if isinstance(mark, bytes) else ""
+
+    return until(lambda: marked() or None, "a mark")
+
+
+def _kill(house: House, trader: Trader) -> None:
+    """The mark may still name one that was asked to stop. The session follows its first process a moment
+    later, and could fill one more order before."""
+
+    def killed() -> tuple[int, ...]:
+        processes = processes_of(_worker(house, trader))
+        if processes.zygote:
+            os.kill(processes.zygote, signal.SIGKILL)
+        return processes.all
+
+    pids = until(killed, "a worker to kill")
+    until(lambda: not any(map(psutil.pid_exists, pids)), "the end of what was killed")
+
+
+def _terminate(house: House, trader: Trader) -> None:
+    command = [str(Path(sys.executable).with_name("temporal")), "workflow", "terminate"]
+    command += ["--address", house.stack.settings.temporal_address, "-w", user_worker_id(trader.user_id)]
+    subprocess.run([*command, "--reason", "a test"], check=True, capture_output=True)

@@ -1,0 +1,190 @@
+"""The profile `containers`: from nothing to orders, each container killed, stops, a rollout, a memory hog."""
+
+import json
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.worker_task import MEMORY_HARD, MEMORY_SOFT
+from tests.compose.compose_house import NEXT_IMAGE, PATIENCE, ComposeHouse, Customer
+from tests.containers.docker_house import DockerHouse
+from tests.containers.hungry_worker import SYMBOL
+from tests.e2e.conftest import until
+from tests.unit.docs.test_compose import FLEETS
+
+#: The first test builds images, on a machine that has none.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+class Trading:
+    """A customer who trades as long as the block runs; `refused` is what did not go well."""
+
+    def __init__(self, stack: ComposeHouse, customer: Customer) -> None:
+        self._stack, self._customer = stack, customer
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._trade)
+        self.count = 0
+        self.refused: list[str] = []
+
+    def _trade(self) -> None:
+        while not self._over.wait(0.05):
+            answer = self._stack.order(self._customer)
+            self.count += 1
+            if answer.status_code != 201:
+                self.refused.append(answer.text)
+
+    def __enter__(self) -> "Trading":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(PATIENCE)
+
+
+def lifecycle(stack: ComposeHouse, customer: Customer) -> dict[str, Any]:
+    found: dict[str, Any] = stack.worker(customer)["lifecycle"]
+    return found
+
+
+def test_from_nothing_to_a_filled_order(stack: ComposeHouse, alice: Customer) -> None:
+    assert stack.filled(alice)
+    sizes = {
+        name: int(stack.run("docker", "image", "inspect", "--format", "{{.Size}}", name)) / 1e6
+        for name in ("berth-server:0.1.0", "berth-worker:0.1.0")
+    }
+    assert sizes["berth-server:0.1.0"] < 350
+    assert sizes["berth-worker:0.1.0"] < 150
+
+
+def test_a_worker_is_a_container_of_its_own_with_limits_and_no_rights(
+    stack: ComposeHouse, alice: Customer
+) -> None:
+    shown = stack.inspect(stack.container_of(alice))
+    limits = shown["HostConfig"]
+    assert (limits["Memory"], limits["MemorySwap"]) == (MEMORY_HARD, MEMORY_HARD)
+    assert limits["MemoryReservation"] == MEMORY_SOFT
+    assert (limits["ReadonlyRootfs"], limits["CapDrop"], shown["Mounts"]) == (True, ["ALL"], [])
+    assert list(shown["NetworkSettings"]["Networks"]) == ["berth_workers"]
+
+
+def test_the_launcher_alone_has_the_engines_socket_and_nothing_shows_a_secret(
+    stack: ComposeHouse, alice: Customer
+) -> None:
+    described = [stack.inspect(container) for container in stack.containers()]
+    socket = str(stack.daemon.socket)
+    holders = [one["Name"] for one in described if socket in json.dumps(one["Mounts"])]
+    assert holders == ["/berth-launcher-1"]
+    shown = (
+        json.dumps(described) + stack.compose("logs") + stack.run("docker", "logs", stack.container_of(alice))
+    )
+    secrets = [path.read_text(encoding="utf-8").strip() for path in Path(stack.clone, ".secrets").iterdir()]
+    words = [word for text in (*secrets, stack.admin_key, alice.api_key) for word in text.split()]
+    assert [word for word in words if word != "requirepass" and word in shown] == []
+
+
+def test_a_worker_reaches_neither_the_exchanges_admin_api_nor_the_outside(
+    stack: ComposeHouse, alice: Customer
+) -> None:
+    script = (
+        "import socket\n"
+        "for place in (('exchange', 7500), ('exchange', 7501), ('api', 8000), ('192.0.2.1', 443)):\n"
+        "    try: socket.create_connection(place, timeout=1).close(); print(place[1], 'open')\n"
+        "    except OSError: print(place[1], 'closed')\n"
+    )
+    # A name of another network is asked of the machine's own resolver, too, which may not answer.
+    quick = ("--env", "RES_OPTIONS=timeout:1 attempts:1")
+    said = stack.run("docker", "exec", *quick, stack.container_of(alice), "python", "-c", script)
+    assert said.split("\n")[:4] == ["7500 open", "7501 closed", "8000 closed", "443 closed"]
+
+
+def test_the_command_line_works_in_a_container(stack: ComposeHouse, alice: Customer) -> None:
+    berth = ("exec", "-T", "orchestrator", "berth")
+    info = re.search(r"(\d+) runners", stack.compose(*berth, "jobs", "info"))
+    assert info is not None
+    assert int(info[1]) >= len(FLEETS)  # a fleet starts more of them while its jobs wait
+    assert alice.user_id in stack.compose(*berth, "worker", "list")
+
+
+@pytest.mark.parametrize(
+    "service", ["api", "orchestrator", "launcher", "jobs", "valkey", "temporal", "postgres", "exchange"]
+)
+def test_orders_are_filled_again_after_a_container_was_killed(
+    stack: ComposeHouse, alice: Customer, service: str
+) -> None:
+    is_healthy_again = stack.kill(service)
+    until(lambda: stack.filled(alice), f"filled order after the death of {service}", PATIENCE)
+    until(is_healthy_again, f"healthy {service}", PATIENCE)
+
+
+def test_a_killed_worker_is_replaced_and_a_new_customer_is_served(
+    stack: ComposeHouse, alice: Customer
+) -> None:
+    before = stack.worker(alice)["mark"]
+    stack.run("docker", "kill", stack.container_of(alice))
+    until(lambda: stack.filled(alice), "filled order", PATIENCE)
+    assert stack.worker(alice)["mark"]["epoch"] > before["epoch"]
+    bob = stack.customer()
+    until(lambda: stack.filled(bob), "filled order of a new customer", PATIENCE)
+
+
+def test_planned_stops_are_no_crashes(stack: ComposeHouse, alice: Customer) -> None:
+    crashes = lifecycle(stack, alice)["crashes"]
+    for _ in range(2):
+        before = stack.worker(alice)["mark"]["epoch"]
+        stack.run("docker", "stop", stack.container_of(alice))
+        until(lambda: stack.filled(alice), "filled order after `docker stop`", PATIENCE)
+        assert stack.worker(alice)["mark"]["epoch"] > before
+    assert lifecycle(stack, alice)["crashes"] == crashes
+
+
+def test_workers_live_on_when_their_launcher_and_the_api_are_restarted(
+    stack: ComposeHouse, alice: Customer
+) -> None:
+    before = stack.container_of(alice)
+    stack.compose("restart", "launcher", "api")
+    until(lambda: stack.filled(alice), "filled order", PATIENCE)
+    assert stack.container_of(alice) == before
+
+
+def test_a_rollout_to_a_second_image_while_orders_run(stack: ComposeHouse, alice: Customer) -> None:
+    image = f"berth-worker@{stack.inspect(NEXT_IMAGE)['Id']}"
+    berth = ("exec", "-T", "orchestrator", "berth")
+    stack.compose(*berth, "images", "allow", image)
+    with Trading(stack, alice) as trading:
+        release = ("--version", "0.1.1", "--image", image, "--deadline", "5", "--quiet", "1", "--proof", "2")
+        stack.compose(*berth, "pool", "rollout", "start", *release, "--watch")
+        until(lambda: trading.count > 20, "orders", PATIENCE)
+    assert trading.refused == []
+    assert stack.inspect(stack.container_of(alice))["Config"]["Image"] == image.partition("@")[2]
+
+
+def test_a_memory_hog_dies_alone(stack: ComposeHouse, alice: Customer) -> None:
+    hog = stack.customer()
+    until(lambda: stack.filled(hog), "filled order", PATIENCE)
+    eater, neighbour = stack.container_of(hog), stack.container_of(alice)
+    assert stack.inspect(eater)["Config"]["Image"] == stack.inspect(NEXT_IMAGE)["Id"]
+    group = DockerHouse.memory_group(eater)
+
+    def is_killed() -> bool:
+        """An order may meet its deadline on a busy machine, and then nothing was eaten."""
+        stack.order(hog, symbol=SYMBOL)
+        return group.oom_kills() > 0
+
+    with Trading(stack, alice) as trading:
+        until(is_killed, "kill by the kernel", PATIENCE)
+        until(lambda: stack.filled(hog), "trading of the hog's customer", PATIENCE)
+    assert trading.refused == []
+    assert stack.container_of(alice) == neighbour
+
+
+def test_after_down_nothing_is_left_but_the_data(stack: ComposeHouse) -> None:
+    assert stack.containers("label=berth.fleet") != []
+    stack.compose("down", "--timeout", "20")
+    assert stack.run("docker", "ps", "--all", "--quiet") == ""
+    networks = stack.run("docker", "network", "ls", "--format", "{{.Name}}").split()
+    assert set(networks) == {"bridge", "host", "none"}
+    assert "berth_postgres-data" in stack.run("docker", "volume", "ls", "--quiet").split()

@@ -1,0 +1,220 @@
+"""What Temporal stores of a claim, an order and a rollout: nothing in clear, all for who has the key."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from temporalio.client import Client, WorkflowHistory
+from temporalio.worker import Replayer
+
+from infra.exchange.behaviour import Behaviour, FaultPoint
+from infra.local.servers import TemporalServer
+from infra.local.stack import LocalStack
+from infra.temporal.codec import ENCODING, data_converter
+from infra.vault.secret_versions import load_versions
+from tests.e2e.conftest import VERIFY, House, Trader, until
+from tests.signed import age_versions
+from workflows.order.workflow import OrderWorkflow
+from workflows.rollout.workflow import RolloutWorkflow
+from workflows.sandbox import workflow_runner
+from workflows.user_worker.workflow import UserWorkerWorkflow
+from workflows.worker_pool.workflow import WorkerPoolWorkflow
+
+BERTH = str(Path(sys.executable).with_name("berth"))
+REASON = "release-words-of-a-person"
+#: Texts of failures that the server or the SDK writes itself; they tell nothing of a user.
+SERVERS_OWN = {"Encoded failure", "Activity task timed out", "activity StartToClose timeout"}
+#: What the SDK's core writes into the marker of a local activity, past any codec.
+MARKERS_OWN = {
+    *("seq", "attempt", "activity_id", "activity_type"),
+    *("complete_time", "backoff", "original_schedule_time", "activation_index"),
+}
+WORKFLOWS = [OrderWorkflow, RolloutWorkflow, UserWorkerWorkflow, WorkerPoolWorkflow]
+
+
+@pytest.fixture(scope="module")
+def own_house() -> Iterator[House]:
+    """A system of its own: the others' pool stays on its version."""
+    with tempfile.TemporaryDirectory(prefix="berth-histories-") as folder:
+        Path(folder).chmod(0o755)
+        with LocalStack(Path(folder), pool_target=2, connect_timeout=5.0, **VERIFY) as stack:
+            house = House(stack)
+            yield house
+            house.threads.shutdown()
+
+
+@pytest.fixture(scope="module")
+def traders(own_house: House) -> list[Trader]:
+    """Who claimed, ordered, was refused and was moved by a rollout; the key was rotated in between."""
+    house = own_house
+    filled, unknown, refused = house.trader(), house.trader(), house.trader(wrong_key=True)
+    assert house.order(filled, "words-of-a-client").json()["state"] == "filled"
+    assert house.order(refused).json()["code"] == "LOGIN_REJECTED"
+    rotated = subprocess.run(
+        [BERTH, "keys", "rotate", "temporal", "--data", str(house.stack.folder.path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "made key 2" in rotated.stdout
+    age_versions(house.stack.folder.keys / "temporal.key", 60)  # from now on it encrypts
+    lost = Behaviour(faults={FaultPoint.LOST_ACK: 1, FaultPoint.LOST_EVENT: 1})
+    house.exchange(lambda admin: admin.set_behaviour(unknown.account_id, lost))
+    order = house.order(unknown).json()
+
+    def state() -> str:
+        return str(house.call("GET", f"/v1/orders/{order['id']}", unknown.api_key).json()["state"])
+
+    until(lambda: state() == "filled", "verified order")
+    path, admin = "/v1/pools/default/rollout", house.stack.admin_key
+    # Also while the market is open, where a worker is quiet after minutes by default.
+    wanted = {"version": "0.1.0-next", "reason": REASON, "quiet_seconds": 1}
+    begun = house.call("POST", path, admin, json=wanted)
+    assert begun.is_success, begun.text
+    until(lambda: house.call("GET", path, admin).json()["phase"] == "done", "finished rollout", 90.0)
+    # A run that began under the first key goes on under the second.
+    assert house.order(filled).json()["state"] == "filled"
+    return [filled, unknown, refused]
+
+
+@pytest.fixture(scope="module")
+def histories(own_house: House, traders: list[Trader]) -> list[WorkflowHistory]:
+    """All of them, as who has no key gets them."""
+
+    async def fetched() -> list[WorkflowHistory]:
+        client = await Client.connect(own_house.stack.temporal.address)
+        found = [one async for one in client.list_workflows()]
+        made = [await client.get_workflow_handle(one.id, run_id=one.run_id).fetch_history() for one in found]
+        await asyncio.sleep(0.1)
+        return made
+
+    return asyncio.run(fetched())
+
+
+def _walk(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object of a history as JSON, with where it stands."""
+    if isinstance(value, dict):
+        yield path, value
+        for name, part in value.items():
+            yield from _walk(part, f"{path}.{name}")
+    elif isinstance(value, list):
+        for part in value:
+            yield from _walk(part, path)
+
+
+@pytest.mark.timeout(300)
+def test_nothing_stands_in_clear(
+    own_house: House, traders: list[Trader], histories: list[WorkflowHistory]
+) -> None:
+    keys, clear, failures = set(), set(), set()
+    everything = b""
+    for history in histories:
+        shown = history.to_json_dict()
+        everything += json.dumps(shown).encode()
+        for path, part in _walk(shown):
+            if "encoding" in part.get("metadata", {}) and ".searchAttributes" not in path:
+                encoding, data = (
+                    base64.b64decode(one) for one in (part["metadata"]["encoding"], part.get("data", ""))
+                )
+                everything += data
+                if encoding == ENCODING:
+                    keys.add(base64.b64decode(part["metadata"]["encryption-key-id"]))
+                elif data and not (
+                    path.endswith(".details.data.payloads") and set(json.loads(data)) <= MARKERS_OWN
+                ):
+                    clear.add((path, encoding, data[:80]))
+            if path.lower().endswith(("failure", "cause")):
+                failures.add(part.get("message", ""))
+                assert not part.get("stackTrace")
+    for kind in ("user-worker-", "worker-pool-", "order-", "rollout-"):
+        assert any(one.workflow_id.startswith(kind) for one in histories), kind
+    assert keys == {b"1", b"2"}
+    assert clear == set()
+    assert "Encoded failure" in failures
+    assert failures <= SERVERS_OWN, failures
+    secret = ["words-of-a-client", REASON, *(one.account_id for one in traders)]
+    assert [word for word in secret if word.encode() in everything] == []
+    # User ids are in ids of workflows and in search attributes, on purpose: operators find users by them.
+    assert traders[0].user_id.encode() in everything
+
+
+@pytest.mark.timeout(300)
+def test_a_replay_needs_the_key_and_nothing_else(own_house: House, histories: list[WorkflowHistory]) -> None:
+    kinds = ("user-worker-", "order-", "worker-pool-", "rollout-")
+    ours = [one for one in histories if one.workflow_id.startswith(kinds)]
+    assert ours
+
+    async def replayed() -> list[str]:
+        replayer = Replayer(
+            workflows=WORKFLOWS,
+            workflow_runner=workflow_runner(),
+            data_converter=data_converter(own_house.stack.settings),
+            debug_mode=True,
+        )
+        found = [await replayer.replay_workflow(one, raise_on_replay_failure=False) for one in ours]
+        return [str(one.replay_failure) for one in found if one.replay_failure]
+
+    assert asyncio.run(replayed()) == []
+
+
+@pytest.mark.timeout(300)
+def test_the_codec_server_shows_histories_to_who_has_its_address(
+    own_house: House, traders: list[Trader]
+) -> None:
+    origin = own_house.stack.ui_url
+    encoding = base64.b64encode(ENCODING).decode()
+    summary = base64.b64encode(f'"worker of user {traders[0].user_id}"'.encode()).decode()
+    encrypted = _show(own_house, traders[0])
+    assert (encoding in encrypted, summary in encrypted) == (True, False)
+    with own_house.codec_endpoint() as endpoint, httpx.Client(trust_env=False) as http:
+        shown = _show(own_house, traders[0], "--codec-endpoint", endpoint)
+        assert (encoding in shown, summary in shown) == (False, True)
+        payload = {"payloads": [{"metadata": {"encoding": encoding}, "data": "AAAA"}]}
+        stranger = endpoint.rpartition("/")[0] + "/" + "0" * 32
+        assert http.post(f"{stranger}/decode", json=payload).status_code == 404
+        assert http.post(f"{endpoint}/encode", json=payload).status_code == 404
+        assert http.post(f"{endpoint}/decode", json=payload).status_code == 400
+        for page, allowed in ((origin, origin), ("http://evil.test", None)):
+            asked = {"Origin": page, "Access-Control-Request-Method": "POST"}
+            answer = http.options(f"{endpoint}/decode", headers=asked)
+            assert answer.headers.get("access-control-allow-origin") == allowed
+
+
+def _show(house: House, trader: Trader, *options: str) -> str:
+    """A user's history as the `temporal` command shows it."""
+    done = subprocess.run(
+        [
+            *(TemporalServer.binary(), "workflow", "show", "--address", house.stack.temporal.address),
+            *("--workflow-id", f"user-worker-{trader.user_id}", "--output", "json"),
+            *options,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_old_keys_go_only_on_purpose(own_house: House, traders: list[Trader]) -> None:
+    path = own_house.stack.folder.keys / "temporal.key"
+    rotate = [BERTH, "keys", "rotate", "temporal", "--data", str(own_house.stack.folder.path)]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert subprocess.run([*rotate, "--keep", "1"], capture_output=True, check=False).returncode == 2
+    assert [one.version for one in load_versions(path)] == [2, 1]
+    for _ in range(2):
+        subprocess.run(rotate, capture_output=True, check=True)
+        assert own_house.order(traders[0]).json()["state"] == "filled"
+    assert [one.version for one in load_versions(path)] == [4, 3, 2, 1]

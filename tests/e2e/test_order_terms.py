@@ -1,0 +1,155 @@
+"""Odd lots, margin, short sales and range market orders on the real system, by the exchange's ledger."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any
+from uuid import uuid4
+
+from tests.e2e.conftest import House, Trader, until
+from tests.e2e.test_trading import account, post
+from worker_runtime.protocol.messages import PriceType
+from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
+
+LIMIT: dict[str, Any] = {"price_type": "LMT", "price": "100", "time_in_force": "ROD"}
+
+
+def priced(house: House, symbol: str, price: int = 100) -> None:
+    house.exchange(lambda admin: admin.set_price(symbol, Decimal(price)))
+
+
+def positions(house: House, trader: Trader) -> list[tuple[str, int, int, str]]:
+    answer = house.call("GET", f"/v1{account(trader)}/positions", trader.api_key)
+    assert answer.status_code == 200, answer.text
+    names = ("direction", "quantity", "odd_shares", "condition")
+    return [
+        (one[names[0]], one[names[1]], one[names[2]], one[names[3]]) for one in answer.json()["positions"]
+    ]
+
+
+def settled(house: House, trader: Trader) -> None:
+    """Waits until the books have what the answers said: an order that works there prevents a close."""
+
+    def none_open() -> bool:
+        path, wanted = f"/v1/users/{trader.user_id}/orders", {"state": "open"}
+        return not house.call("GET", path, trader.api_key, params=wanted).json()["orders"]
+
+    until(none_open, "final orders in the books")
+
+
+def close(house: House, trader: Trader, symbol: str = "2330", **body: Any) -> dict[str, Any]:
+    settled(house, trader)
+    path = f"{account(trader)}/positions/{symbol}/close"
+    found: dict[str, Any] = post(house, trader, path, client_order_id=uuid4().hex, **body).json()
+    return found
+
+
+def test_odd_lots_margin_and_short_sales_are_bought_shown_and_closed(house: House) -> None:
+    trader = house.trader()
+    priced(house, "2330")
+    wanted: list[dict[str, Any]] = [
+        {"lot": "intraday_odd", "quantity": 600},
+        {"lot": "odd", "quantity": 600},
+        {"condition": "margin", "quantity": 2},
+        {"condition": "short_selling", "side": "sell", "quantity": 3},
+    ]
+    for terms in wanted:
+        answer = house.order(trader, **LIMIT, **terms)
+        assert (answer.status_code, answer.json()["state"]) == (201, "filled"), answer.text
+    assert positions(house, trader) == [
+        ("long", 1, 200, "cash"),
+        ("long", 2, 0, "margin"),
+        ("short", 3, 0, "short_selling"),
+    ]
+    assert [(one.lot, one.condition, one.quantity) for one in house.ledger(trader)] == [
+        (OrderLot.INTRADAY_ODD, OrderCondition.CASH, 600),
+        (OrderLot.ODD, OrderCondition.CASH, 600),
+        (OrderLot.COMMON, OrderCondition.MARGIN, 2),
+        (OrderLot.COMMON, OrderCondition.SHORT_SELLING, 3),
+    ]
+    refused = house.order(trader, **LIMIT, condition="short_selling", quantity=4).json()
+    assert (refused["state"], "3 are held" in refused["reason"]) == ("rejected", True)
+    assert close(house, trader)["code"] == "CLOSE_INVALID"  # three positions: which one?
+    assert close(house, trader, condition="margin")["state"] == "filled"
+    assert close(house, trader, condition="short_selling")["side"] == "buy"
+    odd = close(house, trader, lot="odd", **LIMIT)
+    assert (odd["state"], odd["quantity"], odd["lot"]) == ("filled", 200, "odd")
+    assert close(house, trader)["quantity"] == 1
+    assert positions(house, trader) == []
+
+
+def test_an_odd_lot_outlives_its_worker_and_is_filled_in_its_own_book(house: House) -> None:
+    trader = house.trader()
+    priced(house, "2890")
+    held = house.order(trader, **LIMIT, symbol="2890", lot="intraday_odd", quantity=600)
+    assert held.json()["state"] == "filled", held.text
+    rests = house.order(trader, **LIMIT | {"price": "50"}, symbol="2890", lot="intraday_odd", quantity=600)
+    assert rests.json()["state"] == "submitted", rests.text
+    before = house.start_until_active(trader)["worker_id"]
+    house.kill_worker(before)
+    priced(house, "2890.intraday_odd", 49)
+    until(lambda: house.start_until_active(trader)["worker_id"] != before, "another worker")
+    settled(house, trader)
+    assert positions(house, trader) == [("long", 1, 200, "cash")]
+    [_, order] = house.ledger(trader)
+    assert (order.lot, order.filled, order.fills[0].price) == (OrderLot.INTRADAY_ODD, 600, Decimal(49))
+    path = f"/v1/users/{trader.user_id}/reconciliations"
+    assert house.call("GET", path, trader.api_key).json()["reconciliations"] == []
+
+
+def test_a_contract_is_opened_and_covered_at_a_range_of_the_market(house: House) -> None:
+    stock = house.trader()
+    trader = replace(stock, account_id=f"{stock.account_id}-f")
+    house.exchange(lambda admin: admin.register(trader.account_id, "key", "secret", person_id=stock.user_id))
+    stored = house.call(
+        "PUT",
+        f"/v1{account(trader)}/credentials",
+        trader.api_key,
+        json={
+            **{"broker": "paper", "broker_type": "futures", "api_key": "key", "secret_key": "secret"},
+            "person_id": trader.user_id,
+        },
+    )
+    assert stored.is_success, stored.text
+    ranged = {"symbol": "TXFA6", "price_type": "MKP", "time_in_force": "IOC"}
+    resting = house.order(trader, **ranged | {"time_in_force": "ROD"})
+    assert (resting.status_code, resting.json()["code"]) == (422, "PRICE_TYPE_RULE")
+    opened = house.order(trader, **ranged, open_close="day_trade", quantity=2)
+    assert (opened.status_code, opened.json()["state"]) == (201, "filled"), opened.text
+    too_many = house.order(trader, **ranged, open_close="cover", side="sell", quantity=3).json()
+    assert (too_many["state"], "2 are held" in too_many["reason"]) == ("rejected", True)
+    again = close(house, trader, "TXFA6", open_close="new")
+    assert again["code"] == "ORDER_TERMS_RULE"
+    assert close(house, trader, "TXFA6", open_close="cover", price_type="MKP")["state"] == "filled"
+    assert positions(house, trader) == []
+    found = [(one.price_type, one.open_close, one.quantity) for one in house.ledger(trader)]
+    assert found == [
+        (PriceType.RANGE_MARKET, OpenClose.DAY_TRADE, 2),
+        (PriceType.RANGE_MARKET, OpenClose.COVER, 2),
+    ]
+
+
+def test_an_alert_buys_an_odd_lot_and_closes_it(house: House) -> None:
+    trader = house.trader()
+    priced(house, "2317")
+    made = house.call(
+        "POST",
+        f"/v1/users/{trader.user_id}/webhooks",
+        trader.api_key,
+        json={"account_id": trader.account_id},
+    ).json()
+
+    def alert(action: str, **more: Any) -> int:
+        now = datetime.now(UTC).isoformat()
+        body = {"secret": made["secret"], "time": now, "action": action, "symbol": "2317", "lot": "odd"}
+        return house.call("POST", made["path"], "", json=body | LIMIT | more).status_code
+
+    assert alert("buy", quantity=7, condition="margin") == 422
+    assert alert("buy", quantity=7) in (200, 201, 202)
+    until(lambda: [one.filled for one in house.ledger(trader)] == [7], "the fill of the alert's order")
+    settled(house, trader)
+    assert alert("close") in (200, 201, 202)
+    until(lambda: [one.filled for one in house.ledger(trader)] == [7, 7], "the fill of the closing order")
+    assert {one.lot for one in house.ledger(trader)} == {OrderLot.ODD}

@@ -1,0 +1,168 @@
+"""Restarts and a failover of Valkey, whose users workers are: all come back, and no order is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour
+from infra.lab.bench.fleet.stack import SimulatedStack
+from infra.local.process import free_port
+from infra.local.servers import ValkeyServer
+from infra.local.stack import LocalStack
+from tests.e2e.conftest import VERIFY, House, Trader, until
+
+#: Real workers, and simulated ones; of the latter 300 in the long form.
+WORKERS = 6
+FLEET = int(os.environ.get("BERTH_USERS_FLEET", "16"))
+#: Workers that nobody has claimed.
+POOL = 2
+
+
+@contextmanager
+def house_of(make: Callable[[Path], LocalStack]) -> Iterator[House]:
+    folder = Path(tempfile.mkdtemp(prefix="berth-users-"))
+    folder.chmod(0o755)
+    try:
+        with make(folder / "stack") as stack:
+            house = House(stack)
+            yield house
+            house.threads.shutdown()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class UserCrowd:
+    """Users with an Active worker each, some of whom trade."""
+
+    def __init__(self, house: House, size: int, traders: int = 4) -> None:
+        self.house = house
+        with ThreadPoolExecutor(max_workers=6) as threads:
+            self.all = list(threads.map(lambda _: house.trader(), range(size)))
+            active = list(threads.map(house.start_until_active, self.all))
+        self._workers = {one["user_id"]: one["worker_id"] for one in active}
+        self._trading = self.all[:traders]
+        #: Accepted orders.
+        self.accepted: list[tuple[Trader, str]] = []
+
+    def trade_through(self, fault: Callable[[], None]) -> None:
+        """Orders before, during and after the fault."""
+        over = threading.Event()
+        before = len(self.accepted)
+
+        def trade(trader: Trader) -> None:
+            last = False
+            while not last:
+                last = over.is_set()
+                answer = self.house.order(trader)
+                if answer.status_code in {201, 202}:
+                    self.accepted.append((trader, answer.json()["id"]))
+                else:
+                    last = False  # Valkey is not back yet
+                time.sleep(0.2)
+
+        trading = [self.house.threads.submit(trade, one) for one in self._trading]
+        until(lambda: len(self.accepted) >= before + len(trading), "orders before the fault")
+        fault()
+        over.set()
+        for one in trading:
+            one.result(90)
+
+    def check(self) -> None:
+        """All orders end or wait for a person, all workers are those from before and answer, and Valkey has
+        refused nothing."""
+        until(lambda: all(map(self._settled, self.accepted)), "the end of all orders")
+        with ThreadPoolExecutor(max_workers=6) as threads:
+            until(lambda: all(threads.map(self._serves, self.all)), "all workers from before")
+            answers = list(threads.map(self.house.order, self.all))
+        assert {answer.status_code for answer in answers} == {201}
+        self.house.stack.wait_pool(POOL)
+        assert refusals(self.house) == []
+
+    def _settled(self, order: tuple[Trader, str]) -> bool:
+        trader, order_id = order
+        found = self.house.call("GET", f"/v1/orders/{order_id}", trader.api_key)
+        return found.status_code == 200 and bool(found.json()["final"] or found.json()["attention"])
+
+    def _serves(self, trader: Trader) -> bool:
+        """Whether the worker is live and Active, and the one from before."""
+        found = self.house.call("GET", f"/v1/users/{trader.user_id}/worker", trader.api_key)
+        if not found.is_success:  # the first call on a connection that Valkey has closed
+            return False
+        view = found.json()
+        assert view["lifecycle"]["worker_id"] == self._workers[trader.user_id]
+        assert view["lifecycle"]["state"] == "Active"
+        return bool(view["live"] and view["state"] == "Active")
+
+
+def refusals(house: House) -> list[str]:
+    """What Valkey refused to workers, but for early logins and what clients try: to bring scripts that are
+    missing, and redis-py (of simulated workers) to tell its version."""
+    tried = {"script|load", "eval", "client|setinfo"}
+    with house.valkey() as client:
+        found = [{str(name): str(value) for name, value in one.items()} for one in client.acl_log()]
+    return [str(one) for one in found if one["object"] not in tried and one["reason"] != "auth"]
+
+
+@pytest.mark.timeout(120)
+def test_a_restart_parks_no_worker_and_loses_no_order() -> None:
+    with house_of(lambda folder: LocalStack(folder, pool_target=POOL, orchestrators=2, **VERIFY)) as house:
+        crowd = UserCrowd(house, WORKERS)
+        assert refusals(house) == []
+        crowd.trade_through(lambda: restart(house, 1.0))
+        crowd.check()
+
+
+def restart(house: House, down: float = 0.0) -> None:
+    house.stack.valkey.restart(signal.SIGKILL, down=down)
+
+
+def empty(house: House) -> None:
+    """A server without any of the data takes the place."""
+    server = house.stack.valkey
+    server.stop(signal.SIGKILL)
+    shutil.rmtree(server.directory / "appendonlydir")
+    server.start()
+
+
+def fail_over(house: House, replica: ValkeyServer, login: str) -> None:
+    """The primary dies, and its replica answers at its address."""
+    primary = house.stack.valkey
+    with Redis.from_url(replica.url, decode_responses=True) as client:
+        client.config_set("masterauth", login)
+        client.replicaof("127.0.0.1", str(primary.port))
+        until(lambda: client.info("replication")["master_link_status"] == "up", "a replica")
+        primary.stop(signal.SIGKILL)
+        client.replicaof("NO", "ONE")
+        client.config_set("port", primary.port)
+
+
+@pytest.mark.timeout(120 + 3 * FLEET)
+def test_restarts_and_a_failover_under_a_fleet(tmp_path: Path) -> None:
+    """In the long form with 300 workers: `BERTH_USERS_FLEET=300`."""
+    habits = SimulatedBehaviour(own_login=True)
+    with house_of(
+        lambda folder: SimulatedStack(folder, habits=habits, pool_target=POOL, orchestrators=2, **VERIFY)
+    ) as house:
+        crowd = UserCrowd(house, FLEET)
+        login = house.stack.folder.passwords.valkey
+        with ValkeyServer(tmp_path, free_port(), password=login) as replica:
+            for fault in (
+                lambda: restart(house),
+                lambda: empty(house),
+                lambda: fail_over(house, replica, login),
+            ):
+                crowd.trade_through(fault)
+                crowd.check()
+            house.stack.stop()

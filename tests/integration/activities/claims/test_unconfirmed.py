@@ -1,0 +1,139 @@
+"""When a worker counts as ended where its launcher cannot be asked, or shows an old list."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from activities.claims.stop import ASK_FIRST
+from infra.database.workers import sessions as worker_sessions
+from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
+from infra.worker_task import LauncherUnreachable, StopFailed, Task
+from tests.contract.launchers.fake import FakeLauncher
+from tests.integration.activities.claims.test_ending import check, mark, serving_user, stop
+from tests.integration.activities.conftest import FENCED_FOR, Yard
+from worker_runtime.protocol import keys
+from workflows.user_worker import messages as m
+
+
+async def test_without_a_confirmed_end_the_worker_is_fenced_and_ends_later(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+    yard.launcher.unreachable = True
+    with pytest.raises(StopFailed, match="counts as ended in 1 s"):
+        await yard.run(yard.stopping.stop_worker, stop(user, ref))
+    # It is nobody's owner any more, and cannot become it again: not by a repeat, nor from PostgreSQL.
+    assert await mark(yard, user, worker, ref.epoch) == "fenced"
+    async with yard.database.session() as session:
+        assert await worker_sessions.open_session_of_worker(session, ref.worker_id)
+        assert await worker_sessions.workers_in_service(await session.connection()) == []
+    # Before it counts as ended no other worker is claimed, whoever asks.
+    early = await yard.run(yard.claiming.claim_worker, yard.claim(user, "early"))
+    assert early.status == m.ClaimStatus.GONE
+    await asyncio.sleep(FENCED_FOR)
+    await yard.run(yard.stopping.stop_worker, stop(user, ref))
+    yard.launcher.unreachable = False
+    new = await yard.worker()
+    later, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, "later")), new.serve()
+    )
+    assert later.worker is not None
+    assert later.worker.epoch == ref.epoch + 2
+    assert await mark(yard, user, new, later.worker.epoch) == "ok"
+
+
+async def test_a_worker_that_the_list_does_not_show_yet_is_found_by_its_task(yard: Yard) -> None:
+    """Another orchestrator launched it a moment ago."""
+    user, worker, ref = await serving_user(yard)
+    late = replace(ref, task_id="")  # known to PostgreSQL, not to the claim
+
+    async def nothing() -> list[Task]:
+        return []
+
+    yard.launcher.list = nothing  # type: ignore[method-assign]
+    health = await yard.run(yard.checking.check_worker, check(user, late))
+    assert health.running
+    await yard.run(yard.stopping.stop_worker, stop(user, late))
+    assert yard.launcher.stops == [(worker.task_id, "idle")]
+
+
+async def test_a_task_is_stopped_though_the_list_cannot_be_read(yard: Yard) -> None:
+    user, worker, ref = await serving_user(yard)
+
+    async def throttled() -> list[Task]:
+        raise LauncherUnreachable("too many calls")
+
+    yard.launcher.list = throttled  # type: ignore[method-assign]
+    await yard.run(yard.stopping.stop_worker, stop(user, ref))
+    assert yard.launcher.stops == [(worker.task_id, "idle")]
+    async with yard.database.session() as session:
+        assert await worker_sessions.open_session_of_worker(session, ref.worker_id) is None
+
+
+class FrozenLauncher(FakeLauncher):
+    """Its node stands still: it takes every call and answers none."""
+
+    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def is_running(self, task_id: str) -> bool | None:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "unreachable"])
+async def test_of_a_lost_host_the_mark_that_ran_out_is_enough_and_the_launcher_holds_nobody_up(
+    yard: Yard, frozen: bool
+) -> None:
+    user, worker, ref = await serving_user(yard)
+    yard.launcher = FrozenLauncher() if frozen else yard.launcher
+    yard.launcher.unreachable = not frozen
+    yard.__post_init__()
+    await known_for(yard, 2 * FENCED_FOR)
+    await reply_of(yard.client.pexpire(keys.mark(user), 1))
+    while await reply_of(yard.client.exists(keys.mark(user))):  # noqa: ASYNC110 — Valkey has no event
+        await asyncio.sleep(0.005)
+    await reply_of(yard.client.lpush(keys.processing(user), b"order"))
+    async with asyncio.timeout(8.0):  # the activity's own limit
+        health = await yard.run(yard.checking.check_worker, check(user, ref))
+    assert (health.marked, health.running, health.in_flight) == (False, None, False)
+    began = time.monotonic()
+    await yard.run(yard.stopping.stop_worker, stop(user, ref))
+    assert FENCED_FOR <= time.monotonic() - began < ASK_FIRST + FENCED_FOR + 5.0
+    assert await mark(yard, user, worker, ref.epoch) == "fenced"
+    async with yard.database.session() as session:
+        assert await worker_sessions.open_session_of_worker(session, ref.worker_id) is None
+
+
+@pytest.mark.parametrize("what", ["flush", "another server", "a mark that lives", "an old record"])
+async def test_a_mark_that_may_have_been_lost_proves_nothing(yard: Yard, what: str) -> None:
+    """A worker whose mark Valkey lost still has its lease."""
+    user, _, ref = await serving_user(yard)
+    yard.launcher.unreachable = True
+    await known_for(yard, 2 * FENCED_FOR)
+    await reply_of(yard.client.lpush(keys.processing(user), b"order"))
+    if what != "a mark that lives":
+        await reply_of(yard.client.delete(keys.mark(user)))
+    if what == "flush":
+        await yard.client.flushall()
+        await valkey.ensure_generation(yard.client, "other")
+    elif what == "another server":
+        await reply_of(yard.client.hset(keys.SERVER_SINCE, "server", "the one before"))
+    elif what == "an old record":
+        await reply_of(yard.client.hdel(keys.SERVER_SINCE, "noted_ms"))
+    health = await yard.run(yard.checking.check_worker, check(user, ref))
+    assert health.in_flight == (what in ("another server", "an old record"))  # a flush lost the list, too
+    with pytest.raises(StopFailed, match="counts as ended in 1 s"):
+        await yard.run(yard.stopping.stop_worker, stop(user, ref))
+
+
+async def known_for(yard: Yard, seconds: float) -> None:
+    """As if Valkey had been watched for this long."""
+    server = await valkey.read_server_id(yard.client)
+    noted = await valkey.read_clock(yard.client) - int(seconds * 1000)
+    words: list[str | int] = ["server", server, "at_ms", 0, "noted_ms", noted]
+    await reply_of(yard.client.hset(keys.SERVER_SINCE, items=words))

@@ -1,0 +1,75 @@
+"""Exits from one SQS queue: one orchestrator reads it, and another goes on where that one ended."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import pytest
+from sqlalchemy import text
+from structlog.testing import capture_logs
+from temporalio.client import Client
+
+from activities.events.exit_watcher import LOCK, ExitWatcher
+from infra import tasks
+from infra.local.servers import TemporalServer
+from tests.contract.launchers.ecs.ecs_ground import EcsGround, on_moto
+from tests.contract.launchers.node_process import until
+from tests.contract.launchers.specs import spec
+from tests.integration.activities.conftest import Yard
+from tests.integration.activities.scripted import POOL
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # botocore's own use of datetime
+    pytest.mark.timeout(90),
+]
+
+
+@pytest.fixture
+async def ground(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EcsGround]:
+    async with on_moto(monkeypatch) as ground:
+        yield ground
+
+
+async def test_one_of_two_reads_the_queue_and_the_other_takes_over(
+    yard: Yard, ground: EcsGround, temporal_server: TemporalServer
+) -> None:
+    temporal = await Client.connect(temporal_server.address)
+    queue = ground.aws.queue()
+    launchers = [ground.client(queue=queue) for _ in range(2)]
+    running = [await launchers[0].launch(spec(f"w-{n}"), f"token-{n}") for n in range(4)]
+    with capture_logs() as logged:
+
+        def told() -> Counter[str]:
+            return Counter(line["task_id"] for line in logged if line["event"] == "worker_exited")
+
+        async def until_told(count: int) -> None:
+            await until(lambda: len(told()) >= count, f"{count} exits")
+
+        watches = [
+            asyncio.create_task(
+                ExitWatcher(yard.client, yard.database, launcher, temporal, pool=POOL).run_alone(
+                    yard.settings.database_url
+                )
+            )
+            for launcher in launchers
+        ]
+        try:
+            for count, task in enumerate(running[:2], start=1):
+                await ground.crash(task)
+                await until_told(count)
+            assert set(told().values()) == {1}  # nobody else was told
+            assert [line["event"] for line in logged].count("leads") == 1
+            # Both see what has ended: the one that hears of nothing lists.
+            for launcher in launchers:
+                assert {task.worker_id for task in await launcher.list()} == {"w-2", "w-3"}
+            async with yard.database.session() as session:
+                cut = "select pg_terminate_backend(pid, 5000) from pg_locks where locktype = 'advisory'"
+                assert await session.scalar(text(f"{cut} and objid = {LOCK & 0xFFFFFFFF} and granted"))
+            await ground.crash(running[2])
+            await until_told(3)
+            await tasks.cancel_tasks(watches[0])
+            await ground.crash(running[3])
+            await until_told(4)
+        finally:
+            await tasks.cancel_tasks(*watches)
+    assert set(told()) == {task.task_id for task in running}

@@ -1,0 +1,171 @@
+"""What a user or a worker may put into Valkey and PostgreSQL, the loops for all users live through."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+
+import pytest
+from sqlalchemy import text
+from temporalio.client import Client
+
+from activities.events.mark_watcher import Absences, MarkWatcher
+from activities.maintenance.scan import FleetScanner
+from activities.pool import entries
+from infra.database.trading import switches
+from infra.database.trading.switches import TradingScope
+from infra.valkey import client as valkey
+from infra.valkey.client import number_of, reply_of, seconds_of
+from infra.valkey.switch_fanout import SwitchSigner
+from tests.integration.activities.conftest import Yard
+from tests.integration.activities.listener import listening, signals
+from tests.integration.activities.maintenance.maintaining import MaintainedFleet
+from tests.integration.activities.maintenance.test_watcher import serving, temporal, watching
+from tests.integration.activities.scripted import POOL
+from tests.signed import SECRETS
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.requests import EVERY_ACCOUNT, SwitchState
+from workflows import names
+from workflows.user_worker import messages as m
+
+__all__ = ["temporal"]  # a fixture
+
+#: More words than Lua's `unpack` takes.
+MANY = 5_000
+HUGE = 100_000_000
+
+
+async def plant_switches(yard: Yard, user: str) -> None:
+    """As if the user had made as many accounts, each with a switch."""
+    async with yard.database.session() as session:
+        await session.execute(
+            text(
+                "insert into switches (scope, state, version, actor, reason) "
+                "select 'self:' || cast(:user as text) || '\\:a' || n, 'halted', n, 'u', '' "
+                "from generate_series(1, :many) as n"
+            ),
+            {"user": user, "many": MANY},
+        )
+
+
+async def test_a_user_with_thousands_of_switches_blinds_nobody(yard: Yard, temporal: Client) -> None:
+    many, dead = await serving(yard), await serving(yard)
+    await plant_switches(yard, many.user)
+    async with listening(temporal, names.user_worker_id(dead.user)) as handle, watching(yard, temporal):
+        await dead.die()
+        await signals(handle, 1)
+    assert await reply_of(yard.client.hlen(keys.switch(many.user))) >= MANY
+    # A claim writes them, too.
+    async with yard.database.session() as session:
+        switch = await switches.switch_of_user(session, many.user)
+    generation, server = await valkey.read_generation_and_server(yard.client, "g")
+    words = SwitchSigner(SECRETS).words(many.user, switch, server)
+    assert await entries.write_owner(yard.client, many.user, many.ref, generation, words)
+
+
+@pytest.mark.parametrize("value", ["a string", "no number"])
+async def test_a_switch_that_a_worker_ruined_is_written_again(
+    yard: Yard, temporal: Client, value: str
+) -> None:
+    hostile, other = await serving(yard), await serving(yard)
+    watcher = MarkWatcher(yard.client, temporal, yard.settings, SECRETS)
+    absences = Absences(confirm=0, settle=0)
+    key = keys.switch(hostile.user)
+    async with yard.database.engine.connect() as connection:
+        await watcher.check_marks(connection, absences)
+        if value == "a string":
+            await yard.client.set(key, value)
+        else:
+            await reply_of(yard.client.hset(key, "*version", "9" * 5_000))
+        async with yard.database.session() as session:
+            await switches.put_switch(
+                session, TradingScope(other.user), SwitchState.HALTED, actor="t", reason=""
+            )
+        await connection.rollback()
+        await watcher.check_marks(connection, absences)
+    for user, state in ((hostile.user, b"open"), (other.user, b"halted")):
+        assert await reply_of(yard.client.hget(keys.switch(user), EVERY_ACCOUNT)) == state
+
+
+async def test_keys_of_the_wrong_kind_hide_no_other_worker_from_maintenance(yard: Yard) -> None:
+    hostile, other = await serving(yard), await serving(yard)
+    free = await yard.worker()
+    await yard.client.delete(keys.metadata(hostile.user))
+    await yard.client.set(keys.metadata(hostile.user), "x")
+    broken = await yard.worker()
+    await asyncio.gather(
+        yard.client.set(keys.pool_worker(POOL, broken.worker_id), "x"),
+        reply_of(yard.client.zadd(keys.pool_ready(POOL), {b"\xff\xfe": 1})),
+    )
+    scanner = FleetScanner(yard.client, yard.database, yard.launcher, yard.secrets, pool=POOL)
+    found = await scanner.scan_all()
+    assert found.marks.keys() == {hostile.user, other.user}
+    assert found.entries[free.worker_id].state == "ready"
+    assert broken.worker_id not in found.entries
+
+
+@pytest.mark.parametrize("absurd", ["x\0", "x" * 3_000_000], ids=["NUL", "huge"])
+async def test_no_id_that_a_worker_forges_stops_maintenance(
+    yard: Yard, temporal: Client, absurd: str
+) -> None:
+    fleet = MaintainedFleet(yard, temporal)
+    await fleet.fill(serving=1, free=2)
+    await fleet.quiet()
+    claimed, stateless = [
+        worker for name, worker in yard.made.items() if name != fleet.serving[0].ref.worker_id
+    ]
+    hostile, orphan = fleet.serving[0].user, await fleet.launched("p-silent")
+
+    async def forge() -> None:
+        for worker, state in ((claimed, "claimed"), (stateless, absurd)):
+            entry = keys.pool_worker(POOL, worker.worker_id)
+            await reply_of(yard.client.hset(entry, mapping={"state": state, "claim": absurd}))
+        await yard.client.set(keys.mark(hostile), f"1:{absurd}")
+        await yard.client.set(keys.mark(absurd), "1:w")
+        await reply_of(yard.client.zadd(keys.pool_ready(POOL), {absurd: 1}))
+
+    for _ in range(2):
+        await forge()
+        scanned, outcomes = await fleet.run()
+        assert (scanned.found, scanned.guarded) == (3, "")
+    assert outcomes == {"stopped": 3}
+    assert orphan.task_id not in await fleet.running()
+    assert not await yard.client.exists(keys.mark(hostile))
+
+
+async def test_values_of_100_megabytes_are_not_read(yard: Yard, temporal: Client) -> None:
+    fleet = MaintainedFleet(yard, temporal)
+    await fleet.fill(serving=3, free=1)
+    await fleet.quiet()
+    marked, reporting, healthy = fleet.serving
+    free = next(name for name in yard.made if name not in {one.ref.worker_id for one in fleet.serving})
+    watcher = MarkWatcher(yard.client, temporal, yard.settings, SECRETS)
+    await yard.client.setrange(keys.mark(marked.user), HUGE, "x")
+    await reply_of(yard.client.delete(keys.metadata(reporting.user)))
+    for key, field in (
+        (keys.metadata(reporting.user), "state"),
+        (keys.metadata(healthy.user), "another"),
+        (keys.pool_worker(POOL, free), "state"),
+    ):
+        fill = f"redis.call('HSET', KEYS[1], '{field}', string.rep('x', {HUGE}))"
+        await reply_of(yard.client.eval(fill, 1, key))
+    async with yard.database.engine.connect() as connection:
+        tracemalloc.start()
+        try:
+            scanned, _ = await fleet.run()
+            await watcher.check_marks(connection, Absences(confirm=0, settle=0))
+            for one in fleet.serving:
+                request = m.CheckWorker(user_id=one.user, worker=one.ref)
+                seen = await yard.run(yard.checking.check_worker, request)
+                assert seen.marked == (one is not marked)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < HUGE / 10
+    assert scanned.found > 0
+
+
+@pytest.mark.parametrize("value", [b"", b"x", b"-1", b"1e400", b"\xff", b"\xef\xbc\x91", b"9" * 5_000, None])
+def test_what_is_no_number_is_zero(value: bytes | None) -> None:
+    assert number_of(value) == 0
+    assert seconds_of(value) == 0.0

@@ -1,0 +1,127 @@
+"""Launches and assignments of workers that ended long ago are removed; what they rule out stays ruled out."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+import pytest
+from sqlalchemy import func, select, text
+from temporalio.client import Client
+
+from activities.events.recorder import LATE_NEWS, Recorder
+from infra.database.models import WorkerLaunch, WorkerSession
+from infra.database.orders import recording
+from infra.database.workers import launches
+from infra.database.workers import sessions as worker_sessions
+from tests.integration.activities.conftest import Yard
+from tests.integration.activities.events.test_events import new_order
+from tests.integration.activities.maintenance.maintaining import MaintainedFleet
+from tests.integration.activities.maintenance.test_watcher import temporal
+from tests.integration.activities.scripted import POOL
+from tests.redteam.test_recorded_events import event_of, order
+
+__all__ = ["temporal"]  # a fixture
+
+
+async def end(yard: Yard, claim_id: str, days: int) -> None:
+    """The assignment, and the launch of its worker, are so old."""
+    async with yard.database.session() as session:
+        await session.execute(
+            text(
+                "update worker_sessions set ended_at = now() - make_interval(days => :d) where claim_id = :c"
+            ),
+            {"d": days, "c": claim_id},
+        )
+        await session.execute(
+            text(
+                "update worker_launches set launched_at = now() - make_interval(days => :d) "
+                "where worker_id = (select worker_id from worker_sessions where claim_id = :c)"
+            ),
+            {"d": days + 1, "c": claim_id},
+        )
+
+
+async def assignment(yard: Yard, user: str, claim_id: str, days: int) -> str:
+    """An ended assignment of a worker that is gone."""
+    worker_id = f"w-{claim_id}"
+    async with yard.database.session() as session:
+        await launches.record_launch(session, worker_id=worker_id, pool=POOL, version="1", task_id="t")
+        await worker_sessions.assign_epoch(session, user_id=user, claim_id=claim_id, pool=POOL)
+        await worker_sessions.assign_worker(session, claim_id=claim_id, worker_id=worker_id, warm=True)
+    await end(yard, claim_id, days)
+    return worker_id
+
+
+async def claims(yard: Yard, user: str) -> set[str]:
+    async with yard.database.session() as session:
+        return set(await session.scalars(select(WorkerSession.claim_id).where(WorkerSession.user_id == user)))
+
+
+async def test_what_ended_long_ago_goes_but_for_a_users_latest(yard: Yard, temporal: Client) -> None:
+    fleet = MaintainedFleet(yard, temporal)
+    await fleet.fill(serving=0, free=0)
+    await fleet.quiet()
+    user, other = await yard.user(), await yard.user()
+    gone = [await assignment(yard, user, f"{user}-{days}", days) for days in (100, 91)]
+    kept = [await assignment(yard, user, f"{user}-{days}", days) for days in (89, 1)]
+    kept.append(await assignment(yard, other, f"{other}-200", 200))
+    async with yard.database.session() as session:
+        await launches.record_launch(session, worker_id="never-used", pool=POOL, version="1")
+        await session.execute(
+            text("update worker_launches set launched_at = '2020-01-01' where worker_id = 'never-used'")
+        )
+    await fleet.quiet()
+    assert await claims(yard, user) == {f"{user}-89", f"{user}-1"}
+    assert await claims(yard, other) == {f"{other}-200"}
+    async with yard.database.session() as session:
+        known = set(await session.scalars(select(WorkerLaunch.worker_id)))
+        assert (known >= set(kept), known & {*gone, "never-used"}) == (True, set())
+        # Nothing of it can be assigned again, although its launch token is as valid as ever.
+        assert await launches.never_assigned(session, POOL, gone) == {}
+        await worker_sessions.assign_epoch(session, user_id=other, claim_id="again", pool=POOL)
+        with pytest.raises(worker_sessions.NotAssignable):
+            await worker_sessions.assign_worker(session, claim_id="again", worker_id=gone[0], warm=True)
+    # What comes from it is as late as before, and epochs go on.
+    async with yard.database.session() as session:
+        now = datetime.now(UTC)
+        late = [await worker_sessions.ended_before(session, user, n, now - timedelta(1)) for n in (1, 3, 5)]
+        assert late == [True, True, False]
+        assert (await worker_sessions.assign_epoch(session, user_id=user, claim_id="n", pool=POOL)).epoch == 5
+
+
+async def test_what_still_runs_is_remembered_with_all_that_came_after(yard: Yard) -> None:
+    user = await yard.user()
+    first, *later = [await assignment(yard, user, f"{user}-{days}", days) for days in (100, 95, 1)]
+    async with yard.database.session() as session:
+        await launches.record_launch(session, worker_id="free", pool=POOL, version="1")
+        await session.execute(text("update worker_launches set launched_at = '2020-01-01'"))
+        await launches.purge_ended(session, 90, [first, "free"])
+    assert len(await claims(yard, user)) == 3
+    async with yard.database.session() as session:
+        assert await session.scalar(select(func.count()).select_from(WorkerLaunch)) == 4
+        assert list(await launches.never_assigned(session, POOL, [first, "free"])) == ["free"]
+        await launches.purge_ended(session, 90, [])
+        assert set(await session.scalars(select(WorkerLaunch.worker_id))) == {later[-1]}
+
+
+async def test_a_fill_from_an_assignment_that_is_purged_is_late(yard: Yard) -> None:
+    user = await yard.user()
+    order_id = await new_order(yard, user)
+    for days in (100, 0):
+        await assignment(yard, user, f"{user}-{days}", days)
+    async with yard.database.session() as session:
+        await launches.purge_ended(session, 90, [])
+    await Recorder(yard.database).handle([event_of(user, order_id)])
+    assert ((await order(yard, order_id)).attention or "").startswith(LATE_NEWS)
+
+
+async def test_an_event_of_ours_is_never_late(yard: Yard) -> None:
+    user = await yard.user()
+    order_id = await new_order(yard, user)
+    await assignment(yard, user, f"{user}-0", 0)
+    ours = msgspec.structs.replace(event_of(user, order_id), epoch=0)
+    async with yard.database.session() as session:
+        await recording.record_events(session, [ours])
+    recorded = await order(yard, order_id)
+    assert (recorded.state, recorded.attention) == (ours.state, None)

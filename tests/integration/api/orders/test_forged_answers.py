@@ -1,0 +1,131 @@
+"""Who can only write to Valkey tells the API nothing of an order, and no worker speaks of another's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import pytest
+from msgspec.structs import replace
+from prometheus_client import REGISTRY
+from redis.asyncio import Redis
+
+from infra.database.workers import sessions as worker_sessions
+from infra.vault.message_secret import MessageSecrets, new_version
+from tests.integration.api.conftest import ServedApi, StartWorker, an_order
+from tests.integration.api.scripted_worker import filled, silent, until
+from tests.signed import worker_answer
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState, PlaceOrder, encode
+
+STRANGERS = MessageSecrets([new_version(1)])
+Forge = Callable[[PlaceOrder], bytes]
+
+
+def unsigned(order: PlaceOrder) -> bytes:
+    return encode(filled(order))
+
+
+def without_mac(order: PlaceOrder) -> bytes:
+    return b"worker:1:scripted||" + encode(filled(order))
+
+
+def by_a_stranger(order: PlaceOrder) -> bytes:
+    return worker_answer(order.user_id, filled(order), secrets=STRANGERS)
+
+
+def by_another_users_worker(order: PlaceOrder) -> bytes:
+    return worker_answer("another", filled(order))
+
+
+def of_another_epoch(order: PlaceOrder) -> bytes:
+    return worker_answer(order.user_id, filled(order)).replace(b"worker:1:", b"worker:2:", 1)
+
+
+def by_a_worker_as_a_service(order: PlaceOrder) -> bytes:
+    return worker_answer(order.user_id, filled(order)).replace(b"worker:1:w", b"service", 1)
+
+
+def altered(order: PlaceOrder) -> bytes:
+    return worker_answer(order.user_id, filled(order)).replace(b'"filled_quantity":1', b'"filled_quantity":9')
+
+
+def about_another_order(order: PlaceOrder) -> bytes:
+    """By the user's own worker: an answer to this request that names another order."""
+    other = filled(replace(order, order_id="11111111-1111-4111-8111-111111111111"))
+    return worker_answer(order.user_id, other)
+
+
+def withdrawn_by_a_worker(order: PlaceOrder) -> bytes:
+    outcome = OrderOutcome(order_id=order.order_id, state=OrderState.CANCELLED, withdrawn=True)
+    return worker_answer(order.user_id, Answer(request_id=order.request_id, outcome=outcome))
+
+
+FORGERIES = [
+    *(unsigned, without_mac, by_a_stranger, by_another_users_worker, of_another_epoch),
+    *(by_a_worker_as_a_service, altered, about_another_order, withdrawn_by_a_worker),
+]
+
+
+@pytest.mark.parametrize("forge", FORGERIES)
+async def test_a_forged_answer_is_as_if_it_were_not_there(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, valkey_client: Redis, forge: Forge
+) -> None:
+    refused = ("berth_messages_refused_total", {"kind": "answer"})
+    before = REGISTRY.get_sample_value(*refused) or 0
+    worker = await start_worker(api.user, silent)
+    waiting = asyncio.create_task(user.post(f"/users/{api.user}/orders?wait=30", json=an_order()))
+    await worker.taken.wait()
+    (order,) = worker.popped
+    await valkey_client.set(keys.response(api.user, order.request_id), forge(order), ex=60)
+    assert await valkey_client.publish(order.reply_to, forge(order)) == 1
+    read = await user.get(f"/orders/{order.order_id}")  # reads the response key
+    assert read.json()["state"] in ("accepted", "queued")
+    assert not waiting.done()
+    await worker.answer_later(filled(order))
+    assert (await waiting).json()["state"] == "filled"
+    await until(lambda: api.services.answers.pending == 0)
+    assert (REGISTRY.get_sample_value(*refused) or 0) - before == 2
+
+
+@pytest.mark.parametrize("successor", [True, False])
+async def test_a_former_workers_answer_is_as_if_it_were_not_there(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, valkey_client: Redis, successor: bool
+) -> None:
+    async def assign(claim_id: str) -> None:
+        async with api.services.database.session() as session:
+            await worker_sessions.assign_epoch(session, user_id=api.user, claim_id=claim_id, pool="p")
+
+    async def say(request_id: str, answer: bytes) -> None:
+        await valkey_client.set(keys.response(api.user, request_id), answer, ex=60)
+        assert await valkey_client.publish(api.services.answers.channel, answer) == 1
+
+    worker = await start_worker(api.user, silent)
+    await assign(f"{api.user}-1")
+    async with api.services.database.session() as session:
+        await worker_sessions.end_session(session, claim_id=f"{api.user}-1", reason="idle")
+    if successor:
+        await assign(f"{api.user}-2")
+    waiting = asyncio.create_task(user.post(f"/users/{api.user}/orders?wait=30", json=an_order()))
+    await worker.taken.wait()
+    (order,) = worker.popped
+    await say(order.request_id, worker_answer(api.user, filled(order), epoch=1))
+    assert (await user.get(f"/orders/{order.order_id}")).json()["state"] in ("accepted", "queued")
+    assert not waiting.done()
+    outcome = OrderOutcome(order_id=order.order_id, state=OrderState.SUBMITTED, broker_order_id="b1")
+    submitted = Answer(request_id=order.request_id, outcome=outcome)
+    await say(order.request_id, worker_answer(api.user, submitted, epoch=2))
+    assert (await waiting).json()["state"] == "submitted"
+    # A cancel, too: the former one would hide a working order.
+    cancelling = asyncio.create_task(
+        user.post(f"/orders/{order.order_id}/cancel?wait=30", json={"request_id": "x"})
+    )
+    await until(lambda: bool(worker.asked))
+    gone = OrderOutcome(order_id=order.order_id, state=OrderState.CANCELLED)
+    cancelled = Answer(request_id=worker.asked[0].request_id, outcome=gone)
+    await say(cancelled.request_id, worker_answer(api.user, cancelled, epoch=1))
+    assert (await user.get(f"/orders/{order.order_id}")).json()["state"] == "submitted"
+    assert not cancelling.done()
+    await say(cancelled.request_id, worker_answer(api.user, cancelled, epoch=2))
+    assert (await cancelling).json()["state"] == "cancelled"

@@ -1,0 +1,101 @@
+"""Another price of a working order passes what a new order passes; a smaller quantity always passes."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+from uuid import UUID
+
+import httpx
+import pytest
+
+from infra.database.orders.changes import find_change
+from infra.database.trading import limits as trading_limits
+from infra.database.trading.models import AccountLimits
+from tests.integration.api.accounts.test_switches import halt
+from tests.integration.api.conftest import ServedApi, StartWorker
+from tests.integration.api.orders.test_order_changes import placed, set_row, working
+from tests.integration.api.scripted_worker import ScriptedWorker
+
+
+class Resting:
+    """An order at the broker, of 10 lots at 1000."""
+
+    def __init__(self, api: ServedApi, user: httpx.AsyncClient, worker: ScriptedWorker, order: str) -> None:
+        self.api, self.worker, self.order = api, worker, order
+        self._user, self._asked = user, 0
+
+    async def change(self, **what: Any) -> tuple[int, str]:
+        """Asks for it under a new request id; status and code or state."""
+        self._asked += 1
+        body = {"request_id": f"r{self._asked}", **what}
+        answer = await self._user.post(f"/orders/{self.order}/replace", json=body)
+        found = answer.json()
+        if answer.status_code >= 400:
+            assert found["order"]["id"] == self.order
+            async with self.api.services.database.session() as session:
+                assert await find_change(session, UUID(self.order), body["request_id"]) is None
+        return answer.status_code, found.get("code") or found["state"]
+
+    async def switch(self, state: str) -> None:
+        async with self.api.client(self.api.admin_key) as admin:
+            answer = await admin.put("/switches", json=halt(state=state, user_id=self.api.user))
+            assert answer.is_success, answer.text
+
+
+@pytest.fixture
+async def resting(api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker) -> Resting:
+    worker, order = await working(api, user, start_worker)
+    return Resting(api, user, worker, order)
+
+
+async def test_no_price_is_changed_while_halted_and_a_quantity_still_falls(resting: Resting) -> None:
+    await resting.switch("halted")
+    assert await resting.change(price="999") == (423, "TRADING_HALTED")
+    assert await resting.change(price="999", quantity=5) == (423, "TRADING_HALTED")
+    assert resting.worker.asked == []
+    assert await resting.change(quantity=5) == (200, "submitted")
+    await resting.switch("open")
+    assert await resting.change(price="999") == (200, "submitted")
+
+
+async def test_while_reducing_only_the_price_of_what_reduces_is_changed(resting: Resting) -> None:
+    await resting.switch("reducing")
+    assert await resting.change(price="999") == (423, "REDUCING_ONLY")
+    assert await resting.change(quantity=5) == (200, "submitted")
+    await set_row(resting.api, resting.order, reduce_only=True)
+    assert await resting.change(price="998") == (200, "submitted")
+    assert [one.reduce_only for one in resting.worker.asked if hasattr(one, "reduce_only")] == [False, True]
+
+
+async def test_another_price_stays_within_the_accounts_limits(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    async with api.services.database.session() as session:
+        limits = AccountLimits(max_notional=Decimal(10_000_000), max_daily_orders=1)
+        await trading_limits.put_limits(session, api.user, "main", limits, actor="key:1")
+    worker, order = await working(api, user, start_worker)
+    resting = Resting(api, user, worker, order)
+    assert await resting.change(price="1000.01") == (422, "NOTIONAL_LIMIT")
+    assert await resting.change(price="1250", quantity=9) == (422, "NOTIONAL_LIMIT")
+    assert worker.asked == []
+    assert await resting.change(price="1250", quantity=8) == (200, "submitted")  # no second order of the day
+
+
+async def test_an_order_of_unknown_outcome_keeps_prices_as_they_are(
+    resting: Resting, user: httpx.AsyncClient
+) -> None:
+    other = await placed(resting.api, user, 2)
+    await set_row(resting.api, other, state="unknown")
+    assert await resting.change(price="999") == (409, "SYMBOL_BLOCKED")
+    assert await resting.change(quantity=5) == (200, "submitted")
+
+
+async def test_a_repeat_of_a_change_is_answered_though_it_would_be_refused_now(
+    resting: Resting, user: httpx.AsyncClient
+) -> None:
+    assert await resting.change(price="999") == (200, "submitted")
+    await resting.switch("halted")
+    body = {"request_id": "r1", "price": "999"}
+    again = await user.post(f"/orders/{resting.order}/replace", json=body)
+    assert (again.status_code, len(resting.worker.asked)) == (200, 1)

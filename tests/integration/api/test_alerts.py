@@ -1,0 +1,304 @@
+"""Operators are told: by real mails and webhooks, of errors and conditions, once, whoever is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from email import message_from_bytes
+from email.policy import default
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from sqlalchemy import text
+
+from api.fleet.alerts import OperatorAlerts
+from infra.alerts.errors import collector
+from infra.database.dead_letters import DeadLetter, DeadLetters
+from infra.database.engine import Database, DatabaseUnavailable
+from infra.local.servers import ValkeyServer
+from infra.metrics import MetricsPage
+from infra.settings import Settings
+from infra.valkey.client import connect_valkey, reply_of
+from tests.integration.api.conftest import ServedApi, running_api
+from tests.integration.api.scripted_worker import until
+from tests.integration.jobs.fleet import RunnerFleet
+from tests.integration.jobs.stage import QueueStage
+from tests.unit.jobs.types.receiver import receiving
+from tests.unit.jobs.types.test_mail import port_of, serving
+from worker_runtime.jobs.config import MailOutlet, WebhookOutlet
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import read_job
+from worker_runtime.jobs.protocol.webhook_signing import SIGNATURE_HEADER, sign_delivery
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.worker_reports import payload_of
+
+KEY = b"k" * 32
+TO = "ops@example.com"
+
+
+@pytest.fixture
+def fleet(valkey_server: ValkeyServer, short_directory: Path) -> Iterator[RunnerFleet]:
+    stage = QueueStage(valkey_server.url)
+    fleet = RunnerFleet(stage, short_directory)
+    yield fleet
+    fleet.close()
+    stage.close()
+
+
+@pytest.fixture
+async def calling(settings: Settings) -> AsyncIterator[ServedApi]:
+    """An API whose operators get mails and webhooks, and which looks only when the test says so."""
+    collector.take()
+    more = {"alert_mails": (TO,), "alert_webhooks": ("https://hooks.example/secret-path",)}
+    async with looking(settings, more) as api:
+        yield api
+
+
+@asynccontextmanager
+async def looking(settings: Settings, more: Mapping[str, object]) -> AsyncIterator[ServedApi]:
+    client = connect_valkey(settings.valkey_url)
+    await client.set(keys.ALERTS_TURN, 1)  # its own loop never has the turn
+    await client.aclose()
+    async with running_api(settings.model_copy(update=dict(more))) as api:
+        yield api
+
+
+async def jobs(client: Redis) -> dict[str, str]:
+    """What the jobs of alerts are to send, by id."""
+    found = {}
+    async for key in client.scan_iter(job_keys.job(job_keys.FLEET_TAG, "alert-*")):
+        job = read_job(payload_of(await reply_of(client.hget(key, "body"))))
+        found[job.job_id] = bytes(job.args).decode()
+    return found
+
+
+async def report(client: Redis, key: str, said: str) -> None:
+    await client.xadd(keys.ERRORS, {"key": key, "text": said, "count": 1})
+
+
+async def age(client: Redis, seconds: float) -> None:
+    """Makes all that the book knows so much older."""
+    book = json.loads(await reply_of(client.get(keys.ALERTS)))
+    for alert in book["alerts"].values():
+        for name in ("first_at", "last_at", "told_at"):
+            alert[name] -= seconds if alert[name] else 0
+    await client.set(keys.ALERTS, json.dumps(book))
+
+
+async def seen(probe: Callable[[], Awaitable[object]]) -> None:
+    """Waits until the answer is true."""
+    async with asyncio.timeout(30):
+        while True:
+            if await probe():
+                return
+            await asyncio.sleep(0.005)
+
+
+async def put_letter(database: Database, kind: str = "event", subject: str = "") -> None:
+    letter = DeadLetter(kind=kind, subject=subject, source="s", reason="r", message=b"canary of an order")
+    await DeadLetters(database).put([letter])
+
+
+async def test_a_mail_and_a_signed_webhook_arrive(settings: Settings, fleet: RunnerFleet) -> None:
+    with serving() as server, receiving() as receiver:
+        outlet = {"host": "127.0.0.1", "port": port_of(server), "sender": "berth@example.com"}
+        mail = MailOutlet(**outlet, security="none")  # type: ignore[arg-type]
+        fleet.start(real=True, mail=mail, webhook=WebhookOutlet(keys=(KEY,), allow_private=True))
+        more = {"alert_mails": ("no address", TO), "alert_webhooks": (receiver.url,)}
+        async with looking(settings, more) as api:
+            await report(api.services.valkey, "api|x", "request_failed in api on host-1")
+            await api.services.alerts.look()
+            await until(lambda: bool(server.mails) and bool(receiver.got))
+    mailed = message_from_bytes(server.mails[0], policy=default)
+    assert mailed["To"] == TO
+    assert str(mailed["Subject"]).strip().startswith("Berth: ERROR request_failed in api on host-1")
+    _, headers, body = receiver.got[0]
+    posted = json.loads(body)
+    assert posted["lines"][0].startswith("ERROR request_failed in api on host-1 (1 since ")
+    assert posted["lines"][0] in posted["text"]
+    at = int(headers[SIGNATURE_HEADER].partition(",")[0].removeprefix("t="))
+    assert headers[SIGNATURE_HEADER] == sign_delivery((KEY,), "operators", at, body)
+    assert len(server.mails) == len(receiver.got) == 1
+
+
+async def test_an_error_that_a_process_logs_is_told_once_and_counted(calling: ServedApi) -> None:
+    client, alerts = calling.services.valkey, calling.services.alerts
+    for _ in range(5):
+        collector.put({("api|e", "e in api"): 1})
+    await seen(lambda: reply_of(client.xlen(keys.ERRORS)))
+    await alerts.look()
+    told = await jobs(client)
+    assert len(told) == 2, "one for each target"
+    assert all("e in api (5 since" in body for body in told.values())
+    for _ in range(5):
+        await report(client, "api|e", "e in api")
+        await alerts.look()
+    assert await jobs(client) == told
+
+
+async def test_a_dead_letter_is_told_and_that_it_is_gone(calling: ServedApi) -> None:
+    client, alerts = calling.services.valkey, calling.services.alerts
+    await put_letter(calling.services.database)
+    await alerts.look()
+    told = await jobs(client)
+    assert len(told) == 2
+    assert all("1 of kind event failed or wait for a person" in body for body in told.values())
+    assert "canary" not in repr(told)
+    await alerts.look()
+    assert await jobs(client) == told
+    async with calling.services.database.session() as session:
+        await session.execute(text("delete from dead_letters"))
+    await age(client, 61)
+    await alerts.look()
+    new = [body for name, body in (await jobs(client)).items() if name not in told]
+    assert len(new) == 2
+    assert all("OVER 1 of kind event failed or wait for a person" in body for body in new)
+    assert all("temporal is away" in body for body in new), "for over 30 s, as far as the book knows"
+
+
+async def test_a_one_time_task_that_hangs_is_told_after_half_an_hour(calling: ServedApi) -> None:
+    client, alerts = calling.services.valkey, calling.services.alerts
+    async with calling.services.database.session() as session:
+        await session.execute(text("insert into startup_tasks (name) values ('hanging')"))
+    for seconds, told in ((0, False), (600, False), (1801, True)):
+        await age(client, seconds) if seconds else None
+        await alerts.look()
+        assert any("one-time tasks are not done" in body for body in (await jobs(client)).values()) is told
+
+
+async def test_an_alert_that_failed_for_good_is_told_once(calling: ServedApi) -> None:
+    client, services = calling.services.valkey, calling.services
+    await put_letter(services.database, "alert", "alert-1-1-0")
+    await services.alerts.look()
+    told = await jobs(client)
+    assert len(told) == 2
+    for number in range(3):
+        await put_letter(services.database, "alert", f"alert-1-{number}-1")
+        await age(client, services.settings.alert_window)
+        await services.alerts.look()
+    new = [body for name, body in (await jobs(client)).items() if name not in told]
+    assert not [body for body in new if "kind alert" in body and "OVER" not in body]
+
+
+async def test_without_postgresql_nothing_counts_as_over(calling: ServedApi) -> None:
+    client, services = calling.services.valkey, calling.services
+    await put_letter(services.database)
+    await services.alerts.look()
+    told = await jobs(client)
+
+    async def unread(page: MetricsPage) -> None:
+        page.add("berth_server_up", 0, "postgresql")
+        raise DatabaseUnavailable
+
+    await age(client, 600)
+    await OperatorAlerts(client, services.kept_jobs, services.settings, unread).look()
+    assert await jobs(client) == told
+    await age(client, 600)
+    await services.alerts.look()
+    assert await jobs(client) == told, "nor is told what was away for a moment"
+
+
+async def test_what_nobody_sent_before_its_death_is_sent_by_the_next(calling: ServedApi) -> None:
+    client, alerts = calling.services.valkey, calling.services.alerts
+    await report(client, "api|e", "e in api")
+    await alerts.look()
+    told = await jobs(client)
+    await client.delete(*[job_keys.job(job_keys.FLEET_TAG, name) for name in told])
+    async with calling.services.database.session() as session:
+        await session.execute(text("delete from kept_jobs"))
+    assert await jobs(client) == {}
+    await alerts.look()
+    assert await jobs(client) == told
+
+
+async def test_garbage_in_the_stream_keeps_nobody_from_the_next_error(calling: ServedApi) -> None:
+    client, alerts = calling.services.valkey, calling.services.alerts
+    entries: list[dict[str, str | bytes]] = [
+        {"x": "y"},
+        {"key": "k" * 10_000, "text": b"\xff\x00\x1b[2J" * 5_000, "count": "-1"},
+        {"key": "k", "text": "t", "count": "9" * 30},
+        {"key": "good", "text": "a good one", "count": "1"},
+    ]
+    for entry in entries:
+        await client.xadd(keys.ERRORS, entry)  # type: ignore[arg-type]
+    await client.set(keys.ALERTS, b'{"alerts": 7')
+    await alerts.look()
+    bodies = (await jobs(client)).values()
+    assert len(bodies) == 2
+    assert all("a good one (1 since" in body for body in bodies)
+
+
+_LOOKER = """
+import asyncio, sys
+from api.fleet.alerts import OperatorAlerts
+from infra.database.engine import Database
+from infra.jobs.client import JobClient
+from infra.jobs.kept import KeptJobs
+from infra.settings import Settings
+from infra.valkey.client import connect_valkey
+from tests.signed import SECRETS
+async def nothing(page): pass
+async def main():
+    settings = Settings(alert_mails=("ops@example.com",), alert_limit=1_000_000)
+    client = connect_valkey(sys.argv[1])
+    away = Database("postgresql+asyncpg://nobody@127.0.0.1:1/none")
+    jobs = KeptJobs(away, JobClient(client, SECRETS))
+    await OperatorAlerts(client, jobs, settings, nothing).run(period=0.01)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+async def test_each_error_is_told_once_while_who_tells_is_killed(
+    valkey_server: ValkeyServer, valkey_client: Redis
+) -> None:
+    async def looker() -> asyncio.subprocess.Process:
+        nothing = asyncio.subprocess.DEVNULL
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _LOOKER, valkey_server.url), stdout=nothing, stderr=nothing
+        )
+
+    async def end(process: asyncio.subprocess.Process) -> None:
+        process.kill()
+        await process.wait()
+
+    number = 0
+    lookers = [await looker(), await looker()]
+    try:
+        for _ in range(6):
+            before = await reply_of(valkey_client.get(keys.ALERTS))
+            for _ in range(18):
+                number += 1
+                await report(valkey_client, f"e{number}", f"error-{number}.")
+                await asyncio.sleep(0.005)
+            await seen(lambda old=before: is_new(valkey_client, old))  # type: ignore[misc]
+            await end(lookers.pop(0))
+            lookers.append(await looker())
+        await seen(lambda: told_all(valkey_client, number))
+    finally:
+        for one in lookers:
+            await end(one)
+    assert Counter(await named(valkey_client)) == {f"error-{one}": 1 for one in range(1, number + 1)}
+
+
+async def is_new(client: Redis, before: object) -> bool:
+    return bool(await reply_of(client.get(keys.ALERTS)) != before)
+
+
+async def told_all(client: Redis, number: int) -> bool:
+    return len(await named(client)) >= number
+
+
+async def named(client: Redis) -> list[str]:
+    """The errors in the texts of all mails."""
+    return [
+        found
+        for body in (await jobs(client)).values()
+        for found in re.findall(r"error-\d+", json.loads(body)["text"])
+    ]

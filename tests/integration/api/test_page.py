@@ -1,0 +1,225 @@
+"""The pages of operators: who gets in, what a session may do, when it ends; on PostgreSQL and Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from sqlalchemy import text
+
+from api.http.auth import COOKIE, CSRF_HEADER
+from api.page import rendering
+from infra.settings import Settings
+from tests.integration.api.conftest import ServedApi, make_key, running_api
+from tests.integration.api.scripted_worker import until
+
+
+@asynccontextmanager
+async def browser(api: ServedApi, key: str = "") -> AsyncIterator[httpx.AsyncClient]:
+    """A client with cookies, logged in by a key."""
+    transport = httpx.ASGITransport(api.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://api", timeout=40) as client:
+        if key:
+            answer = await client.post("/page/login", data={"key": key})
+            assert answer.status_code == 303, answer.text
+        yield client
+
+
+async def csrf(client: httpx.AsyncClient, path: str = "/") -> dict[str, str]:
+    found = re.search(r'name="csrf-token" content="(\w+)"', (await client.get(path)).text)
+    assert found
+    return {CSRF_HEADER: found[1]}
+
+
+HALT = {"scope": "all", "state": "halted", "reason": "a test"}
+
+
+async def test_nobody_sees_a_page_without_logging_in(api: ServedApi) -> None:
+    async with browser(api) as client:
+        for path in ("/", f"/page/users/{api.user}", "/page/changes?of=workers"):
+            answer = await client.get(path)
+            assert (answer.status_code, answer.headers["location"]) == (303, "/page/login")
+        wrong = await client.post("/page/login", data={"key": "berth_guess"})
+        assert wrong.status_code == 401
+        assert "not a valid API key" in wrong.text
+        assert COOKIE not in client.cookies
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "cross-site", "origin": "http://api"}, 403),
+        ({"sec-fetch-site": "same-origin", "origin": "https://berth.example"}, 303),  # a proxy changed Host
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "http://api:81"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://api"}, 303),
+    ],
+)
+async def test_a_form_of_another_site_logs_nobody_in(
+    api: ServedApi, headers: dict[str, str], status: int
+) -> None:
+    async with browser(api) as client:
+        answer = await client.post("/page/login", data={"key": api.admin_key}, headers=headers)
+        assert answer.status_code == status
+        assert (COOKIE in client.cookies) == (status == 303)
+
+
+@pytest.mark.parametrize("proto", ["http", "https"])
+async def test_the_cookie_is_out_of_reach_of_scripts_and_of_other_sites(api: ServedApi, proto: str) -> None:
+    async with browser(api) as client:
+        forwarded = {"x-forwarded-proto": proto}
+        answer = await client.post("/page/login", data={"key": api.admin_key}, headers=forwarded)
+    flags = {flag.strip().lower() for flag in answer.headers["set-cookie"].split(";")[1:]}
+    assert {"httponly", "samesite=strict", "max-age=43200", "path=/"} <= flags
+    assert ("secure" in flags) == (proto == "https")
+
+
+async def test_what_changes_something_needs_the_sessions_csrf_token(api: ServedApi) -> None:
+    async with browser(api, api.admin_key) as client, browser(api, api.admin_key) as other:
+        stolen = await csrf(other)
+        for headers in ({}, {CSRF_HEADER: "x"}, {CSRF_HEADER: "-"}, stolen):
+            answer = await client.put("/v1/switches", json=HALT, headers=headers)
+            assert (answer.status_code, answer.json()["code"]) == (403, "FORBIDDEN")
+        answer = await client.put("/v1/switches", json=HALT, headers=await csrf(client))
+        assert answer.status_code == 200
+        assert answer.json()["state"] == "halted"
+        answer = await client.put("/v1/switches", json=HALT | {"state": "open"}, headers=await csrf(client))
+        assert answer.status_code == 200
+
+
+async def test_a_session_has_the_rights_of_its_key_and_of_nobody_else(
+    api: ServedApi, settings: Settings
+) -> None:
+    operator = await make_key(settings, "operator")
+    async with browser(api, operator) as client, browser(api, api.key) as user:
+        answer = await client.get("/v1/api-keys")
+        assert answer.json()["code"] == "FORBIDDEN"
+        assert (await client.get("/v1/audit")).status_code == 200
+        # A user's own key sees the user's page, and no other.
+        assert (await user.get("/")).status_code == 403
+        assert (await user.get("/page/users/somebody")).status_code == 404
+        page = await user.get(f"/page/users/{api.user}")
+        assert page.status_code == 200
+        assert "/worker/resume" not in page.text  # for operators only
+        assert "/worker/stop" in page.text
+        assert (await user.get("/page/changes?of=orders")).status_code == 403
+
+
+async def test_log_out_ends_the_session_and_not_the_key(api: ServedApi) -> None:
+    async with browser(api, api.admin_key) as client:
+        token = client.cookies[COOKIE]
+        assert (await client.post("/page/logout")).status_code == 403
+        assert (await client.post("/page/logout", headers=await csrf(client))).status_code == 204
+        assert COOKIE not in client.cookies
+        client.cookies.set(COOKIE, token)  # a copy that somebody kept
+        await until(lambda: api.services.authenticator.remembered(token) is None)
+        assert (await client.get("/v1/audit")).status_code == 401
+    async with api.client(api.admin_key) as admin:
+        entries = (await admin.get("/audit", params={"action": "page."})).json()["entries"]
+    assert [one["action"] for one in entries] == ["page.logged_out", "page.logged_in"]
+    assert [one["data"] for one in entries] == [entries[0]["data"]] * 2
+
+
+async def test_a_revoked_session_ends_in_all_processes_and_its_key_goes_on(settings: Settings) -> None:
+    async with (
+        running_api(settings) as api,
+        running_api(settings) as other,
+        browser(api, api.admin_key) as client,
+        browser(other) as elsewhere,
+    ):
+        await asyncio.wait_for(other.services.notifications.listening.wait(), 10)
+        token = client.cookies[COOKIE]
+        elsewhere.cookies.set(COOKIE, token)
+        assert (await elsewhere.get("/v1/audit")).status_code == 200
+        async with api.client(api.admin_key) as admin:
+            [entry] = (await admin.get("/audit", params={"action": "page."})).json()["entries"]
+            assert (await admin.delete(f"/api-keys/{entry['data']['id']}")).status_code == 200
+            await until(lambda: other.services.authenticator.remembered(token) is None, 2.0)
+            assert (await elsewhere.get("/v1/audit")).status_code == 401
+            assert (await admin.get("/audit")).status_code == 200
+
+
+async def test_a_session_ends_with_its_key_at_once_and_by_itself(api: ServedApi, settings: Settings) -> None:
+    async with api.client(api.admin_key) as admin:
+        made = (await admin.post("/api-keys", json={"role": "operator", "label": "Erika"})).json()
+        async with browser(api, made["api_key"]) as client, browser(api, api.admin_key) as second:
+            assert (await client.get("/v1/audit")).status_code == 200
+            assert (await admin.delete(f"/api-keys/{made['id']}")).status_code == 200
+            await until(lambda: api.services.authenticator.remembered(client.cookies[COOKIE]) is None)
+            assert (await client.get("/v1/audit")).status_code == 401
+            assert (await client.get("/")).headers["location"] == "/page/login"
+            async with api.services.database.session() as session:
+                ended = text("update api_keys set expires_at = :at where session_of is not null")
+                await session.execute(ended, {"at": datetime.now(UTC) - timedelta(seconds=1)})
+            api.services.authenticator.forget_all()
+            assert (await second.get("/v1/audit")).status_code == 401
+        async with browser(api, api.admin_key):
+            pass
+        entries = (await admin.get("/audit", params={"action": "page."})).json()["entries"]
+    assert [one["action"] for one in entries] == ["page.logged_in"] * 3
+    async with api.services.database.session() as session:
+        count = text("select count(*) from api_keys where session_of is not null")
+        assert await session.scalar(count) == 1  # a log-in removes those that have ended
+
+
+async def test_a_sessions_key_is_no_api_key_and_an_api_key_is_no_session(api: ServedApi) -> None:
+    async with browser(api, api.admin_key) as client, browser(api) as other:
+        token = client.cookies[COOKIE]
+        assert (await other.get("/v1/audit", headers={"X-API-Key": token})).status_code == 401
+        other.cookies.set(COOKIE, api.admin_key)
+        assert (await other.get("/v1/audit")).status_code == 401
+        keys = (await client.get("/v1/api-keys")).json()["api_keys"]
+        assert not [key for key in keys if token.startswith(key["prefix"])]
+        assert (await other.post("/page/login", data={"key": token})).status_code == 303  # not logged in
+        assert other.cookies[COOKIE] == api.admin_key
+
+
+async def test_sessions_share_the_limit_of_their_key(settings: Settings) -> None:
+    async with running_api(settings.model_copy(update={"limit_key": 2.0})) as api:
+        answers = []
+        async with browser(api, api.admin_key) as first, browser(api, api.admin_key) as second:
+            for _ in range(8):
+                answers += [(await client.get("/v1/audit")).status_code for client in (first, second)]
+    assert answers.count(429) >= 4
+
+
+async def test_a_page_shows_what_it_can_while_temporal_is_away(api: ServedApi) -> None:
+    async with browser(api, api.admin_key) as client:
+        fleet, user = await client.get("/"), await client.get(f"/page/users/{api.user}")
+    assert (fleet.status_code, user.status_code) == (200, 200)
+    assert "Temporal" in fleet.text
+    assert "Temporal" in user.text
+    assert "No orders." in user.text
+
+
+async def test_no_page_runs_a_script_or_style_that_we_do_not_serve(api: ServedApi) -> None:
+    async with browser(api, api.admin_key) as client:
+        more = [path for path, _, _ in rendering.MENU]
+        for path in (*more, f"/page/users/{api.user}", "/page/login", "/v1/docs", "/page/users/no%7Bbody"):
+            page = await client.get(path)
+            assert page.headers["content-security-policy"] == rendering.POLICY, path
+            assert page.headers["cache-control"] == "no-store"
+            assert not re.search(r"<style|\bstyle=|\bon\w+=|<script(?! src=)", page.text), path
+            for source in re.findall(r'(?:src|href)="([^"#]+)"', page.text):
+                assert not urlsplit(source).netloc, source
+                if source.startswith(("/page/static", "/page/swagger")):
+                    found = await client.get(source)
+                    assert (found.status_code, len(found.content) > 100) == (200, True), source
+
+
+async def test_texts_of_others_are_escaped(api: ServedApi) -> None:
+    reason = "<script>alert(1)</script>"
+    async with browser(api, api.admin_key) as client:
+        body = {"scope": "user", "user_id": api.user, "state": "halted", "reason": reason}
+        assert (await client.put("/v1/switches", json=body, headers=await csrf(client))).status_code == 200
+        page = await client.get(f"/page/users/{api.user}")
+    assert "&lt;script&gt;alert(1)" in page.text
+    assert reason not in page.text

@@ -1,0 +1,94 @@
+"""Clients that send the head of their request slowly, or without an end, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from api.http.middleware import MAX_HEAD, HeadLimitingProtocol
+from infra.local.process import free_port
+from tests.integration.api.scripted_worker import until
+
+HEAD = b"GET /hello HTTP/1.1\r\nHost: here\r\n"
+CLIENTS = 1000
+
+
+class HastyProtocol(HeadLimitingProtocol):
+    head_time = 1.5
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    app = FastAPI()
+
+    @app.get("/hello")
+    async def hello() -> str:
+        return "hello"
+
+    number = free_port()
+    config = uvicorn.Config(app, port=number, http=HastyProtocol, log_config=None, access_log=False)
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    yield number
+    server.should_exit = True
+    await serving
+
+
+async def drip(port: int, first: bytes, then: bytes, pause: float) -> tuple[float, bytes]:
+    """Sends `first`, and then bytes of `then` one by one; returns when it was cut off (s), and the answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    began = time.monotonic()
+    writer.write(first)
+    read = asyncio.create_task(reader.read())
+    with suppress(ConnectionError):
+        for number in range(10_000):
+            await asyncio.wait({read}, timeout=pause)
+            if read.done():
+                break
+            writer.write(then[number % len(then) :][:1])
+    writer.close()
+    return time.monotonic() - began, (b"" if read.exception() else read.result())
+
+
+async def test_a_thousand_clients_with_slow_heads_are_cut_off_and_others_are_served(port: int) -> None:
+    slow = [asyncio.create_task(drip(port, b"", HEAD, 0.25)) for _ in range(CLIENTS)]
+    await asyncio.sleep(0.5)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        assert (await client.get("/hello")).json() == "hello"
+    assert not any(one.done() for one in slow)
+    async with asyncio.timeout(15):
+        assert {answer for _, answer in await asyncio.gather(*slow)} == {b""}
+
+
+@pytest.mark.parametrize("then", [HEAD, b"\r\n"])
+async def test_a_slow_second_head_on_a_kept_connection_is_cut_off_too(port: int, then: bytes) -> None:
+    async with asyncio.timeout(15):
+        seconds, answer = await drip(port, HEAD + b"\r\n", then, 0.25)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert seconds >= HastyProtocol.head_time
+
+
+async def test_a_slow_body_is_not_a_slow_head(port: int) -> None:
+    head = b"GET /hello HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Length: 9\r\n\r\n"
+    async with asyncio.timeout(15):
+        _, answer = await drip(port, head, b"x" * 9, 0.3)
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+async def test_a_head_without_an_end_is_cut_off_at_once(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    began = time.monotonic()
+    writer.write(HEAD + b"x: " + b"y" * 2 * MAX_HEAD)
+    with suppress(ConnectionError):
+        assert await reader.read() == b""
+    assert time.monotonic() - began < HastyProtocol.head_time
+    writer.close()

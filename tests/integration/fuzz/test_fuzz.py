@@ -1,0 +1,197 @@
+"""No message stops a loop: absurd ones of each type, through the loops' own handlers and real servers.
+
+A short form runs with the suite. `BERTH_FUZZ_EXAMPLES=2000` is the long one, about ten minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+from uuid import UUID, uuid4
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from temporalio.client import Client
+
+from activities.claims import claim
+from activities.claims.handshake import ClaimReplies
+from activities.events.recorder import Recorder
+from activities.events.relay import Relay
+from activities.events.stream import GROUPS, RECORDER_GROUP, EventHandler, EventStream
+from api.orders.outcomes import NotedOutcome, OutcomeWriter
+from infra.database.dead_letters import DeadLetters
+from infra.database.orders import recording
+from infra.local.servers import TemporalServer
+from infra.valkey.client import reply_of
+from infra.valkey.request_queue import outcome_of
+from tests.integration.activities.conftest import Yard, yard
+from tests.integration.activities.events.test_events import moved, new_order
+from tests.integration.activities.scripted import POOL
+from tests.integration.fuzz import absurd
+from tests.signed import SECRETS
+from worker_runtime.jobs.protocol.calls import reply_number, reply_progress
+from worker_runtime.protocol import keys, sealing
+from worker_runtime.protocol.answers import SERVICE, read_answer
+from worker_runtime.protocol.authentication import sign
+from worker_runtime.protocol.errors import MalformedMessage
+from worker_runtime.protocol.messages import (
+    Answer,
+    ClaimReply,
+    Event,
+    InboxMessage,
+    OrderOutcome,
+    OrderState,
+    Signed,
+    decode,
+    encode,
+)
+from worker_runtime.protocol.requests import ControlMessage, Request, parse_frame, switch_of
+from worker_runtime.protocol.worker_reports import EVENT, read_metadata, read_sender
+from workflows.user_worker.messages import WorkerRef
+
+__all__ = ["yard"]  # a fixture
+
+EXAMPLES = int(os.environ.get("BERTH_FUZZ_EXAMPLES", "12"))
+#: Ids of users and orders, which each test replaces by real ones.
+USER, ORDER = "the user", "the order"
+
+fuzzed = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
+)
+long_enough = pytest.mark.timeout(120 + EXAMPLES * 2)
+
+KNOWN = absurd.plausible(
+    user_id=[USER], order_id=[ORDER], event_id=[f"{ORDER}:1", f"{ORDER}:2"], worker_id=["w1"], claim_id=["c1"]
+)
+events = st.lists(absurd.messages(Event, KNOWN), min_size=5, max_size=40)
+replies = st.lists(absurd.messages(ClaimReply, KNOWN), min_size=1, max_size=10)
+answers = st.lists(absurd.messages(Answer, KNOWN), min_size=1, max_size=20)
+
+
+def about(message: Any, user: str, order: str) -> bytes:
+    text = absurd.encoded(message).replace(USER.encode(), user.encode())
+    return text.replace(ORDER.encode(), order.encode())
+
+
+async def send(yard: Yard, payload: bytes) -> None:
+    sender = read_sender(payload)
+    mac = sign(yard.secrets.assignment_keys(sender.user_id, sender.epoch), b"event/1", payload)
+    for stream in GROUPS.values():
+        await reply_of(yard.client.xadd(stream, {EVENT: f"{mac} ".encode() + payload}))
+
+
+@fuzzed
+@long_enough
+@given(made=events)
+async def test_no_event_stops_recorder_or_relay(
+    yard: Yard, temporal_server: TemporalServer, made: list[Any]
+) -> None:
+    await yard.client.flushall()
+    temporal = await Client.connect(temporal_server.address)
+    order_id = await new_order(yard)
+    async with yard.database.session() as session:
+        user = (await recording.get_order(session, UUID(order_id))).user_id
+    for message in made:
+        await send(yard, about(message, user, order_id))
+    last = msgspec.structs.replace(moved(order_id, 9, OrderState.REJECTED), user_id=user)
+    await send(yard, encode(last))
+    handlers: dict[str, EventHandler] = {RECORDER_GROUP: Recorder(yard.database)}
+    for group, name in GROUPS.items():
+        await reply_of(yard.client.xgroup_create(name, group, id="0", mkstream=True))
+        handler = handlers.get(group) or Relay(temporal)
+        stream = EventStream(
+            yard.client, group, handler, yard.secrets, dead_letters=DeadLetters(yard.database)
+        )
+        # Whatever this raises would come again for ever: no server is away.
+        assert await asyncio.wait_for(stream.step(), 30) == len(made) + 1
+        await stream.upkeep()
+        assert (await reply_of(yard.client.xpending(name, group)))["pending"] == 0
+    async with yard.database.session() as session:
+        recorded = await recording.events_of_order(session, UUID(order_id))
+    assert last.event_id in {event.event_id for event in recorded}
+
+
+@fuzzed
+@long_enough
+@given(made=replies)
+async def test_no_reply_to_a_claim_hides_the_right_one(yard: Yard, made: list[Any]) -> None:
+    token, claim_id = yard.keys.launch_token("w1"), f"c-{uuid4()}"
+    worker = WorkerRef(worker_id="w1", task_id="", epoch=1, claim_id=claim_id, pool=POOL)
+    reading = ClaimReplies(yard.client, yard.keys, worker)
+    key = keys.pool_reply(POOL, "w1", claim_id)
+    for message in made:
+        payload = about(message, "u", "o").replace(b'"c1"', f'"{claim_id}"'.encode())
+        signed = Signed(payload=payload, signatures=[sealing._prove_payload(token, payload)])
+        await reply_of(yard.client.rpush(key, encode(signed)))
+    right = ClaimReply(claim_id=claim_id, worker_id="w1", epoch=1, attempt=2**40)
+    await reply_of(yard.client.rpush(key, sealing.prove_reply(right, token)))
+    found = await reading.present(2**40)
+    assert found is not None
+    claim._result(worker, found)
+
+
+@fuzzed
+@long_enough
+@given(made=answers)
+async def test_no_answer_stops_the_writer_of_outcomes(yard: Yard, made: list[Any]) -> None:
+    strange, good = await new_order(yard), await new_order(yard)
+    writer = OutcomeWriter(yard.database)
+    for message in made:
+        payload = about(message, "u", strange)
+        try:
+            answer = read_answer(f"{SERVICE}|mac|".encode() + payload).answer
+        except MalformedMessage:
+            continue
+        outcome, code = outcome_of(answer, strange)
+        writer.write_later(NotedOutcome(outcome, code))
+        await writer.close()
+    filled = OrderOutcome(order_id=good, state=OrderState.FILLED, filled_quantity=1)
+    writer.write_later(NotedOutcome(filled))
+    await writer.close()
+    async with yard.database.session() as session:
+        assert (await recording.get_order(session, UUID(good))).state == "filled"
+
+
+#: Made once: to make the strategy of a message again for each example takes 10 ms.
+any_message = st.one_of(
+    *(
+        st.tuples(st.just(kind), absurd.messages(kind, KNOWN))
+        for kind in (Request, InboxMessage, ControlMessage, Answer, ClaimReply, Event)
+    )
+)
+
+
+@settings(max_examples=EXAMPLES * 20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@long_enough
+@given(made=any_message)
+def test_what_decodes_is_within_its_bounds_and_is_written_again(made: tuple[Any, Any]) -> None:
+    kind, payload = made[0], absurd.encoded(made[1])
+    try:
+        message: Any = decode(payload, kind)
+    except MalformedMessage:
+        return
+    assert decode(encode(message), kind) == message
+
+
+@settings(max_examples=EXAMPLES * 20, deadline=None)
+@long_enough
+@given(words=st.lists(st.tuples(st.binary(max_size=20), st.binary(max_size=20)), max_size=5), raw=st.binary())
+def test_no_switch_metadata_number_or_frame_raises_in_its_reader(words: list[Any], raw: bytes) -> None:
+    listed = [b"*version", b"9" * 5000, *(word for pair in words for word in pair)]
+    switch_of(listed, "s", SECRETS.request_keys("u"), "u")
+    reply_number(raw)
+    reply_progress(raw)
+    read_metadata(dict(words), raw, "u", 1, lambda user, epoch: ())
+    try:
+        parse_frame(raw)
+    except MalformedMessage:
+        return

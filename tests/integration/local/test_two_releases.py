@@ -1,0 +1,284 @@
+"""The release before and this one side by side under orders: there, and back again, as the runbook says."""
+
+import asyncio
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from infra.database.migrate import migrate
+from infra.local.components import ApiComponent, ChildComponent
+from infra.local.process import free_port
+from infra.local.servers import TemporalServer
+from infra.local.stack import DATABASE, LocalStack
+from infra.vault import keyring
+from tests.e2e.conftest import VERIFY, House, Trader, until
+
+ROOT = Path(__file__).resolve().parents[3]
+#: The commit of 0.1.0. Its code runs with this release's packages.
+BEFORE = "39f5eca2"
+TRADERS = 2
+
+
+@pytest.fixture(scope="module")
+def release_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("before")
+    packed = subprocess.run(
+        [shutil.which("git") or "git", "-C", str(ROOT), "archive", BEFORE],
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert packed.returncode == 0, f"the history lacks 0.1.0 ({BEFORE}); fetch all of it: {packed.stderr!r}"
+    subprocess.run(
+        [shutil.which("tar") or "tar", "-x", "-C", str(folder)], input=packed.stdout, check=True, timeout=60
+    )
+    return folder
+
+
+class RunningRelease:
+    """Which code a component runs from its next start on, and how its parts are called."""
+
+    def __init__(self, path: Path | None, number: str) -> None:
+        self._path, self.number, self.build_id = path, number, f"{number}-rehearsal"
+
+    @property
+    def python_path(self) -> str:
+        return "" if self._path is None else str(self._path)
+
+    def give_to(self, one: ChildComponent) -> None:
+        def environment() -> Mapping[str, str]:
+            plain = {name: v for name, v in type(one).environment(one).items() if name != "PYTHONPATH"}
+            if not self.python_path:
+                return plain
+            # Each release checks orders by its own defaults, and the stack passes this one's.
+            checks = [name for name in plain if name.startswith("BERTH_CHECK_")]
+            return {name: v for name, v in plain.items() if name not in checks} | {
+                "PYTHONPATH": self.python_path
+            }
+
+        one.environment = environment  # type: ignore[method-assign]
+
+
+class StackOfBefore(LocalStack):
+    """All of it is the release before, its tables too."""
+
+    def __init__(self, directory: Path, old: RunningRelease, **overrides: Any) -> None:
+        super().__init__(
+            directory, build_id=old.build_id, worker_version="0.1.0", pool_target=TRADERS, **overrides
+        )
+        self.old = old
+        for one in (self.node, self.api, self.orchestrator):
+            old.give_to(one)
+
+    def _make_database(self) -> str:
+        self.postgres.create_database(DATABASE)
+        scripts = Path(self.old.python_path) / "infra" / "database" / "migrations"
+        assert asyncio.run(migrate(self.settings.database_url, scripts))[1] == "0001"
+        self.admin_key = keyring.ensure_admin_key(self.folder.keys / "admin.key", self.settings)
+        return DATABASE
+
+    def temporal_command(self, *words: str) -> Any:
+        """What Temporal's own program answers, as in the runbook."""
+        done = subprocess.run(
+            [TemporalServer.binary(), *words, "--address", self.temporal.address, "--output", "json"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=20,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout or "null")
+
+    def make_current(self, release: RunningRelease) -> None:
+        self.temporal_command(
+            *("worker", "deployment", "set-current-version", "--deployment-name", "berth"),
+            *("--build-id", release.build_id, "--yes"),
+        )
+
+    def left_on_another(self, release: RunningRelease) -> list[Any]:
+        asked = (
+            "TemporalWorkerDeployment = 'berth' AND ExecutionStatus = 'Running' "
+            f"AND TemporalWorkerDeploymentVersion != 'berth:{release.build_id}'"
+        )
+        found: list[Any] = self.temporal_command("workflow", "list", "--query", asked)
+        return found
+
+
+class RollingHouse(House):
+    """Calls go to all API processes in turn."""
+
+    def __init__(self, stack: LocalStack) -> None:
+        super().__init__(stack)
+        self.apis = [stack.api]
+        self._turns = itertools.count()
+
+    def call(self, method: str, path: str, key: str, **how: Any) -> httpx.Response:
+        url = self.apis[next(self._turns) % len(self.apis)].url
+        with httpx.Client(base_url=url, timeout=45, trust_env=False, verify=self._tls) as http:
+            return http.request(method, path, headers={"X-API-Key": key}, **how)
+
+
+@pytest.fixture
+def old(release_before: Path) -> RunningRelease:
+    return RunningRelease(release_before, "0.1.0")
+
+
+@pytest.fixture
+def house(tmp_path: Path, old: RunningRelease) -> Iterator[RollingHouse]:
+    with StackOfBefore(tmp_path / "stack", old, move_period=1.0, **VERIFY) as stack:
+        house = RollingHouse(stack)
+        yield house
+        house.threads.shutdown()
+
+
+class Clients:
+    """Each trader sends orders one after the other, and repeats each under its id until it is final."""
+
+    def __init__(self, house: House, traders: list[Trader]) -> None:
+        self._house = house
+        self._ending = threading.Event()
+        self.states: dict[tuple[str, str], str] = {}
+        self.faults: list[str] = []
+        self._threads = [threading.Thread(target=self._send, args=(one,)) for one in traders]
+        for thread in self._threads:
+            thread.start()
+
+    def _send(self, trader: Trader) -> None:
+        number = 0
+        while not self._ending.is_set():
+            number += 1
+            name, deadline = f"c-{number}", time.monotonic() + 60
+            while time.monotonic() < deadline:
+                try:
+                    answer = self._house.order(trader, name)
+                except httpx.HTTPError:  # the API is restarted
+                    self._ending.wait(0.1)
+                    continue
+                order = answer.json().get("order") or answer.json()
+                if order.get("final"):
+                    self.states[trader.user_id, name] = order["state"]
+                    if order["state"] != "filled":
+                        self.faults.append(f"{name}: {order}")
+                    break
+                self._ending.wait(0.1)
+            else:
+                self.faults.append(f"{name} has no outcome")
+                return
+            self._ending.wait(0.05)
+
+    def more(self, count: int = 10) -> None:
+        """Waits for so many orders more."""
+        wanted = len(self.states) + count
+        until(lambda: len(self.states) >= wanted or bool(self.faults), "more orders")
+
+    def end(self) -> None:
+        self._ending.set()
+        for thread in self._threads:
+            thread.join(90)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_no_order_is_lost_and_no_claim_fails_on_the_way_to_this_release_and_back(
+    house: RollingHouse, old: RunningRelease
+) -> None:
+    stack, new = house.stack, RunningRelease(None, "0.2.0")
+    assert isinstance(stack, StackOfBefore)
+    traders = [house.trader() for _ in range(TRADERS)]
+    for trader in traders:
+        house.start_until_active(trader)
+    clients = Clients(house, traders)
+    try:
+        clients.more()
+        migrated = subprocess.run(
+            [Path(sys.executable).with_name("berth"), "migrate", "--data", str(stack.folder.path)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert migrated.returncode == 0, migrated.stderr
+        clients.more()
+        for release in (new, old):
+            roll_orchestrators(stack, release, clients)
+            begin_rollout(house, release)
+            roll_api(house, release, clients)
+            end_rollout(house, release)
+            clients.more()
+    finally:
+        clients.end()
+    assert clients.faults == []
+    for trader in traders:
+        sent = [name for user, name in clients.states if user == trader.user_id]
+        assert len(house.ledger(trader)) == len(sent)
+        stopped = house.call("POST", f"/v1/users/{trader.user_id}/worker/stop", trader.api_key)
+        assert stopped.is_success, stopped.text
+        house.start_until_active(trader)  # no workflow is stuck
+    assert stack.left_on_another(old) == []
+
+
+def roll_orchestrators(stack: StackOfBefore, release: RunningRelease, clients: Clients) -> None:
+    rolled = stack.add_orchestrator(build_id=release.build_id)
+    release.give_to(rolled)
+    rolled.start()  # beside the other one
+    clients.more()
+    if release is stack.old:  # a step back is said by a person
+        stack.make_current(release)
+    until(lambda: not stack.left_on_another(release), f"workflows all on {release.build_id}")
+    for one in stack.orchestrators:
+        if one is not rolled and one.running:
+            one.stop()
+    clients.more()
+
+
+def roll_api(house: RollingHouse, release: RunningRelease, clients: Clients) -> None:
+    stack, (former,) = house.stack, house.apis
+    port = free_port()
+    rolled = ApiComponent(stack.folder.path, stack.settings.model_copy(update={"api_port": port}), port)
+    rolled.name = f"api-{release.number}"
+    rolled.log_path, rolled.records = stack.folder.logs / f"{rolled.name}.log", stack.folder.records
+    release.give_to(rolled)
+    rolled.start()
+    house.apis.append(rolled)
+    clients.more()  # half of them by each
+    house.apis.remove(former)
+    former.stop()
+    stack.api = rolled
+    clients.more()
+
+
+def begin_rollout(house: RollingHouse, release: RunningRelease) -> None:
+    stack = house.stack
+    release.give_to(stack.node)
+    stack.node.restart()  # it keeps the workers; those that come are of the other release
+    begun = house.call(
+        "POST",
+        "/v1/pools/default/rollout",
+        stack.admin_key,
+        json={"version": release.number, "deadline_seconds": 0, "quiet_seconds": 0, "reason": "rehearsal"},
+    )
+    assert begun.status_code == 202, begun.text
+
+
+def end_rollout(house: RollingHouse, release: RunningRelease) -> None:
+    def ended() -> bool:
+        found = house.call("GET", "/v1/pools/default/rollout", house.stack.admin_key).json()
+        assert not found["reason"], found
+        return bool(found["ended"])
+
+    until(ended, f"workers of {release.number}", 60)
+    for task in house.stack.tasks():
+        variables = Path(f"/proc/{house.worker_pid(task.worker_id)}/environ").read_bytes().split(b"\0")
+        assert task.version == release.number
+        named = [one for one in variables if one.startswith(b"PYTHONPATH=")]
+        assert named == ([f"PYTHONPATH={release.python_path}".encode()] if release.python_path else [])

@@ -1,0 +1,1 @@
+"""The connection to Temporal: TLS, keys, and what its histories show."""

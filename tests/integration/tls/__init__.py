@@ -1,0 +1,1 @@
+"""Servers behind TLS: what our clients check, and that all of them get through."""

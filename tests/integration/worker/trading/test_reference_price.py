@@ -1,0 +1,74 @@
+"""Prices and values against the broker's reference price of the day, which only the session knows."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.integration.worker.stage import WorkerStage
+from tests.integration.worker.trading.test_price_changes import repriced
+from tests.integration.worker.trading.test_requests import ask, working
+from tests.integration.worker.trading.test_switch import code
+from tests.integration.worker.worker import SpawnedWorker
+from worker_runtime.protocol.messages import PriceType, TimeInForce
+
+#: Of the scripted broker: 100.5.
+BAND = Decimal("0.1")
+MARKET: dict[str, Any] = {
+    "price_type": PriceType.MARKET,
+    "price": None,
+    "time_in_force": TimeInForce.IOC,
+}
+
+
+@pytest.fixture
+def worker(stage: WorkerStage) -> SpawnedWorker:
+    return stage.active()
+
+
+def sent(stage: WorkerStage, **changes: Any) -> str:
+    order = stage.order(**changes)
+    stage.enqueue(order)
+    return code(stage, order.request_id)
+
+
+@pytest.mark.parametrize(
+    ("price", "expected"),
+    [("110.55", "filled"), ("110.56", "PRICE_BAND"), ("90.45", "filled"), ("90.44", "PRICE_BAND")],
+)
+def test_a_price_outside_the_band_is_refused_before_the_broker(
+    stage: WorkerStage, worker: SpawnedWorker, price: str, expected: str
+) -> None:
+    worker.tell_broker("reference")
+    assert sent(stage, price=Decimal(price), price_band=BAND) == expected
+    assert len(worker.placed()) == (expected == "filled")
+    assert sent(stage, price=Decimal(price)) == "filled"  # as an API of 0.1.0 asks
+
+
+def test_without_a_reference_price_the_exchanges_own_limit_remains(
+    stage: WorkerStage, worker: SpawnedWorker
+) -> None:
+    assert sent(stage, price=Decimal(1), price_band=BAND) == "filled"
+    assert sent(stage, **MARKET, most_price=Decimal(1)) == "filled"
+
+
+def test_a_market_order_counts_at_the_reference_price(stage: WorkerStage, worker: SpawnedWorker) -> None:
+    worker.tell_broker("reference")
+    assert sent(stage, **MARKET, most_price=Decimal("100.4")) == "NOTIONAL_LIMIT"
+    assert worker.placed() == []
+    assert sent(stage, **MARKET, most_price=Decimal("100.5"), price_band=BAND) == "filled"
+
+
+def test_another_price_of_an_order_keeps_within_the_band(stage: WorkerStage, worker: SpawnedWorker) -> None:
+    order = working(stage, worker)
+    worker.tell_broker("reference")
+    far = msgspec.structs.replace(repriced(order, "p1"), price=Decimal(111), price_band=BAND)
+    failure = ask(stage, far).failure
+    assert failure is not None
+    assert failure.code == "PRICE_BAND"
+    assert worker.ledger("replace") == []
+    near = msgspec.structs.replace(far, request_id="p2", price=Decimal(110))
+    assert ask(stage, near).failure is None

@@ -1,0 +1,160 @@
+"""When operators are told of what: pure steps, with the clock in the test's hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infra.alerts.book import LINES, MOST, QUIET, AlertBook
+from worker_runtime.jobs.protocol.catalog import SendEmail, make_job
+
+WINDOW, LIMIT = 900.0, 4
+START = 1_800_000_000.0
+
+
+@dataclass
+class BookStage:
+    """A book with a clock; `holding` are the conditions that hold at each look."""
+
+    book: AlertBook = field(default_factory=AlertBook)
+    now: float = START
+    holding: dict[str, float] = field(default_factory=dict)
+    wait: float = 0.0
+    down: set[str] = field(default_factory=set)
+
+    def look(self, after: float = 10.0, limit: int = LIMIT) -> list[str]:
+        """The lines of the message that goes out then."""
+        self.now += after
+        self.book.message = None
+        for key, value in self.holding.items():
+            self.book.observe(key, f"{value:.0f} of {key}", value, self.wait, self.now)
+        self.book.keep(lambda key: key.partition("|")[0] in self.down, self.now)
+        self.book.make_message(self.now, window=WINDOW, limit=limit)
+        return self.book.message.lines if self.book.message else []
+
+    def error(self, key: str = "e", count: int = 1) -> None:
+        self.book.count_error(key, f"text of {key}", count, self.now)
+
+
+def test_an_error_is_told_at_once_and_then_once_a_window_with_its_count() -> None:
+    stage = BookStage()
+    stage.error()
+    assert [line.split(" (")[0] for line in stage.look()] == ["ERROR text of e"]
+    for _ in range(50):
+        stage.error(count=2)
+        assert stage.look() == []
+    [line] = stage.look(after=WINDOW)
+    assert "(101 since " in line
+    assert stage.look(after=2 * WINDOW) == []
+    assert stage.book.alerts == {}, "it came no more, so it is forgotten"
+    stage.error()
+    assert len(stage.look()) == 1, "and new when it comes again"
+
+
+def test_errors_that_differ_are_one_message() -> None:
+    stage = BookStage()
+    for number in range(LINES + 5):
+        stage.error(f"e{number}")
+    lines = stage.look()
+    assert len(lines) == LINES + 1
+    assert "5 more" in lines[-1]
+    assert stage.book.message is not None
+    assert stage.book.message.subject.endswith(f"(and {LINES + 4} more)")
+
+
+def test_a_condition_is_told_when_it_has_held_and_when_it_is_over() -> None:
+    stage = BookStage(wait=25.0, holding={"x|a": 3})
+    assert stage.look() == []
+    assert stage.look() == []
+    assert stage.look() == []
+    assert "3 of x|a (since " in stage.look()[0]
+    assert stage.look() == []
+    stage.holding.clear()
+    assert stage.look(after=QUIET - 1) == []
+    assert [line.split()[0] for line in stage.look(after=1)] == ["OVER"]
+    assert stage.book.alerts == {}
+
+
+def test_a_condition_that_held_for_a_moment_is_not_told() -> None:
+    stage = BookStage(wait=25.0, holding={"x|a": 3})
+    stage.look()
+    stage.holding.clear()
+    assert stage.look(after=QUIET - 1) == [], "nobody has seen it for as long as it must hold"
+    assert stage.look(after=1) == []
+    assert stage.book.alerts == {}
+
+
+def test_a_condition_that_flaps_is_one_alert() -> None:
+    stage = BookStage()
+    told = []
+    for number in range(100):
+        stage.holding = {"x|a": 1} if number % 3 else {}
+        told += stage.look()
+    assert len(told) == 1
+
+
+def test_a_condition_that_grows_is_told_again_once_a_window() -> None:
+    stage = BookStage(holding={"x|a": 5})
+    assert len(stage.look()) == 1
+    stage.holding = {"x|a": 2}
+    assert stage.look(after=WINDOW) == [], "it shrank"
+    stage.holding = {"x|a": 3}
+    assert "3 of x|a" in stage.look()[0], "one more than there were"
+    stage.holding = {"x|a": 4}
+    assert stage.look() == [], "within the window"
+    assert "4 of x|a" in stage.look(after=WINDOW)[0]
+
+
+def test_a_condition_that_nobody_can_read_is_not_over() -> None:
+    stage = BookStage(holding={"postgresql|a": 1})
+    assert len(stage.look()) == 1
+    stage.holding, stage.down = {}, {"postgresql"}
+    assert stage.look(after=10 * QUIET) == []
+    stage.down = set()
+    assert stage.look() == []
+    assert stage.look(after=QUIET)[0].startswith("OVER ")
+
+
+def test_beyond_the_limit_everything_waits_for_one_message() -> None:
+    stage = BookStage()
+    for number in range(LIMIT):
+        stage.error(f"e{number}")
+        lines = stage.look()
+    assert lines[-1].startswith(f"This is message {LIMIT} in an hour")
+    stage.holding = {"x|a": 1}
+    for number in range(10):
+        stage.error(f"more{number}", count=3)
+        assert stage.look() == []
+    stage.holding.clear()
+    assert stage.look(after=QUIET) == []
+    lines = stage.look(after=3600.0)
+    assert sum("(3 since" in line for line in lines) == 10
+    assert [line for line in lines if line.startswith("OVER ")], "it came and went while all had to wait"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 400), st.text(max_size=80), st.floats(1, 2000)), max_size=60))
+def test_whatever_comes_the_book_stays_small_and_its_messages_can_be_sent(
+    found: list[tuple[int, str, float]],
+) -> None:
+    stage = BookStage()
+    sent = []
+    for number, text, after in found:
+        stage.book.count_error(f"e{number}", text, 1, stage.now)
+        stage.holding = {f"x|{text}": number}
+        if lines := stage.look(after):
+            sent.append(stage.now)
+            assert stage.book.message is not None
+            make_job("j", SendEmail(to="a@b", subject=stage.book.message.subject, text="\n".join(lines)))
+    assert len(stage.book.alerts) <= MOST + 70
+    assert all(sum(0 <= at - one < 3600 for at in sent) <= LIMIT for one in sent)
+
+
+def test_too_many_kinds_of_errors_are_counted_together() -> None:
+    stage = BookStage()
+    for number in range(MOST + 50):
+        stage.error(f"e{number}")
+    assert len(stage.book.alerts) == MOST + 1
+    assert stage.book.alerts[""].value == 50

@@ -1,0 +1,81 @@
+"""Everything that is installed is pinned by a hash, and the SBOM of an image says what is in it."""
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from infra.images.requirements import pinned, wanted
+
+ROOT = Path(__file__).resolve().parents[3]
+LOCK = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+IMAGES = [["server", "setuptools"], ["server", "shioaji"], ["shioaji"], []]
+
+
+def needed(lines: list[str]) -> set[str]:
+    """What these requirements need here, in turn, as the installed packages say."""
+    found: set[str] = set()
+    left = [(Requirement(line), "") for line in lines]
+    seen: set[tuple[str, str]] = set()
+    while left:
+        one, extra = left.pop()
+        if one.marker is not None and not one.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(one.name)
+        found.add(name)
+        for wanted_extra in ("", *one.extras):
+            if (name, wanted_extra) not in seen:
+                seen.add((name, wanted_extra))
+                try:
+                    left += [(Requirement(line), wanted_extra) for line in requires(name) or ()]
+                except PackageNotFoundError:
+                    pytest.fail(f"{name} is not installed")
+    return found
+
+
+def test_every_line_of_the_lock_has_a_version_and_hashes() -> None:
+    entries = re.findall(
+        r"^([a-z0-9-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", LOCK, re.M
+    )
+    assert len(entries) == len(re.findall(r"^[a-z]", LOCK, re.M)) > 100
+
+
+@pytest.mark.parametrize("extras", IMAGES, ids=" ".join)
+def test_an_image_installs_what_its_extras_need_by_hash(extras: list[str]) -> None:
+    lines = wanted(ROOT / "pyproject.toml", extras)
+    text = pinned(LOCK, lines)
+    names = set(re.findall(r"^([a-z0-9-]+)==", text, re.M))
+    missing = needed(lines) - names - {"pip", "setuptools", "wheel"}
+    assert missing == set()
+    assert text.count("==") == len(names) == text.count("# via")
+    assert not names & {"pytest", "mypy", "mkdocs", "moto"}
+    assert "shioaji" in extras or "shioaji" not in names
+
+
+def test_a_package_that_the_lock_has_not_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        pinned(LOCK, wanted(ROOT / "pyproject.toml", ["serber"]))
+
+
+@pytest.mark.timeout(60)
+def test_the_sbom_names_each_package_of_an_image_with_its_hashes(tmp_path: Path) -> None:
+    lines = tmp_path / "worker.txt"
+    lines.write_text(pinned(LOCK, wanted(ROOT / "pyproject.toml", ["shioaji"])), encoding="utf-8")
+    made = tmp_path / "worker.cdx.json"
+    tool = Path(sys.executable).with_name("cyclonedx-py")
+    words = ["requirements", "--pyproject", str(ROOT / "pyproject.toml"), "--output-reproducible"]
+    subprocess.run([tool, *words, "--output-file", made, lines], check=True, capture_output=True, timeout=50)
+    sbom = json.loads(made.read_text(encoding="utf-8"))
+    assert sbom["bomFormat"] == "CycloneDX"
+    assert sbom["metadata"]["component"]["name"] == "berth"
+    named = {f"{one['name']}=={one['version']}" for one in sbom["components"]}
+    assert named == set(re.findall(r"^\S+==[^ \\]+", lines.read_text(encoding="utf-8"), re.M))
+    assert all(one["purl"].startswith("pkg:pypi/") for one in sbom["components"])
+    references = [ref for one in sbom["components"] for ref in one["externalReferences"]]
+    assert sum(len(ref.get("hashes", ())) for ref in references) >= len(sbom["components"])

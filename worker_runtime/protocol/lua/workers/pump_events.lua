@@ -1,0 +1,55 @@
+-- Moves events from the workers' own lists to the streams, which no worker reaches: all to one, and those of a worker's
+-- state to one that the relay reads, which so has nothing to do for an order. Who rang the bell has a turn, once
+-- in a call, and rings again behind the others if something is left.
+--
+-- KEYS[1] events     worker:events
+-- KEYS[2] bell       {worker:events}:bell
+-- KEYS[3] changes    {worker:events}:changes
+-- ARGV[1] prefix of the lists, {worker:events}:of:   (same slot)
+-- ARGV[2] entries that are taken from one list
+-- ARGV[3] rings that are taken; if more than as many again are left, they are dropped
+-- ARGV[4] length of a list that is reported
+-- ARGV[5] a worker that has a turn, too, or ''
+--
+-- Returns {rings taken, rings that were left, announcements, {worker, length of its list…}}. An announcement is a
+-- ring with a space in it. Entries are added before they are removed, so that a failure loses none.
+local MOST, LONGEST = 2000, 264 * 1024  -- entries of one call; bytes: a message has at most 256 KiB, and its MAC
+local CHANGE = ' {"type":"worker_event"'  -- what our workers begin one with; of others nobody is told but the recorder
+local bell, limit = KEYS[2], tonumber(ARGV[3])
+local rings, left, moved, seen, again, announced, long = 0, 0, 0, {}, {}, {}, {}
+local function pump(worker)
+  local list = ARGV[1] .. worker
+  local items = redis.pcall('LRANGE', list, 0, ARGV[2] - 1)
+  if items.err or #items == 0 then return end
+  for _, item in ipairs(items) do
+    if #item <= LONGEST then
+      redis.call('XADD', KEYS[1], '*', 'e', item)
+      if string.find(item, CHANGE, 1, true) then redis.call('XADD', KEYS[3], '*', 'e', item) end
+    end
+  end
+  moved = moved + #items
+  redis.call('LTRIM', list, #items, -1)
+  local rest = redis.call('LLEN', list)
+  if rest > 0 then again[#again + 1] = worker end
+  if rest > tonumber(ARGV[4]) then
+    long[#long + 1] = worker
+    long[#long + 1] = rest
+  end
+end
+
+while rings < limit and moved < MOST do
+  local ring = redis.call('LPOP', bell)
+  if not ring then break end
+  rings = rings + 1
+  if not seen[ring] then
+    seen[ring] = true
+    if string.find(ring, ' ', 1, true) then announced[#announced + 1] = ring else pump(ring) end
+  end
+end
+if limit > 0 then
+  left = redis.call('LLEN', bell)
+  if left > limit then redis.call('UNLINK', bell) end
+end
+if ARGV[5] ~= '' then pump(ARGV[5]) end
+for _, worker in ipairs(again) do redis.call('RPUSH', bell, worker) end
+return {rings, left, announced, long}
