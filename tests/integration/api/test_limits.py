@@ -30,7 +30,9 @@ async def test_a_refused_request_says_when_to_come_back(settings: Settings) -> N
         assert refused.status_code == 429
         assert refused.json()["code"] == "TOO_MANY_REQUESTS"
         assert refused.headers["retry-after"] == "1"
-        assert refused.headers["ratelimit"] == '"key";r=0;t=5'
+        assert refused.headers["ratelimit"].startswith('"key";r=0;t=')
+        # Valkey counts from when it is told, so the window may end a part of a second after this process's.
+        assert refused.headers["ratelimit"][-1] in "56"
         async with api.client(api.admin_key) as other:
             assert await statuses(other, 5) == [200] * 5
 
