@@ -78,7 +78,7 @@ class Absences:
         self._since: dict[WorkerInService, float] = {}
         self._signalled_at: dict[WorkerInService, float] = {}
         self._without_workflow: set[WorkerInService] = set()
-        #: Whether so many were missing at the last read that it may be an outage.
+        #: Whether the last read missed enough of them to be an outage.
         self.many = False
 
     @property

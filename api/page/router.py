@@ -280,7 +280,7 @@ async def show_audit(page: InPage, query: Annotated[AuditQuery, Query()]) -> HTM
     return await page.show("audit.html", "Audit trail", entries=found, query=query)
 
 
-#: A working day. Whoever stays logs in anew.
+#: A working day; who works longer logs in anew.
 LIFE = timedelta(hours=12)
 #: What browsers say of a request by a page of ours, or by nobody's page.
 _OURS = frozenset({"same-origin", "none"})

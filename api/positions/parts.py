@@ -45,7 +45,7 @@ def split_close(body: OrderRequest) -> list[OrderRequest]:
     sizes = [MAX_LOTS] * whole + [rest] * (rest > 0)
     ids = part_ids(body.client_order_id)[: len(sizes)]
     if len(ids[-1]) > _MAX_ID:
-        raise CloseInvalid(f"so many lots need an id of at most {_MAX_ID - 3} characters")
+        raise CloseInvalid(f"a close in parts needs an id of at most {_MAX_ID - 3} characters")
     # A copy is not validated: our own ids are not among a caller's.
     named = zip(ids, sizes, strict=True)
     return [body.model_copy(update={"client_order_id": one, "quantity": size}) for one, size in named]

@@ -71,7 +71,8 @@ def _show_outcome(done: dict[str, object]) -> None:
 def status(
     api: OperatorApi,
     odd: Annotated[
-        int, typer.Option(min=0, max=1000, help="The last so many that found something or held still.")
+        int,
+        typer.Option(min=0, max=1000, help="How many to list that found something or held still."),
     ] = 0,
 ) -> CommandAnswer:
     """Show the last pass: when, how many workers, what it found and did, and what it left alone."""

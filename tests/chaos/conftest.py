@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +11,7 @@ import pytest
 
 from infra.local.stack import LocalStack
 from tests.chaos.line import WorkerLines
-from tests.e2e.conftest import House, Trader
+from tests.e2e.conftest import House, Trader, house_of
 
 POOL = 6
 #: Seconds; 5 of them are the lease's margin, and 5 bear a machine that stands still for a moment.
@@ -39,10 +36,9 @@ class ChaosHouse:
 def chaos_house() -> Iterator[ChaosHouse]:
     """Ends with the tests of this folder: two dozen workers that renew their marks twice a second are no
     neighbours for the rest of the suite."""
-    folder = Path(tempfile.mkdtemp(prefix="berth-chaos-"))
-    folder.chmod(0o755)  # PostgreSQL runs as another user than root
-    try:
-        with WorkerLines() as lines:
+    with WorkerLines() as lines:
+
+        def lined(folder: Path) -> LocalStack:
             stack = LocalStack(
                 folder,
                 pool_target=POOL,
@@ -55,14 +51,11 @@ def chaos_house() -> Iterator[ChaosHouse]:
                 worker_valkey_url=lines.url,
             )
             lines.target = stack.valkey.port
-            with stack:
-                house = House(stack)
-                bystanders = tuple(house.trader() for _ in range(BYSTANDERS))
-                with ThreadPoolExecutor(max_workers=6) as threads:
-                    list(threads.map(house.start_until_active, bystanders))
-                stack.wait_pool(POOL)
-                yield ChaosHouse(house, lines, bystanders)
-                house.threads.shutdown()
-    finally:
-        if not os.environ.get("BERTH_KEEP_CHAOS"):
-            shutil.rmtree(folder, ignore_errors=True)
+            return stack
+
+        with house_of(lined) as house:
+            bystanders = tuple(house.trader() for _ in range(BYSTANDERS))
+            with ThreadPoolExecutor(max_workers=6) as threads:
+                list(threads.map(house.start_until_active, bystanders))
+            house.stack.wait_pool(POOL)
+            yield ChaosHouse(house, lines, bystanders)

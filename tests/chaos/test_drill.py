@@ -4,19 +4,16 @@ again. Nobody is parked, no end counts as a crash, and each order is filled."""
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infra.launchers.process import ProcessLauncher
 from infra.local.stack import LocalStack
-from tests.e2e.conftest import House, Trader, until
+from tests.e2e.conftest import House, Trader, house_of, until
 
 USERS = 50
 #: Free workers: those of the second host take over from the first one's.
@@ -71,13 +68,10 @@ class Drill:
 
 @pytest.fixture(scope="module")
 def drill() -> Iterator[Drill]:
-    folder = Path(tempfile.mkdtemp(prefix="berth-drill-"))
-    folder.chmod(0o755)  # PostgreSQL runs as another user than root
-    try:
-        with LocalStack(folder, pool_target=POOL, connect_timeout=10.0, orchestrators=2) as stack:
-            yield Drill(House(stack))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with house_of(
+        lambda folder: LocalStack(folder, pool_target=POOL, connect_timeout=10.0, orchestrators=2)
+    ) as house:
+        yield Drill(house)
 
 
 @pytest.mark.slow

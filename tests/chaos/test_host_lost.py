@@ -1,8 +1,6 @@
 """A host is lost with every user's worker on it: each is served again, by one owner, and in time."""
 
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,7 @@ from infra.exchange.records import LedgerSession
 from infra.lab.processes import WorkerProcesses, processes_of, send_signal
 from infra.local.stack import LocalStack
 from tests.chaos.line import LineTrouble, WorkerLines
-from tests.e2e.conftest import House, Trader, until
+from tests.e2e.conftest import House, Trader, house_of, until
 from worker_runtime.protocol import keys
 
 USERS = 5
@@ -35,10 +33,9 @@ class LostHost:
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[LostHost]:
-    folder = Path(tempfile.mkdtemp(prefix="berth-host-"))
-    folder.chmod(0o755)  # PostgreSQL runs as another user than root
-    try:
-        with WorkerLines() as lines:
+    with WorkerLines() as lines:
+
+        def lined(folder: Path) -> LocalStack:
             stack = LocalStack(
                 folder,
                 pool_target=3 * USERS,
@@ -50,11 +47,11 @@ def host() -> Iterator[LostHost]:
                 worker_valkey_url=lines.url,
             )
             lines.target = stack.valkey.port
-            with stack:
-                stack.wait_pool(3 * USERS)
-                yield LostHost(House(stack), lines)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            return stack
+
+        with house_of(lined) as house:
+            house.stack.wait_pool(3 * USERS)
+            yield LostHost(house, lines)
 
 
 @pytest.mark.slow

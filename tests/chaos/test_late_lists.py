@@ -4,11 +4,9 @@ exchange's ledger, the processes are real."""
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +18,7 @@ from infra.lab.chaos.orders.judge import overlapping_sessions, sessions_in_order
 from infra.lab.processes import processes_of
 from infra.local.stack import LocalStack
 from tests.chaos import late_orchestrator
-from tests.e2e.conftest import House, Trader, until
+from tests.e2e.conftest import House, Trader, house_of, until
 from worker_runtime.protocol import keys
 from workflows.names import user_worker_id
 
@@ -31,20 +29,16 @@ MARK_TTL = 8.0
 
 @pytest.fixture
 def late_house() -> Iterator[House]:
-    folder = Path(tempfile.mkdtemp(prefix="berth-late-"))
-    folder.chmod(0o755)  # PostgreSQL runs as another user than root
-    try:
+    def late(folder: Path) -> LocalStack:
         stack = LocalStack(
             folder, pool_target=2, connect_timeout=5.0, mark_ttl=MARK_TTL, mark_period=0.5, orchestrators=2
         )
         for orchestrator in stack.orchestrators:
             orchestrator.command = lambda: [sys.executable, late_orchestrator.__file__]  # type: ignore[method-assign]
-        with stack:
-            house = House(stack)
-            yield house
-            house.threads.shutdown()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        return stack
+
+    with house_of(late) as house:
+        yield house
 
 
 @pytest.mark.slow

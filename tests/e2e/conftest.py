@@ -218,26 +218,38 @@ def until(condition: Callable[[], T | None], what: str, patience: float = PATIEN
 VERIFY: dict[str, Any] = {"verify_pause": 0.5, "verify_longest_pause": 2.0, "absent_after": 2.0}
 
 
+@contextlib.contextmanager
+def house_of(make: Callable[[Path], LocalStack]) -> Iterator[House]:
+    """A running system, in a folder of its own that goes with it (`BERTH_KEEP_CHAOS` keeps it)."""
+    folder = Path(tempfile.mkdtemp(prefix="berth-e2e-"))
+    folder.chmod(0o755)  # PostgreSQL runs as another user than root
+    try:
+        with make(folder) as stack:
+            house = House(stack)
+            yield house
+            house.threads.shutdown()
+    finally:
+        if not os.environ.get("BERTH_KEEP_CHAOS"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.fixture(scope="package")
 def running_house() -> Iterator[House]:
     """Ends with the tests of this folder: left running it would take its share of the machine from all later
     ones, and hundreds of processes would be looked through whenever one is sought."""
-    folder = Path(tempfile.mkdtemp(prefix="berth-e2e-"))
-    folder.chmod(0o755)  # PostgreSQL runs as another user than root
     limit, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (most, most))  # as where somebody hunts a crash
     try:
         metrics, _ = free_ports(2)  # the second is the one after it, for the SDK's
         address = f"127.0.0.1:{metrics}"
-        with LocalStack(
-            folder, pool_target=POOL, connect_timeout=5.0, metrics_address=address, **VERIFY
-        ) as stack:
-            house = House(stack)
+        with house_of(
+            lambda folder: LocalStack(
+                folder, pool_target=POOL, connect_timeout=5.0, metrics_address=address, **VERIFY
+            )
+        ) as house:
             yield house
-            house.threads.shutdown()
     finally:
         resource.setrlimit(resource.RLIMIT_CORE, (limit, most))
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture

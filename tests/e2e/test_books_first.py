@@ -3,29 +3,19 @@ order that brought the worker, which PostgreSQL took when nobody knew of a diffe
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from infra.local.stack import LocalStack
-from tests.e2e.conftest import House, until
+from tests.e2e.conftest import House, house_of, until
 from tests.e2e.test_differences import by_hand, open_difference
 
 
 @pytest.fixture
 def blocking_house() -> Iterator[House]:
-    folder = Path(tempfile.mkdtemp(prefix="berth-books-"))
-    folder.chmod(0o755)  # PostgreSQL runs as another user than root
-    try:
-        with LocalStack(folder, pool_target=1, differences_block=True) as stack:
-            house = House(stack)
-            yield house
-            house.threads.shutdown()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with house_of(lambda folder: LocalStack(folder, pool_target=1, differences_block=True)) as house:
+        yield house
 
 
 @pytest.mark.slow

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from infra.local.stack import LocalStack
 from tests.chaos.judge import AnsweredOrder, violations
 from tests.chaos.stream import OrderStream
-from tests.e2e.conftest import House
+from tests.e2e.conftest import House, house_of
 
 #: Seconds without an order after which a worker ends.
 IDLE = 0.8
@@ -26,17 +23,12 @@ ORDERS = 20
 @pytest.fixture(scope="module")
 def restless_house() -> Iterator[House]:
     """Workers end after less than a second of rest."""
-    folder = Path(tempfile.mkdtemp(prefix="berth-idle-"))
-    folder.chmod(0o755)  # PostgreSQL runs as another user than root
-    try:
-        with LocalStack(
+    with house_of(
+        lambda folder: LocalStack(
             folder, pool_target=USERS, connect_timeout=5.0, idle_timeout=IDLE, durable=False, api_processes=1
-        ) as stack:
-            house = House(stack)
-            yield house
-            house.threads.shutdown()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        )
+    ) as house:
+        yield house
 
 
 def _trade(house: House, seed: int) -> tuple[int, list[str], list[AnsweredOrder]]:

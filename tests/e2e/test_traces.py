@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from infra.local.stack import LocalStack
-from tests.e2e.conftest import PATIENCE, POOL, House, Trader, until
+from tests.e2e.conftest import PATIENCE, POOL, House, Trader, house_of, until
 
 REQUEST = "POST /v1/users/{user_id}/orders"
 #: What each order and each claim has, whatever else happens.
@@ -93,17 +91,14 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="module")
 def house(collector: Collector) -> Iterator[House]:
     """A system that sends its traces to the collector from its start on."""
-    folder = Path(tempfile.mkdtemp(prefix="berth-traces-"))
-    folder.chmod(0o755)  # PostgreSQL runs as another user than root
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds; by default 5 s
-            with LocalStack(folder, pool_target=POOL, connect_timeout=5.0, traces_url=collector.url) as stack:
-                own = House(stack)
-                yield own
-                own.threads.shutdown()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+    def traced(folder: Path) -> LocalStack:
+        return LocalStack(folder, pool_target=POOL, connect_timeout=5.0, traces_url=collector.url)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # milliseconds; by default 5 s
+        with house_of(traced) as own:
+            yield own
 
 
 def order(house: House, trader: Trader, trace_id: str, flags: str = "01") -> httpx.Response:

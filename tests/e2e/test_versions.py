@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shutil
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -20,7 +17,7 @@ from activities.orchestrator.deployment import Deployment
 from infra.local.components import OrchestratorComponent
 from infra.local.stack import LocalStack
 from infra.temporal.connection import open_client
-from tests.e2e.conftest import POOL, House, Trader, until
+from tests.e2e.conftest import POOL, House, Trader, house_of, until
 from workflows import names
 from workflows.user_worker import messages as m
 
@@ -121,10 +118,8 @@ class VersionedFleet:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[VersionedFleet]:
-    folder = Path(tempfile.mkdtemp(prefix="berth-e2e-"))
-    folder.chmod(0o755)  # PostgreSQL runs as another user than root
-    try:
-        with LocalStack(
+    with house_of(
+        lambda folder: LocalStack(
             folder,
             durable=False,
             pool_target=POOL,
@@ -132,12 +127,9 @@ def fleet() -> Iterator[VersionedFleet]:
             api_processes=1,
             move_period=1.0,
             build_id="b0",
-        ) as stack:
-            house = House(stack)
-            yield VersionedFleet(house)
-            house.threads.shutdown()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        )
+    ) as house:
+        yield VersionedFleet(house)
 
 
 @pytest.fixture

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,26 +19,13 @@ from infra.lab.bench.fleet.stack import SimulatedStack
 from infra.local.process import free_port
 from infra.local.servers import ValkeyServer
 from infra.local.stack import LocalStack
-from tests.e2e.conftest import VERIFY, House, Trader, until
+from tests.e2e.conftest import VERIFY, House, Trader, house_of, until
 
 #: Real workers, and simulated ones; of the latter 300 in the long form.
 WORKERS = 6
 FLEET = int(os.environ.get("BERTH_USERS_FLEET", "16"))
 #: Workers that nobody has claimed.
 POOL = 2
-
-
-@contextmanager
-def house_of(make: Callable[[Path], LocalStack]) -> Iterator[House]:
-    folder = Path(tempfile.mkdtemp(prefix="berth-users-"))
-    folder.chmod(0o755)
-    try:
-        with make(folder / "stack") as stack:
-            house = House(stack)
-            yield house
-            house.threads.shutdown()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class UserCrowd:

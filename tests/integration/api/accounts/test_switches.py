@@ -139,11 +139,11 @@ async def test_a_user_halts_himself_and_opens_only_what_he_halted(
 async def test_switches_are_listed_in_pages_and_searched_by_user_and_state(api: ServedApi) -> None:
     async with api.services.database.session() as session:
         for number in range(7):
-            scope = TradingScope(f"desk-{number}", by_user=number == 3)
+            scope = TradingScope(f"team-{number}", by_user=number == 3)
             state = SwitchState.REDUCING if number == 5 else SwitchState.HALTED
             await switches.put_switch(session, scope, state, actor="x", reason="a test")
         await switches.put_switch(session, TradingScope(), SwitchState.OPEN, actor="x", reason="a test")
-        await switches.put_switch(session, TradingScope("d_sk"), SwitchState.OPEN, actor="x", reason="")
+        await switches.put_switch(session, TradingScope("t_am"), SwitchState.OPEN, actor="x", reason="")
     async with api.client(api.admin_key) as admin:
 
         async def pages(**wanted: Any) -> list[list[str | None]]:
@@ -155,18 +155,18 @@ async def test_switches_are_listed_in_pages_and_searched_by_user_and_state(api: 
                 cursor = body["next_cursor"]
             return found
 
-        of_desk = [f"desk-{number}" for number in range(6, -1, -1)]
-        assert await pages() == [["d_sk", None, *of_desk]]
-        assert await pages(limit=4) == [["d_sk", None, *of_desk[:2]], of_desk[2:6], of_desk[6:]]
-        assert await pages(prefix="desk", limit=5) == [of_desk[:5], of_desk[5:]]
-        assert await pages(prefix="d_s") == [["d_sk"]]
-        assert await pages(state="open") == [["d_sk", None]]
-        assert await pages(prefix="desk-5", state="reducing") == [["desk-5"]]
+        of_team = [f"team-{number}" for number in range(6, -1, -1)]
+        assert await pages() == [["t_am", None, *of_team]]
+        assert await pages(limit=4) == [["t_am", None, *of_team[:2]], of_team[2:6], of_team[6:]]
+        assert await pages(prefix="team", limit=5) == [of_team[:5], of_team[5:]]
+        assert await pages(prefix="t_a") == [["t_am"]]
+        assert await pages(state="open") == [["t_am", None]]
+        assert await pages(prefix="team-5", state="reducing") == [["team-5"]]
         for wrong in ({"state": "shut"}, {"limit": 0}, {"limit": 1001}, {"cursor": "x"}, {"prefix": "%"}):
             answer = await admin.get("/switches", params=wrong)
             assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST"), wrong
     async with api.client(api.key) as user:  # nothing of others, whatever is searched for
-        body = (await user.get("/switches", params={"prefix": "desk"})).json()
+        body = (await user.get("/switches", params={"prefix": "team"})).json()
         assert (body["switches"], body["effective"]["all_accounts"]) == ([], "open")
 
 
