@@ -24,6 +24,7 @@ from infra.lab import docker, worker_image
 from infra.lab.docker import BridgedDockerDaemon
 from infra.lab.worker_image import ROOT, ImageBuilder
 from infra.local.servers import TemporalServer
+from tests.e2e.conftest import until
 
 HERE = Path(__file__).parent
 #: The next release's image: its workers eat memory on request (`tests/containers/hungry_worker.py`).
@@ -221,10 +222,15 @@ class ComposeHouse:
         return answer.status_code == 201 and answer.json()["state"] == "filled"
 
     def worker(self, customer: Customer) -> dict[str, Any]:
-        shown: dict[str, Any] = self.call(
-            "GET", f"/v1/users/{customer.user_id}/worker", customer.api_key
-        ).json()
-        return shown
+        """The worker as the API shows it; asked again while a part that was killed comes back."""
+
+        def shown() -> dict[str, Any] | None:
+            answer = self.call("GET", f"/v1/users/{customer.user_id}/worker", customer.api_key)
+            assert answer.status_code in {200, 503, 504}, answer.text
+            found: dict[str, Any] = answer.json()
+            return found if answer.is_success else None
+
+        return until(shown, "view of the worker", PATIENCE)
 
     # --- what runs ----------------------------------------------------------------------------------
 

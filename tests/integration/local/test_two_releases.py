@@ -24,25 +24,30 @@ from infra.vault import keyring
 from tests.e2e.conftest import VERIFY, House, Trader, until
 
 ROOT = Path(__file__).resolve().parents[3]
-#: The commit of 0.1.0. Its code runs with this release's packages.
-BEFORE = "39f5eca2"
+#: The schema of the release before, and the migration in whose commit its code stands; it runs with this
+#: release's packages.
+SCHEMA_BEFORE = "0008"
+BEFORE = f"infra/database/migrations/versions/{SCHEMA_BEFORE}_tags_used.py"
 TRADERS = 2
 
 
 @pytest.fixture(scope="module")
 def release_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("before")
-    packed = subprocess.run(
-        [shutil.which("git") or "git", "-C", str(ROOT), "archive", BEFORE],
-        capture_output=True,
-        check=False,
+    commit = git("log", "--diff-filter=A", "--format=%H", "--max-count=1", "--", BEFORE).decode().strip()
+    assert commit, f"the history lacks the commit that added {BEFORE}; fetch all of it"
+    subprocess.run(
+        [shutil.which("tar") or "tar", "-x", "-C", str(folder)],
+        input=git("archive", commit),
+        check=True,
         timeout=60,
     )
-    assert packed.returncode == 0, f"the history lacks 0.1.0 ({BEFORE}); fetch all of it: {packed.stderr!r}"
-    subprocess.run(
-        [shutil.which("tar") or "tar", "-x", "-C", str(folder)], input=packed.stdout, check=True, timeout=60
-    )
     return folder
+
+
+def git(*words: str) -> bytes:
+    command = [shutil.which("git") or "git", "-C", str(ROOT), *words]
+    return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
 
 
 class RunningRelease:
@@ -83,7 +88,7 @@ class StackOfBefore(LocalStack):
     def _make_database(self) -> str:
         self.postgres.create_database(DATABASE)
         scripts = Path(self.old.python_path) / "infra" / "database" / "migrations"
-        assert asyncio.run(migrate(self.settings.database_url, scripts))[1] == "0001"
+        assert asyncio.run(migrate(self.settings.database_url, scripts))[1] == SCHEMA_BEFORE
         self.admin_key = keyring.ensure_admin_key(self.folder.keys / "admin.key", self.settings)
         return DATABASE
 
