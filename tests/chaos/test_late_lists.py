@@ -84,7 +84,7 @@ def _worker(house: House, trader: Trader) -> str:
             mark = client.get(keys.mark(trader.user_id))
         return mark.decode().partition(":")[2] if isinstance(mark, bytes) else ""
 
-    return until(lambda: marked() or None, "a mark")
+    return until(lambda: marked() or None, "a mark", 90.0)
 
 
 def _kill(house: House, trader: Trader) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -35,6 +36,8 @@ _HUNGRY = ROOT / "tests" / "containers" / "hungry_worker.py"
 #: Of the clone nobody but its owner may read anything.
 _UMASK = 0o077
 PATIENCE = 90.0
+
+log = logging.getLogger(__name__)
 
 
 def why_not() -> str:
@@ -214,12 +217,16 @@ class ComposeHouse:
         return self.call("POST", path, customer.api_key, json=body, params={"wait": 20})
 
     def filled(self, customer: Customer) -> bool:
-        """Whether an order is filled now."""
+        """Whether an order is filled now; the log says why it is not."""
         try:
             answer = self.order(customer)
-        except httpx.HTTPError:
+        except httpx.HTTPError as error:
+            log.warning("no answer: %s", type(error).__name__)
             return False
-        return answer.status_code == 201 and answer.json()["state"] == "filled"
+        filled: bool = answer.status_code == 201 and answer.json()["state"] == "filled"
+        if not filled:
+            log.warning("not filled: %d %s", answer.status_code, answer.text[:500])
+        return filled
 
     def worker(self, customer: Customer) -> dict[str, Any]:
         """The worker as the API shows it; asked again while a part that was killed comes back."""

@@ -21,7 +21,7 @@ CLIENTS = 1000
 
 
 class HastyProtocol(HeadLimitingProtocol):
-    head_time = 1.5
+    head_time = 4.0
 
 
 @pytest.fixture
@@ -64,13 +64,13 @@ async def test_a_thousand_clients_with_slow_heads_are_cut_off_and_others_are_ser
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         assert (await client.get("/hello")).json() == "hello"
     assert not any(one.done() for one in slow)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(30):
         assert {answer for _, answer in await asyncio.gather(*slow)} == {b""}
 
 
 @pytest.mark.parametrize("then", [HEAD, b"\r\n"])
 async def test_a_slow_second_head_on_a_kept_connection_is_cut_off_too(port: int, then: bytes) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(30):
         seconds, answer = await drip(port, HEAD + b"\r\n", then, 0.25)
     assert answer.startswith(b"HTTP/1.1 200")
     assert answer.count(b"HTTP/1.1") == 1
@@ -79,7 +79,7 @@ async def test_a_slow_second_head_on_a_kept_connection_is_cut_off_too(port: int,
 
 async def test_a_slow_body_is_not_a_slow_head(port: int) -> None:
     head = b"GET /hello HTTP/1.1\r\nHost: here\r\nConnection: close\r\nContent-Length: 9\r\n\r\n"
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(30):
         _, answer = await drip(port, head, b"x" * 9, 0.3)
     assert answer.startswith(b"HTTP/1.1 200")
 
