@@ -41,9 +41,19 @@ def rest(house: House, trader: Trader, **changes: Any) -> str:
     return str(placed.json()["id"])
 
 
+def until_free(house: House, trader: Trader, path: str, **body: Any) -> httpx.Response:
+    """The answer, once no fill is in its way that the books do not show yet."""
+
+    def answered() -> httpx.Response | None:
+        answer = post(house, trader, path, **body)
+        return None if answer.json().get("code") == "POSITION_BUSY" else answer
+
+    return until(answered, f"an answer of {path}")
+
+
 def close(house: House, trader: Trader, name: str, **more: Any) -> httpx.Response:
     path = f"{account(trader)}/positions/2330/close"
-    return post(house, trader, path, client_order_id=name, **more)
+    return until_free(house, trader, path, client_order_id=name, **more)
 
 
 def test_while_reducing_only_what_reduces_reaches_the_broker(house: House, trader: Trader) -> None:
@@ -60,12 +70,7 @@ def test_while_reducing_only_what_reduces_reaches_the_broker(house: House, trade
     assert code(close(house, trader, uuid4().hex, quantity=1)) == (200, "filled")
     until(lambda: position(house, trader) == [("long", 2)], "the smaller position")
     entry = {"client_order_id": uuid4().hex, "intent": "short_entry", "symbol": "2330", "quantity": 1}
-
-    def reversal() -> httpx.Response | None:  # a fill that the position may not show yet is in its way
-        answer = post(house, trader, f"{account(trader)}/intents", **entry)
-        return None if answer.json().get("code") == "POSITION_BUSY" else answer
-
-    answer = until(reversal, "the reversal")
+    answer = until_free(house, trader, f"{account(trader)}/intents", **entry)
     assert code(answer) == (423, "REDUCING_ONLY"), answer.text
     assert [(leg["side"], leg["state"]) for leg in answer.json()["legs"]] == [("sell", "filled")]
     assert position(house, trader) == []
@@ -123,7 +128,7 @@ def test_a_large_close_whose_api_is_killed_between_its_parts_sends_each_once(
     def once() -> httpx.Response | None:
         """The close, as a client sends it who gets no answer, or is told to ask again."""
         try:
-            answer = close(house, trader, name)
+            answer = post(house, trader, f"{account(trader)}/positions/2330/close", client_order_id=name)
         except httpx.HTTPError:
             return None
         busy = answer.json().get("code") in ("POSITION_BUSY", "NO_POSITION") and not sells()
