@@ -174,5 +174,5 @@ async def test_differences_with_the_broker_are_shown_and_closed_by_an_operator(
         assert (await admin.post(path, json=why)).status_code == 404
         assert (await admin.get("/reconciliations")).json() == {"reconciliations": []}
     freed = (await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())).json()
-    # Accepted; that no worker can be started, for Temporal is away, may be known by then: a problem, without a state.
+    # Accepted. That no worker can be started (Temporal is away) may be known by then: a problem has no state.
     assert freed.get("state") == "accepted" or freed.get("code") == "TEMPORAL_UNAVAILABLE", freed
