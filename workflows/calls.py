@@ -207,14 +207,14 @@ async def verify_order(request: om.VerifyOrder) -> om.Verified:
     return await _call(ORDERS_QUEUE, "verify_order", request, om.Verified, limits, why)
 
 
-async def settle_absent(request: om.SettleAbsent) -> bool:
+async def settle_absent(request: om.UnresolvedOrder) -> bool:
     """One statement in PostgreSQL."""
     limits = _Limits(60.0, each=_STATEMENT, retry=_PATIENTLY)
     why = "the order never reached the broker"
     return await _call(ORDERS_QUEUE, "settle_absent", request, bool, limits, why)
 
 
-async def demand_attention(request: om.DemandAttention) -> bool:
+async def demand_attention(request: om.UnresolvedOrder) -> bool:
     """Nobody waits for it, and it must not be lost: PostgreSQL may be away for an hour."""
     limits = _Limits(_OUTAGE, each=_STATEMENT, retry=_SLOWLY)
     why = "put the order on the list for a person"
@@ -224,7 +224,7 @@ async def demand_attention(request: om.DemandAttention) -> bool:
 # --- maintenance --------------------------------------------------------------------------------------
 
 
-async def scan_fleet(request: mm.ScanFleet) -> mm.Scanned:
+async def scan_fleet(request: mm.MaintenanceInput) -> mm.Scanned:
     """10,000 workers take below a second. One attempt: the next pass comes within a minute."""
     limits = _Limits(50.0, each=45.0, retry=_ONCE)
     return await _call(BULK_QUEUE, "scan_fleet", request, mm.Scanned, limits, "scan all workers")

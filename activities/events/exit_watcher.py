@@ -105,7 +105,7 @@ class ExitWatcher:
                 pool = next(iter(self._lost))
                 worker_id = self._lost.pop(pool)
                 try:
-                    gone = pm.WorkerGone(worker_id=worker_id)
+                    gone = pm.WorkerLeft(worker_id=worker_id)
                     await signal_workflow(self.temporal, names.worker_pool_id(pool), "worker_gone", gone)
                 except (RPCError, OSError) as error:
                     log.warning("pool_not_signalled", pool=pool, error=type(error).__name__)

@@ -45,7 +45,7 @@ class MaintenanceActivities:
         self._boot = _boot()
 
     @activity.defn
-    async def scan_fleet(self, request: mm.ScanFleet) -> mm.Scanned:
+    async def scan_fleet(self, request: mm.MaintenanceInput) -> mm.Scanned:
         """Scans all workers and compares with the pass before. A failed scan counts as a guarded pass.
 
         With `override_guard` it compares with the last pass that is old enough, guarded or not.

@@ -84,7 +84,9 @@ class AccountQueryClient:
             raise WorkerUnavailable(f"no answer of the worker within {timeout:.0f} s")
         if answer.failure is not None:
             raise answer.failure.error()
-        return _report(answer)
+        if answer.report is None:
+            raise BerthError("the worker answered without a report")
+        return decode_report(answer.report)
 
     async def _wait(self, user_id: str, request_id: str, timeout: float, first_epoch: int) -> Answer | None:
         began = time.monotonic()
@@ -99,12 +101,6 @@ class AccountQueryClient:
             await asyncio.sleep(min(pause, timeout - waited))
             pause = min(2 * pause, LONGEST_POLL)
         return answer
-
-
-def _report(answer: Answer) -> AccountReport:
-    if answer.report is None:
-        raise BerthError("the worker answered without a report")
-    return decode_report(answer.report)
 
 
 #: Seconds by which the clocks of PostgreSQL, the orchestrator and the broker may differ.
@@ -145,7 +141,7 @@ class OrderActivities:
             return await self._compared(order, report)
 
     @activity.defn
-    async def settle_absent(self, request: om.SettleAbsent) -> bool:
+    async def settle_absent(self, request: om.UnresolvedOrder) -> bool:
         """Rejects an order that never reached the broker; False if anything is known of it there."""
         async with self._database.session() as session:
             order = await session.scalar(
@@ -165,7 +161,7 @@ class OrderActivities:
         return True
 
     @activity.defn
-    async def demand_attention(self, request: om.DemandAttention) -> bool:
+    async def demand_attention(self, request: om.UnresolvedOrder) -> bool:
         """Puts an order on the list for a person; False if it is final."""
         async with self._database.session() as session:
             raised = await attention.demand_attention(session, uuid.UUID(request.order_id), request.reason)

@@ -206,7 +206,7 @@ async def pool_filled_and_refilled(client: Client, pool: FakePool) -> WorkflowHi
     )
     await until(lambda: len(pool.ready) == 2)
     pool.ready.pop()
-    await running.signal(WorkerPoolWorkflow.claimed, pm.Claimed())
+    await running.signal(WorkerPoolWorkflow.claimed, pm.WorkerLeft())
     await until(lambda: len(pool.ready) == 2)
     await running.execute_update("set_target", pm.SetTarget(target=1), result_type=pm.PoolView)
     await until(lambda: len(pool.ready) == 1)

@@ -36,7 +36,7 @@ class FakeMaintenance:
         self.failing: set[int] = set()
 
     @activity.defn(name="scan_fleet")
-    async def scan_fleet(self, request: mm.ScanFleet) -> mm.Scanned:
+    async def scan_fleet(self, request: mm.MaintenanceInput) -> mm.Scanned:
         return self.scanned
 
     @activity.defn(name="clean_up")

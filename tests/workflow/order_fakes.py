@@ -43,13 +43,13 @@ class FakeBook:
         return self.checks.pop(0) if len(self.checks) > 1 else self.checks[0]
 
     @activity.defn
-    async def settle_absent(self, request: om.SettleAbsent) -> bool:
+    async def settle_absent(self, request: om.UnresolvedOrder) -> bool:
         self.settled.append(request.reason)
         self.checks = [om.Verified(finding=om.VerificationFinding.FINAL, state="rejected")]
         return True
 
     @activity.defn
-    async def demand_attention(self, request: om.DemandAttention) -> bool:
+    async def demand_attention(self, request: om.UnresolvedOrder) -> bool:
         self.demands.append(request.reason)
         return True
 

@@ -5,18 +5,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class MaintenanceInput:
+    """Input of `MaintenanceWorkflow` and of its activity `scan_fleet`."""
+
     #: Anomalies of one child workflow.
     batch: int = 100
     #: Children at the same time.
     abreast: int = 4
     #: A person has looked: the pass acts though much looks odd at once.
-    override_guard: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScanFleet:
-    """Activity `scan_fleet`; `override_guard` as in `MaintenanceInput`."""
-
     override_guard: bool = False
 
 

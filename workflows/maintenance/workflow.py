@@ -21,7 +21,7 @@ from workflows import calls
 class MaintenanceWorkflow:
     @workflow.run
     async def run(self, given: mm.MaintenanceInput) -> mm.Maintained:
-        scanned = await calls.scan_fleet(mm.ScanFleet(override_guard=given.override_guard))
+        scanned = await calls.scan_fleet(given)
         if not scanned.number:
             return mm.Maintained(scanned=scanned, outcomes={})
         abreast = asyncio.Semaphore(given.abreast)

@@ -74,16 +74,9 @@ class Verified:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettleAbsent:
-    """Activity `settle_absent`: the order never reached the broker. False if it is known there by now."""
-
-    order_id: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemandAttention:
-    """Activity `demand_attention`: puts the order on the list for a person. False if it is final by now."""
+class UnresolvedOrder:
+    """Activities `settle_absent` (it never reached the broker; False if it is known there by now) and
+    `demand_attention` (it goes on the list for a person; False if it is final by now)."""
 
     order_id: str
     reason: str

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from operator import attrgetter
 
 from workflows.order.messages import FollowSettings, VerificationFinding, Verified
 
@@ -25,6 +26,8 @@ STORY_LINES = 20
 #: States in which the broker has not confirmed the order.
 UNCONFIRMED = frozenset({"accepted", "queued", "submitting", "unknown", "needs_attention"})
 
+#: What the story tells of.
+_news = attrgetter("state", "finding", "why_unasked")
 
 #: What a verification found, for people.
 _FOUND: dict[str, str] = {
@@ -74,12 +77,7 @@ class FollowedOrder:
             after = after._missed(seen, now, settings)
         elif seen.finding == VerificationFinding.LISTED:
             after = replace(after, missing=0, missing_since=0.0)
-        changed = (after.state, after.finding, after.why_unasked) != (
-            self.state,
-            self.finding,
-            self.why_unasked,
-        )
-        if not changed:
+        if _news(after) == _news(self):
             return replace(after, unchanged=self.unchanged + 1)
         line = f"check {after.checks}: {_FOUND.get(after.finding, after.finding)}"
         line += f" ({after.why_unasked})" if after.why_unasked else ""
@@ -119,9 +117,6 @@ class FollowedOrder:
         if self.unasked_since and now - self.unasked_since >= settings.patience:
             return f"the broker could not be asked for {settings.patience:.0f} s: {self.why_unasked}"
         return ""
-
-    def with_attention(self, concern: str) -> FollowedOrder:
-        return replace(self, attention=concern)
 
     def full_story(self, concern: str) -> str:
         return "; ".join((concern, *self.story))

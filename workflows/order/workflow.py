@@ -48,7 +48,8 @@ class OrderWorkflow:
                 return self._order.state
             if self._renew or workflow.info().is_continue_as_new_suggested():
                 continue_as_new(replace(self._given, carried=asdict(self._order)))
-            await self._wait()
+            pause = self._order.pause(workflow.time(), given.day_end, given.settings)
+            await wait_until(lambda: self._wake, pause, "until the next verification of the order")
 
     @workflow.signal(name="recheck")
     def recheck(self, *payload: Any) -> None:
@@ -81,7 +82,7 @@ class OrderWorkflow:
         """The next verification finds the order final, or what was learned in the meantime."""
         with contextlib.suppress(FailureError):
             await calls.settle_absent(
-                om.SettleAbsent(
+                om.UnresolvedOrder(
                     order_id=self._given.order_id,
                     reason=self._order.full_story("never reached the broker: complete listings lack it"),
                 )
@@ -95,14 +96,10 @@ class OrderWorkflow:
         concern = follow.concern(workflow.time(), self._given.day_end, self._given.settings)
         if not concern or concern == follow.attention:
             return
-        request = om.DemandAttention(order_id=self._given.order_id, reason=follow.full_story(concern))
+        request = om.UnresolvedOrder(order_id=self._given.order_id, reason=follow.full_story(concern))
         with contextlib.suppress(FailureError):  # the next verification tries again
             await calls.demand_attention(request)
-            self._order = self._order.with_attention(concern)
-
-    async def _wait(self) -> None:
-        pause = self._order.pause(workflow.time(), self._given.day_end, self._given.settings)
-        await wait_until(lambda: self._wake, pause, "until the next verification of the order")
+            self._order = replace(self._order, attention=concern)
 
     def _show(self) -> None:
         follow = self._order

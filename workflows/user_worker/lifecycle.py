@@ -5,7 +5,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from temporalio import workflow
 from temporalio.exceptions import ApplicationError, FailureError, is_cancelled_exception
@@ -53,26 +53,18 @@ class SharedFuture(Generic[T]):
     """A result that several callers wait for."""
 
     def __init__(self) -> None:
-        self._result: T | None = None
-        self._failure: Failure | None = None
+        self._outcome: T | Failure | None = None
 
-    @property
-    def settled(self) -> bool:
-        return self._result is not None or self._failure is not None
-
-    def succeed(self, result: T) -> None:
-        self._result = result
-
-    def fail(self, failure: Failure) -> None:
-        self._failure = failure
+    def settle(self, outcome: T | Failure) -> None:
+        self._outcome = outcome
 
     async def result(self) -> T:
         """Waits; raises `ApplicationError` of the failure's code."""
-        await workflow.wait_condition(lambda: self.settled)
-        if self._result is not None:
-            return self._result
-        failure = self._failure or Failure.of(errors.BerthError())
-        raise ApplicationError(failure.detail, type=failure.code, non_retryable=not failure.retryable)
+        await workflow.wait_condition(lambda: self._outcome is not None)
+        failure = self._outcome
+        if isinstance(failure, Failure):
+            raise ApplicationError(failure.detail, type=failure.code, non_retryable=not failure.retryable)
+        return cast("T", self._outcome)
 
 
 class WorkerLifecycle:
@@ -220,14 +212,10 @@ class WorkerLifecycle:
             connected_at=state.connected_at,
         )
 
-    def start_succeeded(self) -> None:
+    def settle_start(self, outcome: m.ActiveWorker | Failure) -> None:
+        """Answers those who wait for the start."""
         if self.start:
-            self.start.succeed(self.answer())
-        self.start = None
-
-    def start_failed(self, failure: Failure) -> None:
-        if self.start:
-            self.start.fail(failure)
+            self.start.settle(outcome)
         self.start = None
 
     # --- the end of a worker --------------------------------------------------------------------------
@@ -253,7 +241,7 @@ class WorkerLifecycle:
             except FailureError as error:
                 self.note_cancellation(error)
                 why = f"the end of the worker is not confirmed: {calls.cause(error)}"
-                self.start_failed(Failure(code=errors.WorkerUnavailable.code, detail=why, retryable=True))
+                self.settle_start(Failure(code=errors.WorkerUnavailable.code, detail=why, retryable=True))
                 self.state = self.state.with_note(why).postponed(self.now() + pause)
                 self.show()
                 await workflow.sleep(pause, summary="until the launcher is asked again")
@@ -284,7 +272,7 @@ class WorkerLifecycle:
     async def _signal_pool(self, worker: m.WorkerRef) -> None:
         pool = workflow.get_external_workflow_handle(names.worker_pool_id(worker.pool))
         try:
-            await pool.signal("claimed", pm.Claimed(worker_id=worker.worker_id))
+            await pool.signal("claimed", pm.WorkerLeft(worker_id=worker.worker_id))
         except FailureError as error:  # no such workflow: the pool's periodic check will see the gap
             workflow.logger.warning("pool_not_signalled", extra={"reason": str(error)})
 

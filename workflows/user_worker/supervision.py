@@ -70,7 +70,7 @@ async def check_suspect(life: WorkerLifecycle) -> WorkerDecision:
     if health and unmarked and health.generation == unmarked.generation:
         return WorkerDecision(replace="the worker's mark expired", outage=unmarked.outage)
     if not life.ending:
-        life.start_succeeded()
+        life.settle_start(life.answer())
     return KEEP
 
 
@@ -184,20 +184,20 @@ async def serve_reload(life: WorkerLifecycle, ticket: SharedFuture[m.ReloadResul
     """Gives the running worker new credentials. If the broker refuses them, the old session stays up."""
     cause_of_it, life.reload, life.reload_cause = life.reload_cause, None, ""
     if not life.state.serving or life.state.worker is None:
-        ticket.succeed(m.ReloadResult(ok=True, failure_detail="no worker: the next one loads them"))
+        ticket.settle(m.ReloadResult(ok=True, failure_detail="no worker: the next one loads them"))
         return
     code = errors.WorkerUnavailable.code
     try:
         result = await _reload(life, cause_of_it)
     except asyncio.CancelledError:  # or those who wait would keep the run from closing, for ever
-        ticket.succeed(m.ReloadResult(ok=False, failure_code=code, failure_detail="the run was cancelled"))
+        ticket.settle(m.ReloadResult(ok=False, failure_code=code, failure_detail="the run was cancelled"))
         raise
     except (FailureError, ClaimWorkerGone, StartFailed) as error:
         why = calls.cause(error) if isinstance(error, FailureError) else str(error)
         result = m.ReloadResult(ok=False, failure_code=code, failure_detail=why)
     refused = f"credentials refused: {result.failure_code}: {result.failure_detail}"
     life.state = life.state.with_note("" if result.ok else refused)
-    ticket.succeed(result)
+    ticket.settle(result)
 
 
 async def _reload(

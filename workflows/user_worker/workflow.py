@@ -262,11 +262,11 @@ class UserWorkerWorkflow:
         except StartFailed as failed:
             failure = failed.failure
             life.state = life.state.failed(f"{failure.code}: {failure.detail}", life.now())
-            life.start_failed(failure)
+            life.settle_start(failure)
             await self._drain(life.shutdown or failure.code, reopen=False)
         else:
             life.suspect = False
-            life.start_succeeded()
+            life.settle_start(life.answer())
 
     async def _replace(self, reason: str, *, outage: bool) -> None:
         """A new worker for one that died in service. Its end is confirmed first (one-owner).
@@ -297,14 +297,14 @@ class UserWorkerWorkflow:
     def _park(self) -> None:
         life = self._life
         life.state = life.state.parked(life.now())
-        life.start_failed(Failure(code=errors.Parked.code, detail=life.state.reason))
+        life.settle_start(Failure(code=errors.Parked.code, detail=life.state.reason))
 
     async def _give_up(self, reason: str) -> None:
         """Ends the worker and the run, because the broker refuses. The next order starts a new run."""
         life = self._life
         code, _, detail = reason.partition(": ")
         error = errors.from_code(code, detail)
-        life.start_failed(Failure(code=code, detail=detail or reason, retryable=error.retryable))
+        life.settle_start(Failure(code=code, detail=detail or reason, retryable=error.retryable))
         life.state = life.state.gave_up(reason, life.now())
         await self._end(reason, crashed=True)
 
@@ -313,7 +313,7 @@ class UserWorkerWorkflow:
         life = self._life
         life.shutdown = ""
         life.state = life.state.drains(reason, life.now())
-        life.start_failed(Failure.of(errors.Draining()))
+        life.settle_start(Failure.of(errors.Draining()))
         await self._end(reason, reopen=reopen)
 
     async def _end(self, reason: str, *, reopen: bool = False, crashed: bool = False) -> None:

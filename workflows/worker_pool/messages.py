@@ -40,8 +40,8 @@ class PoolInput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claimed:
-    """Signal `claimed`: a worker left the pool."""
+class WorkerLeft:
+    """Signals `claimed`: a worker left the pool; and `worker_gone`: one ended that belonged to no user."""
 
     worker_id: str = ""
 
@@ -70,13 +70,6 @@ class SetRelease:
 
     release: Release
     surge: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerGone:
-    """Signal `worker_gone`: the launcher saw a worker end that belonged to no user."""
-
-    worker_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,7 +102,7 @@ def test_the_end_of_the_trading_day_ends_it_once_a_person_was_told() -> None:
     follow = after((DAY_END, Verified(finding=VerificationFinding.LISTED, state="submitted")))
     assert follow.step(DAY_END, DAY_END) == OrderStep.WAIT
     concern = follow.concern(DAY_END, DAY_END, SETTINGS)
-    assert follow.with_attention(concern).step(DAY_END, DAY_END) == OrderStep.END
+    assert replace(follow, attention=concern).step(DAY_END, DAY_END) == OrderStep.END
     assert "check 1: the broker lists it, and the order is submitted" in follow.full_story(concern)
 
 
@@ -117,7 +117,8 @@ def test_pauses_double_up_to_the_longest() -> None:
 
 def test_a_recheck_checks_often_again_and_tells_a_person_anew() -> None:
     listed = Verified(finding=VerificationFinding.LISTED, state="submitted")
-    follow = after(*((float(number), listed) for number in range(8))).with_attention("?").rechecked()
+    follow = after(*((float(number), listed) for number in range(8)))
+    follow = replace(follow, attention="?").rechecked()
     assert (follow.attention, follow.pause(8.0, DAY_END, SETTINGS)) == ("", 2.0)
 
 

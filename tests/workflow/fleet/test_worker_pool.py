@@ -75,7 +75,7 @@ async def test_a_claim_is_refilled_at_once(skipping: WorkflowEnvironment, pool: 
         pool.ready.pop()
         pool.ready.pop()
         for _ in range(2):
-            await handle.signal(WorkerPoolWorkflow.claimed, pm.Claimed(worker_id="w"))
+            await handle.signal(WorkerPoolWorkflow.claimed, pm.WorkerLeft(worker_id="w"))
         await until(lambda: len(pool.launched) == 5)
         await until_ready(handle, 3)
     assert pool.highest == 3
@@ -89,8 +89,8 @@ async def test_signals_that_say_nothing_new_launch_nothing(
         handle = await start(skipping, 2)
         await until_ready(handle, 2)
         for _ in range(20):
-            await handle.signal(WorkerPoolWorkflow.claimed, pm.Claimed())
-        await handle.signal(WorkerPoolWorkflow.worker_gone, pm.WorkerGone())
+            await handle.signal(WorkerPoolWorkflow.claimed, pm.WorkerLeft())
+        await handle.signal(WorkerPoolWorkflow.worker_gone, pm.WorkerLeft())
         await skipping.sleep(120)
     assert len(pool.launched) == 2
 
@@ -146,7 +146,7 @@ async def test_a_paused_pool_launches_nothing_until_it_is_resumed(
         paused = await handle.execute_update("pause", result_type=pm.PoolView)
         assert paused.paused
         pool.ready.pop()
-        await handle.signal(WorkerPoolWorkflow.claimed, pm.Claimed())
+        await handle.signal(WorkerPoolWorkflow.claimed, pm.WorkerLeft())
         await skipping.sleep(300)
         assert len(pool.launched) == 2
         await handle.execute_update("resume", result_type=pm.PoolView)
@@ -171,7 +171,7 @@ async def test_a_new_run_keeps_target_and_never_repeats_a_token(
 
         await until(renewed)
         pool.ready.pop()
-        await latest.signal(WorkerPoolWorkflow.claimed, pm.Claimed())
+        await latest.signal(WorkerPoolWorkflow.claimed, pm.WorkerLeft())
         await until(lambda: len(pool.launched) == 3)
         view = await until_ready(latest, 2)
     assert (view.target, view.revision) == (2, 1)
@@ -191,7 +191,7 @@ async def test_a_long_history_ends_while_nothing_is_being_launched(
 
         async def renewed() -> bool:
             counted = pool.counts
-            await latest.signal(WorkerPoolWorkflow.claimed, pm.Claimed())
+            await latest.signal(WorkerPoolWorkflow.claimed, pm.WorkerLeft())
             await until(lambda: pool.counts > counted)
             return (await latest.describe()).run_id != run_id
 

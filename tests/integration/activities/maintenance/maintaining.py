@@ -87,7 +87,7 @@ class MaintainedFleet:
         return one
 
     async def scan(self, *, override: bool = False) -> mm.Scanned:
-        return await self.yard.run(self.maintenance.scan_fleet, mm.ScanFleet(override_guard=override))
+        return await self.yard.run(self.maintenance.scan_fleet, mm.MaintenanceInput(override_guard=override))
 
     async def run(self, *, override: bool = False) -> tuple[mm.Scanned, dict[str, int]]:
         """One pass, as the workflow does it."""

@@ -249,7 +249,7 @@ async def test_only_an_order_that_the_broker_never_confirmed_is_settled_as_absen
     stage: SweeperStage, state: str, settled: bool
 ) -> None:
     order_id = await stage.order(state=state)
-    request = om.SettleAbsent(order_id=str(order_id), reason="never reached the broker: …")
+    request = om.UnresolvedOrder(order_id=str(order_id), reason="never reached the broker: …")
     assert await ActivityEnvironment().run(verifying(stage).settle_absent, request) == settled
     row = await stage.row(order_id)
     assert row.state == ("rejected" if settled else state)
@@ -260,7 +260,7 @@ async def test_only_an_order_that_the_broker_never_confirmed_is_settled_as_absen
 
 async def test_a_dead_end_is_put_on_the_list_for_a_person(stage: SweeperStage) -> None:
     order_id = await stage.order(state="unknown")
-    request = om.DemandAttention(order_id=str(order_id), reason="nobody knows")
+    request = om.UnresolvedOrder(order_id=str(order_id), reason="nobody knows")
     assert await ActivityEnvironment().run(verifying(stage).demand_attention, request)
     assert (await stage.row(order_id)).attention == "nobody knows"
 
