@@ -7,12 +7,15 @@ not fit.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from temporalio import workflow
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.converter import value_to_type
 from temporalio.exceptions import ChildWorkflowError, WorkflowAlreadyStartedError
+
+from workflows.morning.messages import MorningPlan
+from workflows.reports.messages import StatementsPlan
 
 T = TypeVar("T")
 
@@ -69,17 +72,15 @@ def continue_as_new(given: object) -> NoReturn:
     )
 
 
-class DayPlan(Protocol):
-    @property
-    def day(self) -> str: ...
-
-    @property
-    def reason(self) -> str:
-        """Why there is nothing to do on this day; empty: there is."""
-
-
 async def day_elsewhere(
-    run: Any, given: Any, plan: DayPlan, result: Callable[..., T], *, id: str, begun: str, summary: str
+    run: Any,
+    given: Any,
+    plan: MorningPlan | StatementsPlan,
+    result: Callable[..., T],
+    *,
+    id: str,
+    begun: str,
+    summary: str,
 ) -> T | None:
     """The `result` of a run that has no work of its own; None: it has.
 
@@ -91,7 +92,6 @@ async def day_elsewhere(
         return result(day=plan.day, reason=plan.reason, ended_at=workflow.time())
     if given.day:
         return None
-    again = result(day=plan.day, reason=begun, ended_at=workflow.time())
     try:
         done: T = await workflow.execute_child_workflow(
             run,
@@ -102,10 +102,8 @@ async def day_elsewhere(
             parent_close_policy=workflow.ParentClosePolicy.ABANDON,
             static_summary=summary,
         )
-    except WorkflowAlreadyStartedError:
-        return again
-    except ChildWorkflowError as error:
-        if not isinstance(error.cause, WorkflowAlreadyStartedError):
+    except (WorkflowAlreadyStartedError, ChildWorkflowError) as error:
+        if not isinstance(error.__cause__ or error, WorkflowAlreadyStartedError):
             raise
-        return again
+        return result(day=plan.day, reason=begun, ended_at=workflow.time())
     return done

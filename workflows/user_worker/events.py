@@ -32,7 +32,10 @@ class EventEffect:
 
 def apply_event(state: UserWorkerState, event: WorkerEventSignal, now: float) -> EventEffect:
     """The effect of `event` at `now` (Unix seconds)."""
-    if not _is_news(state, event):
+    worker = state.worker
+    if worker is None or (worker.worker_id, worker.epoch) != (event.worker_id, event.epoch):
+        return EventEffect(state=state)
+    if event.sequence <= state.sequence:
         return EventEffect(state=state)
     counted = replace(state, sequence=event.sequence)
     # A worker's clock may be wrong: it is never believed to be ahead.
@@ -44,13 +47,6 @@ def apply_event(state: UserWorkerState, event: WorkerEventSignal, now: float) ->
         # The first session of this claim is gone, and with it the credentials that were sealed to it.
         return EventEffect(state=counted, lost=event.kind in (K.SESSION_REPLACED, K.FAILED))
     return EventEffect(state=counted)
-
-
-def _is_news(state: UserWorkerState, event: WorkerEventSignal) -> bool:
-    worker = state.worker
-    if worker is None or (worker.worker_id, worker.epoch) != (event.worker_id, event.epoch):
-        return False
-    return event.sequence > state.sequence
 
 
 def _apply_in_service(state: UserWorkerState, kind: str, detail: str, at: float, now: float) -> EventEffect:
