@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 
 from infra.database.workers.assignments import AssignmentRow
 from infra.database.workers.passes import PassBasis, PassRecord, Suspect
@@ -118,40 +119,15 @@ def mark_of(one: AssignmentRow) -> str:
 
 def find_anomalies(snapshot: FleetSnapshot, limits: OverdueLimits) -> list[Suspect]:
     """All anomalies, each at most once."""
-    found = dict.fromkeys(
-        (
-            *_duplicates(snapshot),
-            *_orphan_tasks(snapshot),
-            *_marks(snapshot),
-            *_entries(snapshot),
-            *_overdue(snapshot, limits),
-        )
-    )
-    return list(found)
+    rules = _duplicates, _orphan_tasks, _marks, _entries
+    found = chain(*(rule(snapshot) for rule in rules), _overdue(snapshot, limits))
+    return list(dict.fromkeys(found))
 
 
-def _suspect_of(kind: AnomalyKind, why: str, one: AssignmentRow, task_id: str = "") -> Suspect:
-    return Suspect(
-        kind=kind,
-        why=why,
-        user_id=one.user_id,
-        worker_id=one.worker_id,
-        task_id=task_id,
-        claim_id=one.claim_id,
-        epoch=one.epoch,
-        pool=one.pool,
-    )
-
-
-def _suspect_task(kind: AnomalyKind, why: str, task: Task, claim_id: str = "") -> Suspect:
-    return Suspect(
-        kind=kind,
-        why=why,
-        worker_id=task.worker_id,
-        task_id=task.task_id,
-        claim_id=claim_id,
-        pool=task.pool,
-    )
+def _suspect(kind: AnomalyKind, why: str, of: AssignmentRow | Task, **more: str) -> Suspect:
+    """With the fields that `of` has."""
+    known = {name: getattr(of, name) for name in Suspect.__struct_fields__ if hasattr(of, name)}
+    return Suspect(kind=kind, why=why, **known | more)
 
 
 def _duplicates(snapshot: FleetSnapshot) -> Iterator[Suspect]:
@@ -160,7 +136,8 @@ def _duplicates(snapshot: FleetSnapshot) -> Iterator[Suspect]:
         for one in rows:
             if not one.present and one.worker_id:
                 for task in snapshot.running.get(one.worker_id, ()):
-                    yield _suspect_of(AnomalyKind.DUPLICATE, "the user has a later worker", one, task.task_id)
+                    why = "the user has a later worker"
+                    yield _suspect(AnomalyKind.DUPLICATE, why, one, task_id=task.task_id)
     for worker_id, tasks in snapshot.running.items():
         if len(tasks) < 2:
             continue
@@ -169,7 +146,7 @@ def _duplicates(snapshot: FleetSnapshot) -> Iterator[Suspect]:
         kept = kept or max(tasks, key=lambda task: (task.launched_at, task.task_id))
         for task in tasks:
             if task is not kept:
-                yield _suspect_task(AnomalyKind.DUPLICATE, "the worker runs twice", task)
+                yield _suspect(AnomalyKind.DUPLICATE, "the worker runs twice", task)
 
 
 def _orphan_tasks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
@@ -182,12 +159,12 @@ def _orphan_tasks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
             continue
         if entry is not None and entry.state == "claimed":
             # Its claimer died before it wrote down the user, or while it shrank the pool.
-            yield _suspect_task(AnomalyKind.OVERDUE, "claimed for nobody", task, entry.claim)
+            yield _suspect(AnomalyKind.OVERDUE, "claimed for nobody", task, claim_id=entry.claim)
         elif last is not None:
-            yield _suspect_of(AnomalyKind.ORPHAN_TASK, "its assignment is over", last, task.task_id)
+            yield _suspect(AnomalyKind.ORPHAN_TASK, "its assignment is over", last, task_id=task.task_id)
         else:
             why = f"{entry.state} and assigned to nobody" if entry else "it announces nothing"
-            yield _suspect_task(AnomalyKind.ORPHAN_TASK, why, task)
+            yield _suspect(AnomalyKind.ORPHAN_TASK, why, task)
 
 
 def _marks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
@@ -222,7 +199,7 @@ def _overdue(snapshot: FleetSnapshot, limits: OverdueLimits) -> Iterator[Suspect
         why = _late(snapshot, limits, one)
         if why:
             tasks = snapshot.running.get(one.worker_id) if one.worker_id else None
-            yield _suspect_of(AnomalyKind.OVERDUE, why, one, tasks[0].task_id if tasks else "")
+            yield _suspect(AnomalyKind.OVERDUE, why, one, task_id=tasks[0].task_id if tasks else "")
 
 
 def _late(snapshot: FleetSnapshot, limits: OverdueLimits, one: AssignmentRow) -> str:

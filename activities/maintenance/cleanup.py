@@ -28,20 +28,14 @@ from worker_runtime.protocol import keys
 from workflows import names
 from workflows.user_worker import messages as m
 
+S = m.WorkerState
+
 #: Anomalies that are cleaned up together: a stop waits up to `GRACE` seconds.
 ABREAST = 20
 #: Seconds that a worker gets to log out.
 GRACE = 10.0
 #: States in which a workflow is busy with its worker, each with a deadline.
-BUSY = frozenset(
-    {
-        m.WorkerState.CLAIMED,
-        m.WorkerState.CONNECTING,
-        m.WorkerState.FAILED,
-        m.WorkerState.IDLE_TIMEOUT,
-        m.WorkerState.DRAINING,
-    }
-)
+BUSY = frozenset({S.CLAIMED, S.CONNECTING, S.FAILED, S.IDLE_TIMEOUT, S.DRAINING})
 
 T = TypeVar("T")
 

@@ -4,19 +4,16 @@ Such a letter is dropped when another run of the workflow has followed, and when
 """
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import structlog
 from sqlalchemy import delete, select
 from temporalio.client import Client, WorkflowExecution, WorkflowFailureError
-from temporalio.service import RPCError, RPCStatusCode
 
 from infra.database.dead_letters import DeadLetter, DeadLetterRow, put_letter
 from infra.database.engine import Database
-from infra.temporal.client import CALL
+from infra.temporal.client import CALL, unless_missing
 from workflows import names
 
 #: Seconds between two rounds.
@@ -29,16 +26,6 @@ RUNS = (
 )
 
 log = structlog.get_logger()
-
-
-@contextmanager
-def _unless_deleted() -> Iterator[None]:
-    """Ends the block when Temporal does not know its run: it was deleted meanwhile."""
-    try:
-        yield
-    except RPCError as error:
-        if error.status is not RPCStatusCode.NOT_FOUND:
-            raise
 
 
 class FailureCollector:
@@ -64,9 +51,8 @@ class FailureCollector:
         found: dict[DeadLetter, WorkflowExecution] = {}
         runs = [run async for run in self._temporal.list_workflows(RUNS, limit=self._most_runs)]
         for run in runs:
-            last = None
-            with _unless_deleted():
-                last = await self._temporal.get_workflow_handle(run.id).describe(rpc_timeout=CALL)
+            handle = self._temporal.get_workflow_handle(run.id)
+            last = await unless_missing(handle.describe(rpc_timeout=CALL))  # or it was deleted meanwhile
             if last is not None and last.run_id == run.run_id:
                 user_id = run.typed_search_attributes.get(names.SA_USER, "")
                 letter = DeadLetter(
@@ -83,8 +69,9 @@ class FailureCollector:
         new: list[DeadLetter] = []
         for letter, run in found.items():
             if letter.at is not None and letter.at > max(since, known.get(letter.id, since)):
-                with _unless_deleted():
-                    new.append(replace(letter, reason=await self._cause_of_run(run)))
+                reason = await unless_missing(self._cause_of_run(run))
+                if reason is not None:
+                    new.append(replace(letter, reason=reason))
         read = {letter_id for letter_id, at in known.items() if read_since is None or at >= read_since}
         over = read - {letter.id for letter in found}
         async with self._database.session() as session:
