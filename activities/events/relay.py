@@ -17,20 +17,12 @@ from worker_runtime.protocol.messages import Event, WorkerEvent, WorkerEventKind
 from workflows import names
 from workflows.user_worker import messages as m
 
+K = WorkerEventKind
+
 #: A worker's first connect: the claim's reply reports it already.
 FIRST_SEQUENCE = 2
 #: Events on which a workflow acts, besides a connect.
-RELAYED = frozenset(
-    {
-        WorkerEventKind.RECONNECTING,
-        WorkerEventKind.DEGRADED,
-        WorkerEventKind.SESSION_REPLACED,
-        WorkerEventKind.FAILED,
-        WorkerEventKind.OWNER_MISSING,
-        WorkerEventKind.FENCED,
-    }
-)
-
+RELAYED = frozenset({K.RECONNECTING, K.DEGRADED, K.SESSION_REPLACED, K.FAILED, K.OWNER_MISSING, K.FENCED})
 #: Signals of one assignment in `WINDOW` seconds. A worker whose broker comes and goes would else fill its
 #: workflow's history: each signal is three events or more. Of what comes beyond, the newest stays in the
 #: stream until the window is over, so the workflow gets the present state though any process is killed.
@@ -109,15 +101,9 @@ class Relay:
         except RPCError as error:
             raise TemporalUnavailable(error.message) from error
         if not found and self._unheard.add(f"{event.user_id} {event.worker_id}"):
-            log.warning(
-                "event_of_no_workflow",
-                user_id=event.user_id[:64],
-                worker_id=event.worker_id[:64],
-                kind=str(event.kind),
-            )
+            who = {"user_id": event.user_id[:64], "worker_id": event.worker_id[:64]}
+            log.warning("event_of_no_workflow", kind=str(event.kind), **who)
 
 
 def _matters(event: WorkerEvent) -> bool:
-    if event.kind == WorkerEventKind.CONNECTED:
-        return event.sequence > FIRST_SEQUENCE
-    return event.kind in RELAYED
+    return event.kind in RELAYED or (event.kind == K.CONNECTED and event.sequence > FIRST_SEQUENCE)

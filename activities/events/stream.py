@@ -169,7 +169,8 @@ class EventStream:
             entry = fields.get(EVENT.encode(), b"")
             try:
                 event = await self._read(entry)
-                events.append(ReceivedEvent(entry_id, event, entry, _position(text_of(entry_id))[0]))
+                at_ms = int(text_of(entry_id).partition("-")[0])
+                events.append(ReceivedEvent(entry_id, event, entry, at_ms))
             except NewerKeyNeeded as error:
                 if self.group == RECORDER_GROUP:
                     # One for each user and epoch. Its author is not known: all share one part of the list.
@@ -264,8 +265,3 @@ def _dead_letter(kind: str, entry: bytes, error: Exception) -> DeadLetter:
     return DeadLetter(
         kind=kind, source=source, user_id=sender.user_id, reason=reason_of(error), message=entry
     )
-
-
-def _position(entry_id: str) -> tuple[int, int]:
-    milliseconds, _, number = entry_id.partition("-")
-    return int(milliseconds), int(number or 0)

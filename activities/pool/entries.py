@@ -78,17 +78,13 @@ async def claim_entry(
     if user_id:
         named += [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)]
         given += [user_id, int(LINE_PATIENCE * 1000), avoid, *refused]
-    found = await valkey.run_script(client, scripts.CLAIM, named, given)
-    status = text_of(found[0])
-    if status == "empty":
-        return PoolEntry(status=status)
-    if status == "gone":
-        return PoolEntry(status=status, worker_id=text_of(found[1]))
+    status, *found = await valkey.run_script(client, scripts.CLAIM, named, given)
+    worker_id, public_key, proof = (*found, None, None, None)[:3]  # 'empty' names none, 'gone' only a worker
     return PoolEntry(
-        status=status,
-        worker_id=text_of(found[1]),
-        public_key=bytes(found[2]),
-        proof=bytes(found[3] or b""),
+        status=text_of(status),
+        worker_id=text_of(worker_id),
+        public_key=public_key or b"",
+        proof=proof or b"",
     )
 
 
@@ -131,14 +127,12 @@ async def discard_entry(client: Redis, pool: str, worker_id: str, claim_id: str)
 
 async def worker_of_claim(client: Redis, pool: str, claim_id: str) -> str:
     """The worker that this claim got, or ''."""
-    value = await reply_of(client.get(keys.pool_claim(pool, claim_id)))
-    return text_of(value)
+    return text_of(await reply_of(client.get(keys.pool_claim(pool, claim_id))))
 
 
 async def claim_of_worker(client: Redis, pool: str, worker_id: str) -> str:
     """The claim that holds this worker by its pool entry, or ''."""
-    value = await reply_of(client.hget(keys.pool_worker(pool, worker_id), "claim"))
-    return text_of(value)
+    return text_of(await reply_of(client.hget(keys.pool_worker(pool, worker_id), "claim")))
 
 
 async def is_alive(client: Redis, pool: str, worker_id: str, user_id: str, epoch: int) -> bool:
