@@ -55,7 +55,5 @@ class FinishPass:
 
 @dataclass(frozen=True, kw_only=True)
 class Maintained:
-    """Result of one pass."""
-
     scanned: Scanned
     outcomes: dict[str, int]

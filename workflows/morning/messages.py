@@ -28,8 +28,6 @@ class MorningInput:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanMorning:
-    """Activity `plan_morning`."""
-
     #: Empty: today.
     day: str
     days: int

@@ -23,8 +23,6 @@ class StatementsInput:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanStatements:
-    """Activity `plan_statements`."""
-
     #: Empty: the last one that has ended.
     day: str
     #: Unix seconds by Temporal's clock; 0 (before 0.2): our own clock.
@@ -87,8 +85,6 @@ class DailyReportInput:
 
 @dataclass(frozen=True, kw_only=True)
 class MakeReport(DailyReportInput):
-    """Activity `make_report`."""
-
     #: When the workflow began, in Unix seconds: a repeat after midnight is about the same day.
     at: float
 

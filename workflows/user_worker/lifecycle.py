@@ -15,7 +15,7 @@ with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol.launch import ExitCode
     from worker_runtime.protocol.messages import Failure
     from workflows import names
-    from workflows.entity import wait_until
+    from workflows.entity import copied_fields, wait_until
     from workflows.user_worker import messages as m
     from workflows.user_worker.events import apply_event
     from workflows.user_worker.state import UserWorkerState
@@ -203,14 +203,8 @@ class WorkerLifecycle:
     # --- callers who wait -----------------------------------------------------------------------------
 
     def answer(self) -> m.ActiveWorker:
-        state = self.state
-        assert state.worker is not None  # noqa: S101 — Active has a worker
-        return m.ActiveWorker(
-            worker=state.worker,
-            state=str(state.state),
-            claimed_at=state.claimed_at,
-            connected_at=state.connected_at,
-        )
+        shown = copied_fields(self.state, m.ActiveWorker)
+        return m.ActiveWorker(**shown | {"state": str(self.state.state)})
 
     def settle_start(self, outcome: m.ActiveWorker | Failure) -> None:
         """Answers those who wait for the start."""

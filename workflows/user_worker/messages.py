@@ -186,27 +186,34 @@ class RecordTimeline:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UserWorkerView:
-    """Answer of the query `view`."""
+class UserWorkerFacts:
+    """What a user's workflow knows of its worker and shows as it is."""
 
     user_id: str
-    state: str
-    since: float
-    worker: WorkerRef | None
-    attempts: int
-    reason: str
-    next_step: str
-    deadline: float | None
+    since: float = 0.0
+    deadline: float | None = None
+    #: The worker that belongs to the user, or did and is not yet confirmed to have stopped.
+    worker: WorkerRef | None = None
+    #: Connects tried with the present worker.
+    attempts: int = 0
+    #: Of the last known order or control message.
+    last_activity: float = 0.0
     #: What is last known of the broker connections: "well", or "degraded: …" with the reason.
     health: str = ""
-    #: Unix seconds of that knowledge.
     health_at: float = 0.0
-    #: Crashes and failed broker sessions within the window that backoff and parking count.
-    crashes: int = 0
-    #: Unix seconds of the last known order or control message.
-    last_activity: float = 0.0
     #: What went wrong with the last reload of credentials; empty: nothing.
     note: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserWorkerView(UserWorkerFacts):
+    """Answer of the query `view`."""
+
+    state: str
+    next_step: str
+    #: Crashes and failed broker sessions within the window that backoff and parking count.
+    crashes: int = 0
 
 
 # --- activities of a user worker ----------------------------------------------------------------------

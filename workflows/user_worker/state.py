@@ -67,24 +67,16 @@ class IllegalTransition(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UserWorkerState:
+class UserWorkerState(m.UserWorkerFacts):
     """One moment in the life of one user's worker. Every method returns the next moment."""
 
-    user_id: str
     pool: str
     settings: m.UserWorkerSettings
     state: m.WorkerState = m.WorkerState.POOL_IDLE
-    since: float = 0.0
-    deadline: float | None = None
-    #: The worker that belongs to the user, or did and is not yet confirmed to have stopped.
-    worker: m.WorkerRef | None = None
     #: The claim under way or fulfilled.
     claim_id: str = ""
-    #: Connects tried with the present worker.
-    attempts: int = 0
     claimed_at: float = 0.0
     connected_at: float = 0.0
-    last_activity: float = 0.0
     #: The idle time counts from here at the earliest: a worker of the morning stays beyond the bell.
     stay_until: float = 0.0
     #: Number of the worker's last event.
@@ -99,9 +91,6 @@ class UserWorkerState:
     checks: tuple[float, ...] = ()
     #: Until when nothing is tried, after a failure; 0: no such pause.
     retry_at: float = 0.0
-    #: What is last known of the broker connections: "well", or "degraded: …".
-    health: str = ""
-    health_at: float = 0.0
     #: Session processes that replaced a dead one in the present worker.
     replacements: int = 0
     #: The last of them waits for its credentials.
@@ -113,9 +102,6 @@ class UserWorkerState:
     move_at: float = 0.0
     move_by: float = 0.0
     move_quiet: float = 0.0
-    #: What went wrong with the last reload of credentials; empty: nothing.
-    note: str = ""
-    reason: str = ""
 
     # --- properties -----------------------------------------------------------------------------------
 
@@ -214,7 +200,6 @@ class UserWorkerState:
         return replace(self, crashes_known=True)
 
     def assigned(self, worker: m.WorkerRef) -> UserWorkerState:
-        """The claim found its worker."""
         if self.worker is not None and self.worker.claim_id != worker.claim_id:
             raise IllegalTransition("two workers for one user (one-owner)")
         return replace(self, worker=worker)

@@ -103,7 +103,6 @@ class Timeline:
         self._task: asyncio.Task[None] | None = None
 
     def record(self, before: UserWorkerState, after: UserWorkerState) -> None:
-        """Adds the transition, if the state changed."""
         if (before.state, before.since) == (after.state, after.since):
             return
         self._number += 1

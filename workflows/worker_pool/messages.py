@@ -74,8 +74,6 @@ class SetRelease:
 
 @dataclass(frozen=True, kw_only=True)
 class CountPool:
-    """Activity `count_pool`."""
-
     pool: str
     #: Tokens of the launches under way: their workers are left out of the count.
     launching: tuple[str, ...] = ()

@@ -81,7 +81,10 @@ async def test_recent_are_those_with_an_order_in_the_last_trading_days(database:
     }.items():
         await trade(database, user_id, day)
     await trade(database, "last-day", date(2026, 2, 10))
-    morning, run = MorningActivities(database, DAYS, ScriptedStarter()), ActivityEnvironment().run
+    morning, run = (
+        MorningActivities(database, DAYS, ScriptedStarter().ensure_active),
+        ActivityEnvironment().run,
+    )
     plan = await run(morning.plan_morning, mo.PlanMorning(day="2026-02-23", days=5))
     assert (plan.reason, plan.users) == ("", 3)
     assert datetime.fromtimestamp(plan.bell, TAIPEI) == datetime(2026, 2, 23, 9, 0, tzinfo=TAIPEI)
@@ -106,7 +109,7 @@ async def test_users_are_planned_for_the_first_bell_of_what_they_traded(
     ):
         await trade(database, user_id, before, market, clock)
     run = ActivityEnvironment().run
-    tried = MorningActivities(database, DAYS, ScriptedStarter())
+    tried = MorningActivities(database, DAYS, ScriptedStarter().ensure_active)
 
     async def planned(morning: MorningActivities, *, evening: bool = False) -> list[tuple[str, list[str]]]:
         request = mo.PlanMorning(day=day.isoformat(), days=1, evening=evening)
@@ -125,12 +128,12 @@ async def test_users_are_planned_for_the_first_bell_of_what_they_traded(
     assert await planned(tried, evening=True) == [("15:00", ["always", "evening", "night"])]
     late = tmp_path / "days.json"
     late.write_text('{"2026-11-23": "10:00-13:00"}')
-    together = MorningActivities(database, calendar.load_calendar(late), ScriptedStarter())
+    together = MorningActivities(database, calendar.load_calendar(late), ScriptedStarter().ensure_active)
     assert await planned(together) == [("10:00", ["always", "both", "index", "shares"])]
 
 
 async def test_a_holiday_is_said_and_nobody_is_counted(database: Database) -> None:
-    morning = MorningActivities(database, DAYS, ScriptedStarter())
+    morning = MorningActivities(database, DAYS, ScriptedStarter().ensure_active)
     plan = await ActivityEnvironment().run(morning.plan_morning, mo.PlanMorning(day="2026-02-17", days=5))
     assert plan.reason == "2026-02-17 is no trading day"
     evening = mo.PlanMorning(day="2026-02-17", days=5, evening=True)
@@ -140,7 +143,7 @@ async def test_a_holiday_is_said_and_nobody_is_counted(database: Database) -> No
 
 
 async def test_a_day_that_is_none_is_refused_for_good(database: Database) -> None:
-    morning = MorningActivities(database, DAYS, ScriptedStarter())
+    morning = MorningActivities(database, DAYS, ScriptedStarter().ensure_active)
     with pytest.raises(ApplicationError) as refused:
         await ActivityEnvironment().run(morning.plan_morning, mo.PlanMorning(day="tomorrow", days=5))
     assert refused.value.non_retryable
@@ -149,7 +152,7 @@ async def test_a_day_that_is_none_is_refused_for_good(database: Database) -> Non
 async def test_the_error_of_one_user_is_an_answer_and_not_a_failure(database: Database) -> None:
     starter = ScriptedStarter()
     starter.errors["u2"] = WorkerUnavailable("no room")
-    morning, run = MorningActivities(database, DAYS, starter), ActivityEnvironment().run
+    morning, run = MorningActivities(database, DAYS, starter.ensure_active), ActivityEnvironment().run
     assert (await run(morning.connect_user, mo.ConnectUser(user_id="u1"))).ok
     failed = await run(morning.connect_user, mo.ConnectUser(user_id="u2"))
     assert (failed.ok, failed.code, failed.retryable) == (False, "WORKER_UNAVAILABLE", True)
