@@ -1,6 +1,7 @@
 """Tells Temporal that an activity is alive while it waits for a call that takes long."""
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 
 from temporalio import activity
 
@@ -10,16 +11,12 @@ from infra import tasks
 PERIOD = 1.0
 
 
-class Heartbeat:
-    """`async with Heartbeat():` beats at once, then once a second."""
+def beating() -> AbstractAsyncContextManager[None]:
+    """`async with beating():` beats at once, then once a second."""
+    return tasks.running(_beat())
 
-    async def __aenter__(self) -> None:
-        self._beating = asyncio.create_task(self._beat())
 
-    async def __aexit__(self, *_: object) -> None:
-        await tasks.cancel_tasks(self._beating)
-
-    async def _beat(self) -> None:
-        while True:
-            activity.heartbeat()
-            await asyncio.sleep(PERIOD)
+async def _beat() -> None:
+    while True:
+        activity.heartbeat()
+        await asyncio.sleep(PERIOD)

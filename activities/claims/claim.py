@@ -62,8 +62,6 @@ class _ClaimedWorker:
 
 @dataclass(eq=False, repr=False)
 class ClaimActivities:
-    """Activities `claim_worker`, `await_connected`, `connect_again`."""
-
     client: Redis
     database: Database
     sealer: AssignmentSealer

@@ -1,13 +1,13 @@
 """The activities of the morning: the trading day, the users who traded recently, one user's connection."""
 
-from datetime import UTC, date, datetime
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from datetime import UTC, date, datetime, time
 
 import structlog
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
-from activities.heartbeat import Heartbeat
+from activities.heartbeat import beating
 from infra.database.engine import Database
 from infra.database.orders import listing as recent_users
 from infra.market.calendar import TAIPEI, Calendar, Market
@@ -17,20 +17,17 @@ from workflows.morning import messages as mo
 log = structlog.get_logger()
 
 
-class StarterPort(Protocol):
-    async def ensure_active(self, user_id: str, stay_until: float) -> None:
-        """Returns when the user's worker is Active and will stay at least so long (Unix seconds); raises
-        `BerthError`."""
-        ...
+#: Returns when the user's worker is Active and will stay until then (Unix seconds); raises `BerthError`.
+StartUser = Callable[[str, float], Awaitable[None]]
 
 
 class MorningActivities:
     """Activities `plan_morning`, `recent_users`, `connect_user`. All may be repeated."""
 
-    def __init__(self, database: Database, calendar: Calendar, starter: StarterPort) -> None:
+    def __init__(self, database: Database, calendar: Calendar, ensure_active: StartUser) -> None:
         self._database = database
         self._calendar = calendar
-        self._starter = starter
+        self._ensure_active = ensure_active
 
     @activity.defn
     async def plan_morning(self, request: mo.PlanMorning) -> mo.MorningPlan:
@@ -43,20 +40,16 @@ class MorningActivities:
         if not bells:
             what = "has no evening session" if request.evening else "is no trading day"
             return mo.MorningPlan(day=day.isoformat(), reason=f"{day} {what}")
-        since = datetime.combine(
-            first_recent_day(self._calendar, day, request.days), datetime.min.time(), TAIPEI
-        )
+        first = first_recent_day(self._calendar, day, request.days)
+        since = datetime.combine(first, time(), TAIPEI)
         async with self._database.session() as session:
             counted = await recent_users.count_recent_users(session, since, evening=request.evening)
         groups = _groups(bells, counted)
         users = sum(group.users for group in groups)
         log.info("morning_planned", day=day.isoformat(), users=users, since=since.date().isoformat())
+        bell = groups[-1].bell
         return mo.MorningPlan(
-            day=day.isoformat(),
-            users=users,
-            since=since.timestamp(),
-            bell=groups[-1].bell,
-            groups=groups,
+            day=day.isoformat(), users=users, since=since.timestamp(), bell=bell, groups=groups
         )
 
     @activity.defn
@@ -75,8 +68,8 @@ class MorningActivities:
     @activity.defn
     async def connect_user(self, request: mo.ConnectUser) -> mo.Connected:
         try:
-            async with Heartbeat():
-                await self._starter.ensure_active(request.user_id, request.stay_until)
+            async with beating():
+                await self._ensure_active(request.user_id, request.stay_until)
         except BerthError as error:
             log.warning("morning_user_failed", user_id=request.user_id, code=error.code)
             return mo.Connected(ok=False, code=error.code, detail=error.detail, retryable=error.retryable)

@@ -31,8 +31,6 @@ POLL = 0.1
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ReloadActivity:
-    """Activity `reload_credentials`."""
-
     client: Redis
     database: Database
     sealer: AssignmentSealer

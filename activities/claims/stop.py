@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from temporalio import activity
 
 from activities.claims.handshake import push_signed, send_control
-from activities.heartbeat import Heartbeat
+from activities.heartbeat import beating
 from activities.pool import entries
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.trading import switches
@@ -161,8 +161,6 @@ AT_ONCE = 1.0
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StopActivity:
-    """Activity `stop_worker`."""
-
     client: Redis
     database: Database
     ends: EndConfirmer
@@ -178,20 +176,15 @@ class StopActivity:
         if worker_id:
             marked = await self._ask_to_end(request, worker_id)
             grace = None if request.grace > 0 else AT_ONCE
-            async with Heartbeat():
+            async with beating():
                 await self.ends.end(
                     *(request.user_id, replace(asked, worker_id=worker_id), request.reason),
                     wait=request.grace,
                     grace=grace,
                 )
             await self._clean_up(request, worker_id)
-            log.info(
-                "worker_stopped",
-                user_id=request.user_id,
-                worker_id=worker_id,
-                reason=request.reason,
-                was_marked=marked,
-            )
+            who = {"user_id": request.user_id, "worker_id": worker_id}
+            log.info("worker_stopped", reason=request.reason, was_marked=marked, **who)
         async with self.database.session() as session:
             late = await worker_sessions.end_session(
                 session, claim_id=asked.claim_id, reason=request.reason[:200], crashed=request.crashed
@@ -252,7 +245,6 @@ class StopActivity:
         return marked
 
     async def _clean_up(self, request: m.StopWorker, worker_id: str) -> None:
-        """Removes the entry, the mark and the worker's Valkey user."""
         user, worker = request.user_id, request.worker
         await entries.remove_entry(self.client, worker.pool, worker_id)
         await entries.remove_mark(self.client, user, f"{worker.epoch}:{worker_id}")
@@ -265,8 +257,6 @@ ASK = 2.0
 
 
 class HealthActivity(_WorkerAccess):
-    """Activity `check_worker`."""
-
     @activity.defn
     async def check_worker(self, request: m.CheckWorker) -> m.WorkerHealth:
         """Reads the mark and the metadata, asks the launcher for the task; writes a missing owner key again.

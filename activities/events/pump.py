@@ -81,7 +81,6 @@ class EventPump:
         self._stops = tasks.SharedTasks[str, None](_stop_failed)
 
     async def run(self) -> None:
-        """Pumps events."""
         while True:
             try:
                 if await self.step():

@@ -190,8 +190,6 @@ async def _is_late(session: AsyncSession, event: AccountReported, received_ms: i
 
 
 class TimelineActivity:
-    """Activity `record_timeline`."""
-
     def __init__(self, database: Database) -> None:
         self._database = database
 

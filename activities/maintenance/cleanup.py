@@ -93,7 +93,6 @@ class AnomalyCleaner:
         return done | dict(zip(left, outcomes, strict=True))
 
     async def _close(self, ended: Sequence[Suspect]) -> None:
-        """Closes the assignments of workers that have ended."""
         reasons = {one.claim_id: f"maintenance: {one.why}"[:200] for one in ended}
         if reasons:
             async with self._database.session(autocommit=True) as session:
@@ -147,7 +146,10 @@ class AnomalyCleaner:
             state = await entries.release_claim(self._client, one.pool, one.worker_id, one.claim_id)
             if state == "confirmed":  # else its worker cannot confirm the claim any more
                 return "healed"
-        if not await self._stopped(one.task_id, one.why):
+        try:
+            await self._launcher.stop(one.task_id, f"maintenance: {one.why}", grace=GRACE)
+        except StopFailed as error:
+            log.warning("task_not_stopped", task_id=one.task_id, reason=error.detail)
             return "failed"
         if one.kind != AnomalyKind.DUPLICATE:  # of one that runs twice the other is alive
             await entries.remove_entry(self._client, one.pool, one.worker_id)
@@ -174,14 +176,6 @@ class AnomalyCleaner:
             await entries.remove_entry(self._client, one.pool, one.worker_id)
             await entries.remove_mark(self._client, one.user_id, f"{one.epoch}:{one.worker_id}")
         return "stopped" if one.worker_id in seen.running else "closed"
-
-    async def _stopped(self, task_id: str, why: str) -> bool:
-        try:
-            await self._launcher.stop(task_id, f"maintenance: {why}", grace=GRACE)
-        except StopFailed as error:
-            log.warning("task_not_stopped", task_id=task_id, reason=error.detail)
-            return False
-        return True
 
 
 def _users(one: Suspect, seen: FleetSnapshot) -> set[str]:

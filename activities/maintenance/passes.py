@@ -8,7 +8,7 @@ import structlog
 from redis.exceptions import RedisError
 from temporalio import activity
 
-from activities.heartbeat import Heartbeat
+from activities.heartbeat import beating
 from activities.maintenance.anomalies import OverdueLimits, find_anomalies, guard_reason, is_many
 from activities.maintenance.cleanup import AnomalyCleaner
 from activities.maintenance.scan import FleetScanner
@@ -102,7 +102,7 @@ class MaintenanceActivities:
 
         A second attempt cannot tell what healed by itself from what the first one cleaned up: `earlier`.
         """
-        async with Heartbeat():
+        async with beating():
             return await self._clean_up(batch, gone="earlier" if activity.info().attempt > 1 else "healed")
 
     async def _clean_up(self, batch: mm.Batch, *, gone: str) -> mm.Cleaned:

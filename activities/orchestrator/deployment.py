@@ -12,15 +12,9 @@ from datetime import datetime
 from google.protobuf.field_mask_pb2 import FieldMask
 from temporalio.api.common.v1 import WorkflowExecution
 from temporalio.api.deployment.v1 import WorkerDeploymentVersion as VersionName
-from temporalio.api.enums.v1 import TaskQueueType
-from temporalio.api.enums.v1 import VersioningBehavior as Behavior
+from temporalio.api.enums import v1 as enums
 from temporalio.api.workflow.v1 import VersioningOverride, WorkflowExecutionOptions
-from temporalio.api.workflowservice.v1 import (
-    DescribeWorkerDeploymentRequest,
-    DescribeWorkerDeploymentVersionRequest,
-    SetWorkerDeploymentCurrentVersionRequest,
-    UpdateWorkflowExecutionOptionsRequest,
-)
+from temporalio.api.workflowservice import v1 as api
 from temporalio.client import Client, WorkflowQueryFailedError
 from temporalio.common import SearchAttributeKey, VersioningBehavior, WorkerDeploymentVersion
 from temporalio.service import RPCError, RPCStatusCode
@@ -38,7 +32,7 @@ _ANSWER = 4.0
 #: A query that the SDK answers for every workflow.
 _ANY_WORKFLOW_KNOWS = "__temporal_workflow_metadata"
 #: The tasks for which a worker with workflows polls each of its queues.
-_KINDS = (TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW, TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY)
+_KINDS = (enums.TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW, enums.TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY)
 #: Workflows asked before a version counts as served by nobody.
 _ASKED = 3
 
@@ -47,8 +41,6 @@ _VERSION = SearchAttributeKey.for_keyword("TemporalWorkerDeploymentVersion")
 
 @dataclass(frozen=True)
 class DeploymentSnapshot:
-    """The deployment at one moment."""
-
     #: Build id of the current version; empty: none.
     current: str
     #: Build id → when it was first seen.
@@ -59,8 +51,6 @@ class DeploymentSnapshot:
 
 @dataclass(frozen=True)
 class RunningWorkflow:
-    """An open workflow of the deployment."""
-
     workflow_id: str
     run_id: str
     kind: str
@@ -72,6 +62,7 @@ class Deployment:
 
     def __init__(self, temporal: Client, *, name: str, build: str) -> None:
         self._temporal = temporal
+        self._service, self._space = temporal.workflow_service, temporal.namespace
         self.name = name
         #: Our own build id.
         self.build = build
@@ -87,11 +78,8 @@ class Deployment:
 
     async def describe(self) -> DeploymentSnapshot | None:
         """None: no worker of the deployment has polled yet."""
-        request = DescribeWorkerDeploymentRequest(
-            namespace=self._temporal.namespace, deployment_name=self.name
-        )
-        service = self._temporal.workflow_service
-        answer = await unless_missing(service.describe_worker_deployment(request, timeout=CALL))
+        request = api.DescribeWorkerDeploymentRequest(namespace=self._space, deployment_name=self.name)
+        answer = await unless_missing(self._service.describe_worker_deployment(request, timeout=CALL))
         if answer is None:
             return None
         info = answer.worker_deployment_info
@@ -106,12 +94,11 @@ class Deployment:
 
     async def serves(self, queues: Collection[str]) -> bool:
         """Whether Temporal knows that our version serves these queues; before, it cannot become current."""
-        request = DescribeWorkerDeploymentVersionRequest(
-            namespace=self._temporal.namespace,
-            deployment_version=VersionName(deployment_name=self.name, build_id=self.build),
+        version = VersionName(deployment_name=self.name, build_id=self.build)
+        request = api.DescribeWorkerDeploymentVersionRequest(
+            namespace=self._space, deployment_version=version
         )
-        service = self._temporal.workflow_service
-        answer = await unless_missing(service.describe_worker_deployment_version(request, timeout=CALL))
+        answer = await unless_missing(self._service.describe_worker_deployment_version(request, timeout=CALL))
         if answer is None:
             return False
         known = {(one.name, one.type) for one in answer.worker_deployment_version_info.task_queue_infos}
@@ -120,16 +107,14 @@ class Deployment:
     async def make_current(self, seen: DeploymentSnapshot) -> None:
         """New runs start on our version from now on. `RPCError`: somebody else changed it since `seen`, or
         our version serves fewer task queues than the one before."""
-        await self._temporal.workflow_service.set_worker_deployment_current_version(
-            SetWorkerDeploymentCurrentVersionRequest(
-                namespace=self._temporal.namespace,
-                deployment_name=self.name,
-                build_id=self.build,
-                conflict_token=seen.token,
-                identity=self._temporal.identity,
-            ),
-            timeout=CALL,
+        request = api.SetWorkerDeploymentCurrentVersionRequest(
+            namespace=self._space,
+            deployment_name=self.name,
+            build_id=self.build,
+            conflict_token=seen.token,
+            identity=self._temporal.identity,
         )
+        await self._service.set_worker_deployment_current_version(request, timeout=CALL)
 
     async def running(
         self, *, build: str = "", other_than: str = "", limit: int | None = None
@@ -170,21 +155,17 @@ class Deployment:
 
     async def hand_over(self, one: RunningWorkflow) -> None:
         """Lets the current version take over this run, by a replay of its history."""
-        override = VersioningOverride(
-            auto_upgrade=True,
-            behavior=Behavior.VERSIONING_BEHAVIOR_AUTO_UPGRADE,  # what servers before 1.29 read
+        behavior = enums.VersioningBehavior.VERSIONING_BEHAVIOR_AUTO_UPGRADE  # what servers before 1.29 read
+        override = VersioningOverride(auto_upgrade=True, behavior=behavior)
+        request = api.UpdateWorkflowExecutionOptionsRequest(
+            namespace=self._space,
+            workflow_execution=WorkflowExecution(workflow_id=one.workflow_id, run_id=one.run_id),
+            workflow_execution_options=WorkflowExecutionOptions(versioning_override=override),
+            update_mask=FieldMask(paths=["versioning_override"]),
+            identity=self._temporal.identity,
         )
         try:
-            await self._temporal.workflow_service.update_workflow_execution_options(
-                UpdateWorkflowExecutionOptionsRequest(
-                    namespace=self._temporal.namespace,
-                    workflow_execution=WorkflowExecution(workflow_id=one.workflow_id, run_id=one.run_id),
-                    workflow_execution_options=WorkflowExecutionOptions(versioning_override=override),
-                    update_mask=FieldMask(paths=["versioning_override"]),
-                    identity=self._temporal.identity,
-                ),
-                timeout=CALL,
-            )
+            await self._service.update_workflow_execution_options(request, timeout=CALL)
         except RPCError as error:
             if error.status not in {RPCStatusCode.NOT_FOUND, RPCStatusCode.FAILED_PRECONDITION}:
                 raise  # those two: it has ended, or went on in a new run

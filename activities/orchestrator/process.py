@@ -147,9 +147,8 @@ async def _serve(temporal: Client, parts: OrchestratorResources, stopping: async
     async with AsyncExitStack() as stack:
         starter = WorkerStarter(temporal, settings)
         stack.push_async_callback(starter.close)
-        deployment = Deployment(
-            temporal, name=settings.deployment_name, build=settings.build_id or build_id()
-        )
+        build = settings.build_id or build_id()
+        deployment = Deployment(temporal, name=settings.deployment_name, build=build)
         queues = hosted_queues(temporal, starter, parts)
         workers = [make_worker(temporal, hosted, deployment, settings.stop_grace) for hosted in queues]
         versioned = [hosted.name for hosted in queues if hosted.workflows]

@@ -262,7 +262,7 @@ def bulk_activities(temporal: Client, starter: WorkerStarter, parts: Orchestrato
     )
     cleaner = AnomalyCleaner(parts.client, parts.database, parts.launcher, _ends(parts), temporal)
     maintenance = MaintenanceActivities(scanner, cleaner, parts.database, parts.settings)
-    morning = MorningActivities(parts.database, parts.calendar, starter)
+    morning = MorningActivities(parts.database, parts.calendar, starter.ensure_active)
     rollout = RolloutActivities(
         parts.client, parts.database, parts.launcher, temporal, parts.calendar, parts.settings
     )

@@ -95,8 +95,9 @@ async def reconcile_account(session: AsyncSession, event: AccountReported, *, bl
     else:
         found |= await _positions(session, event, report, known)
     differences = {kind: those for kind, those in found.items() if those}
-    whose = _whose(event)
-    row = await reconciliations.note_differences(session, **whose, differences=differences, blocks=blocks)
+    row = await reconciliations.note_differences(
+        session, **_whose(event), differences=differences, blocks=blocks
+    )
     if row is not None:
         log.warning(
             "books_differ", user_id=event.user_id, account=event.account_id, kinds=sorted(differences)
@@ -166,7 +167,7 @@ async def _positions(
     if report.odd_shown and not known.odd_known:
         # The books were begun by a release that saw full lots only: what is beyond them was held before.
         beyond = {ODD_SHARES: _unexplained(expected, report)[ODD_SHARES]}
-        _note_books(session, event, beyond)
+        reconciliations.note_first_comparison(session, **_whose(event), held=beyond)
         for one in beyond[ODD_SHARES]:
             expected[one["symbol"]] += one["broker"] - one["ours"]
     differ = _unexplained(expected, report)
@@ -189,10 +190,8 @@ async def _begin_books(session: AsyncSession, event: AccountReported, report: Ac
         session, event.user_id, event.account_id, until=_taken_at(report)
     )
     held = _unexplained(ours, report)
-    _note_books(session, event, held if report.odd_shown else {POSITIONS: held[POSITIONS]})
-
-
-def _note_books(session: AsyncSession, event: AccountReported, held: Differences) -> None:
+    if not report.odd_shown:
+        del held[ODD_SHARES]
     reconciliations.note_first_comparison(session, **_whose(event), held=held)
 
 

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from sqlalchemy import func, select
 from temporalio import activity
 
-from activities.heartbeat import Heartbeat
+from activities.heartbeat import beating
 from activities.orders.reconciliation import listed_event, may_be_listed_as
 from infra.database.engine import Database
 from infra.database.models import Order, OrderEventRow
@@ -120,7 +120,7 @@ class OrderActivities:
     @activity.defn
     async def verify_order(self, request: om.VerifyOrder) -> om.Verified:
         """Verifies once. Raises `DatabaseUnavailable`."""
-        async with Heartbeat():
+        async with beating():
             try:
                 order = await self._known(uuid.UUID(request.order_id))
             except OrderNotFound:

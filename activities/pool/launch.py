@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 from temporalio import activity
 from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
-from activities.heartbeat import Heartbeat
+from activities.heartbeat import beating
 from activities.pool import entries
 from activities.pool.snapshot import PoolSnapshot, PoolSnapshotSource
 from activities.rollout.canary import CanaryRegistry
@@ -65,8 +65,6 @@ def launched_for(claim_id: str) -> tuple[str, str]:
 
 @dataclass(eq=False, repr=False)
 class LaunchActivities:
-    """Activities `launch_for_claim`, `launch_pool_worker`."""
-
     client: Redis
     database: Database
     launcher: Launcher
@@ -150,7 +148,7 @@ class LaunchActivities:
 
     async def _pool_snapshot(self, pool: str) -> PoolSnapshot:
         """From the pool's workflow, else from the settings."""
-        async with Heartbeat():  # it may have to ask twice
+        async with beating():  # it may have to ask twice
             found = await self.pools.snapshot(pool) if self.pools else None
         return found or PoolSnapshot(limit=self.settings.pool_limit or None)
 
@@ -201,7 +199,7 @@ class LaunchActivities:
             # Before the launch: it may be claimed before the launcher's answer is here.
             await self._record(spec.config)
             server = await self._create_user(spec.config)
-            async with Heartbeat():  # it may have to wait for the rate limit
+            async with beating():  # it may have to wait for the rate limit
                 task = await self.launcher.launch(spec, token)
             await self._record(spec.config, task.task_id)
         except (LaunchFailed, images.ImageNotAllowed) as error:

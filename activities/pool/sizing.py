@@ -18,7 +18,7 @@ from temporalio import activity
 from temporalio.client import Client
 from temporalio.common import WorkflowIDConflictPolicy
 
-from activities.heartbeat import Heartbeat
+from activities.heartbeat import beating
 from activities.pool import entries
 from activities.pool.launch import POOL_PREFIX, worker_id_of
 from infra.database.engine import Database
@@ -55,8 +55,6 @@ def window_of(given: PoolWindow) -> windows.Window:
 
 
 class PoolActivities:
-    """Activities `count_pool`, `shrink_pool`."""
-
     def __init__(self, client: Redis, database: Database, launcher: Launcher, calendar: Calendar) -> None:
         self._client = client
         self._database = database
@@ -180,7 +178,7 @@ class PoolActivities:
             await entries.discard_entry(self._client, request.pool, worker_id, claims[worker_id])
         running = {task.worker_id: task.task_id for task in await self._launcher.list()}
         # Concurrently, because each may take its grace. A repeated call stops the rest.
-        async with Heartbeat():
+        async with beating():
             await asyncio.gather(
                 *(
                     self._stop(request.pool, worker_id, running.get(worker_id, launched.task_id))

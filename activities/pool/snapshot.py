@@ -58,9 +58,8 @@ class PoolSnapshots:
         snapshot, at = self._known.get(pool, (None, float("-inf")))
         if time.monotonic() - at < FRESH:
             return snapshot
-        for _ in range(1 if pool in self._known else 2):  # without any answer, the settings would count
-            if await self._ask(pool):
-                break
+        if not await self._ask(pool) and pool not in self._known:
+            await self._ask(pool)  # again: without any answer, the settings would count
         return self._known.get(pool, (None, 0.0))[0]  # another caller may have read it meanwhile
 
     async def _ask(self, pool: str) -> bool:
@@ -133,9 +132,8 @@ class HostProvisioner:
         snapshot = await self.pools.snapshot(self.pool)
         hosts = await self.scaler.hosts()
         # Workers of a draining host count, because they need a place elsewhere.
-        made = scaling.plan_hosts(
-            self._kind, len(tasks) + (snapshot.missing if snapshot else 0), hosts, warm=self._warm
-        )
+        workers = len(tasks) + (snapshot.missing if snapshot else 0)
+        made = scaling.plan_hosts(self._kind, workers, hosts, warm=self._warm)
         await self.scaler.scale(made)
         if made.reason != self._logged:
             log.info("hosts_wanted", wanted=made.wanted, ready=made.ready, why=made.reason)

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from temporalio import activity
 from temporalio.exceptions import ApplicationError
 
-from activities.heartbeat import Heartbeat
+from activities.heartbeat import beating
 from infra.database import audit, reports
 from infra.database import users as statement_addresses
 from infra.database.engine import Database
@@ -73,7 +73,7 @@ class DailyActivities:
 
     @activity.defn
     async def enqueue_statements(self, request: sm.EnqueueStatements) -> sm.StatementsPage:
-        async with Heartbeat():
+        async with beating():
             return await self._enqueue(request, parse_day(request.day))
 
     async def _enqueue(self, request: sm.EnqueueStatements, day: date) -> sm.StatementsPage:
@@ -150,7 +150,7 @@ class DailyActivities:
         trading_day = day if request.day else now.date()
         if not self.calendar.trades_on(trading_day):
             return sm.ReportResult(day=day.isoformat(), reason=f"{trading_day} is no trading day")
-        async with Heartbeat():
+        async with beating():
             async with self.database.session() as session:
                 report = await reports.make_report(session, self.calendar, day, self._end)
             mails = 0 if report.mailed_at else await self._mail(report)

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from temporalio import activity
 from temporalio.client import Client
 
-from activities.heartbeat import Heartbeat
+from activities.heartbeat import beating
 from activities.pool import entries
 from activities.rollout.canary import CanaryRegistry, CanaryRelease
 from infra.database import audit
@@ -52,8 +52,6 @@ class _MoveRequest(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class RolloutActivities:
-    """Activities `check_release`, `retire_workers`, `ask_to_move`, `tell_rollout`."""
-
     client: Redis
     database: Database
     launcher: Launcher
@@ -147,7 +145,7 @@ class RolloutActivities:
             wanted = len(taken) < request.count
             if left or (wanted and await self._take(request.pool, task.worker_id, claim_id)):
                 taken.append(task)
-        async with Heartbeat():
+        async with beating():
             await asyncio.gather(*(self._stop(request.pool, task) for task in taken))
         return len(taken)
 
