@@ -55,15 +55,14 @@ class MorningActivities:
     @activity.defn
     async def recent_users(self, request: mo.RecentUsers) -> list[str]:
         since = datetime.fromtimestamp(request.since, UTC)
-        async with self._database.session() as session:
-            return await recent_users.recent_users_after(
-                session,
-                since,
-                evening=request.evening,
-                market=request.market,
-                after=request.after,
-                limit=request.limit,
-            )
+        return await self._database.transaction(
+            recent_users.recent_users_after,
+            since,
+            evening=request.evening,
+            market=request.market,
+            after=request.after,
+            limit=request.limit,
+        )
 
     @activity.defn
     async def connect_user(self, request: mo.ConnectUser) -> mo.Connected:

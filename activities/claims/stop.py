@@ -64,8 +64,7 @@ class _WorkerAccess:
     async def _write_owner(self, user_id: str, worker: m.WorkerRef) -> None:
         """Makes the worker the user's owner, and writes the user's switch beside it."""
         generation, server = await valkey.read_generation_and_server(self.client, uuid.uuid4().hex)
-        async with self.database.session(autocommit=True) as session:
-            switch = await switches.switch_of_user(session, user_id)
+        switch = await self.database.statement(switches.switch_of_user, user_id)
         words = self._switches.words(user_id, switch, server)
         await entries.write_owner(self.client, user_id, worker, generation, words)
 
@@ -117,8 +116,7 @@ class EndConfirmer(_WorkerAccess):
 
         The list only shows further ones, since a worker may run twice.
         """
-        async with self.database.session(autocommit=True) as session:
-            noted = await launches.task_of(session, worker.worker_id)
+        noted = await self.database.statement(launches.task_of, worker.worker_id)
         known = {worker.task_id, noted} - {""}
         deadline = time.monotonic() + wait
         ends = [await self._end_task(task, reason, deadline, grace) for task in known]
@@ -142,15 +140,13 @@ class EndConfirmer(_WorkerAccess):
 
         PostgreSQL first: from there a lost owner key is written again. The time counts from the owner key on.
         """
-        async with self.database.session(autocommit=True) as session:
-            epoch, since = await assignments.leave_epoch(session, worker.claim_id)
+        epoch, since = await self.database.statement(assignments.leave_epoch, worker.claim_id)
         if since is not None:
             return since
         if epoch:
             nobody = m.WorkerRef(worker_id=FENCED, task_id="", epoch=epoch, claim_id="", pool=worker.pool)
             await self._write_owner(user_id, nobody)
-        async with self.database.session(autocommit=True) as session:
-            await assignments.set_fenced(session, worker.claim_id)
+        await self.database.statement(assignments.set_fenced, worker.claim_id)
         return 0.0
 
 
@@ -298,8 +294,7 @@ class HealthActivity(_WorkerAccess):
         try:
             task = worker.task_id
             if not task:  # its launcher had not answered when it was claimed
-                async with self.database.session(autocommit=True) as session:
-                    task = await launches.task_of(session, worker.worker_id)
+                task = await self.database.statement(launches.task_of, worker.worker_id)
             async with asyncio.timeout(ASK):
                 return await self.launcher.is_running(task) if task else None
         except (DatabaseUnavailable, LauncherUnreachable, TimeoutError):

@@ -131,8 +131,7 @@ class ExitWatcher:
 
     async def report(self, ended: TaskExit) -> None:
         """Takes the worker out of its pool, then signals its user's workflow; `run` signals the pool's."""
-        async with self.database.session(autocommit=True) as session:
-            row = await worker_sessions.last_session_of_worker(session, ended.worker_id)
+        row = await self.database.statement(worker_sessions.last_session_of_worker, ended.worker_id)
         pool = row.pool if row else self.pool
         if self.users:
             await self.users.delete(ended.worker_id)

@@ -170,8 +170,7 @@ class EventPump:
             elif self._refused.add(worker_id):
                 log.error("announcement_refused", worker_id=worker_id, pool=pool, count=self._refused.count)
         for pool, claims in reserved.items():
-            async with self.database.session(autocommit=True) as session:
-                ours = await launches.never_assigned(session, pool, claims)
+            ours = await self.database.statement(launches.never_assigned, pool, claims)
             for worker_id in ours:
                 await entries.admit(self.client, pool, worker_id, claims[worker_id])
 

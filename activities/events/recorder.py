@@ -198,10 +198,9 @@ class TimelineActivity:
         """Raises `DatabaseUnavailable`; an error that is not retried for rows that PostgreSQL never takes."""
         rows = [timeline.NewTransition(**asdict(transition)) for transition in request.transitions]
         try:
-            async with self._database.session() as session:
-                await timeline.record_transitions(
-                    session, user_id=request.user_id, chain=request.chain, transitions=rows
-                )
+            await self._database.transaction(
+                timeline.record_transitions, user_id=request.user_id, chain=request.chain, transitions=rows
+            )
         except DBAPIError as error:
             if not fails_for_good(error):
                 raise

@@ -95,16 +95,14 @@ class AnomalyCleaner:
     async def _close(self, ended: Sequence[Suspect]) -> None:
         reasons = {one.claim_id: f"maintenance: {one.why}"[:200] for one in ended}
         if reasons:
-            async with self._database.session(autocommit=True) as session:
-                await assignments.close_assignments(session, reasons)
+            await self._database.statement(assignments.close_assignments, reasons)
 
     async def _with_orders_in_flight(self, users: Collection[str]) -> set[str]:
         """Users whose worker has an order in hand, or may be submitting one."""
         asked = sorted(users)
         if not asked:
             return set()
-        async with self._database.session(autocommit=True) as session:
-            orders = await assignments.unanswered_orders(session, asked)
+        orders = await self._database.statement(assignments.unanswered_orders, asked)
         async with self._client.pipeline(transaction=False) as pipe:
             for user in asked:
                 pipe.llen(keys.processing(user))

@@ -195,7 +195,8 @@ class LaunchActivities:
         self, spec: LaunchSpec, token: str, timeout: float, ready: Callable[[], Awaitable[bool]]
     ) -> m.Launched:
         try:
-            await self._require_allowed(spec.image)
+            if spec.image:  # whoever reaches Temporal could start a rollout of any image
+                await self.database.statement(images.require_allowed, spec.image)
             # Before the launch: it may be claimed before the launcher's answer is here.
             await self._record(spec.config)
             server = await self._create_user(spec.config)
@@ -239,21 +240,14 @@ class LaunchActivities:
         async with self.database.session() as session:
             return bool(await launches.assigned_workers(session, [worker_id]))
 
-    async def _require_allowed(self, image: str) -> None:
-        """Raises `ImageNotAllowed`: whoever reaches Temporal could start a rollout of any image."""
-        if image:
-            async with self.database.session(autocommit=True) as session:
-                await images.require_allowed(session, image)
-
     async def _record(self, config: WorkerConfig, task_id: str | None = None) -> None:
-        async with self.database.session(autocommit=True) as session:
-            await launches.record_launch(
-                session,
-                worker_id=config.worker_id,
-                pool=config.pool,
-                version=config.version,
-                task_id=task_id,
-            )
+        await self.database.statement(
+            launches.record_launch,
+            worker_id=config.worker_id,
+            pool=config.pool,
+            version=config.version,
+            task_id=task_id,
+        )
 
 
 def _never_ready(why: str) -> ApplicationError:

@@ -5,7 +5,6 @@ And the start of the pool's workflow, with the policy of the settings.
 
 import asyncio
 import time
-from collections.abc import Collection
 from dataclasses import asdict
 from datetime import time as clock_time
 from datetime import timedelta
@@ -24,7 +23,6 @@ from activities.pool.launch import POOL_PREFIX, worker_id_of
 from infra.database.engine import Database
 from infra.database.workers import launches
 from infra.database.workers import sessions as worker_sessions
-from infra.database.workers.sessions import LaunchedWorker
 from infra.launchers.port import Launcher
 from infra.market import windows
 from infra.market.calendar import Calendar
@@ -81,9 +79,8 @@ class PoolActivities:
         ready, announced = await self._announced(request.pool, list(tasks))
         # A worker that the list does not show yet counts if we launched it; one that has a user never does,
         # whatever its entry says.
-        own = await self._never_assigned(
-            request.pool, {w for w, state in announced.items() if state == b"ready"}
-        )
+        entered = {worker for worker, state in announced.items() if state == b"ready"}
+        own = await self._database.statement(launches.never_assigned, request.pool, entered)
         dead, lost = ready - own.keys(), own.keys() - ready
         if dead:
             await reply_of(self._client.zrem(keys.pool_ready(request.pool), *dead))
@@ -93,7 +90,8 @@ class PoolActivities:
             await self._client.zadd(keys.pool_ready(request.pool), dict.fromkeys(lost, now), nx=True)
         free = own.keys() - launching
         silent = tasks.keys() - announced.keys() - launching
-        silent -= await self._assigned(silent)
+        if silent:  # one that belongs to a user has no entry either, once that has expired
+            silent -= await self._database.transaction(launches.assigned_workers, silent)
         hanging = self._hanging(silent, request.launch_timeout)
         for worker_id in hanging:
             log.warning("pool_worker_hangs", pool=request.pool, worker_id=worker_id)
@@ -111,8 +109,7 @@ class PoolActivities:
         if seconds <= 0:
             return None
         try:
-            async with self._database.session(autocommit=True) as session:
-                return await worker_sessions.count_claims(session, pool, seconds)
+            return await self._database.statement(worker_sessions.count_claims, pool, seconds)
         except BerthError as error:  # the pool goes on with the number that it knows
             log.warning("pool_demand_unknown", pool=pool, reason=error.detail)
             return None
@@ -142,17 +139,6 @@ class PoolActivities:
         ready = {worker for worker, score in zip(workers, found[::2], strict=True) if score is not None}
         return ready, {worker: state for worker, state in zip(workers, found[1::2], strict=True) if state}
 
-    async def _never_assigned(self, pool: str, workers: Collection[str]) -> dict[str, LaunchedWorker]:
-        async with self._database.session(autocommit=True) as session:
-            return await launches.never_assigned(session, pool, workers)
-
-    async def _assigned(self, workers: set[str]) -> set[str]:
-        """Those that belong to a user; their pool entry has expired."""
-        if not workers:
-            return set()
-        async with self._database.session() as session:
-            return await launches.assigned_workers(session, workers)
-
     def _hanging(self, silent: set[str], launch_timeout: float) -> set[str]:
         now = time.monotonic()
         self._silent_since = {worker: self._silent_since.get(worker, now) for worker in silent}
@@ -172,7 +158,7 @@ class PoolActivities:
                 gone.add(found.worker_id)
                 continue
             claims[found.worker_id] = claim_id
-        own = await self._never_assigned(request.pool, claims)
+        own = await self._database.statement(launches.never_assigned, request.pool, claims)
         for worker_id in claims.keys() - own.keys():
             log.error("pool_entry_refused", worker_id=worker_id, pool=request.pool, reason="it has a user")
             await entries.discard_entry(self._client, request.pool, worker_id, claims[worker_id])

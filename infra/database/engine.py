@@ -3,9 +3,9 @@
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import asyncpg
 from sqlalchemy import URL, ClauseElement, event, make_url
@@ -17,6 +17,9 @@ from sqlalchemy.sql.compiler import SQLCompiler
 
 from infra.process_metrics import DATABASE_WAIT
 from worker_runtime.protocol.errors import BerthError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: Seconds that a transaction may wait for its own process, so that a process that is stopped or cut off loses
 #: its locks. A claim holds its user's row while it asks Valkey, whose socket timeout is 5 s.
@@ -227,6 +230,20 @@ class Database:
                 await session.connection()
                 DATABASE_WAIT.observe(time.perf_counter() - started)
                 yield session
+
+    async def transaction(
+        self, work: Callable[Concatenate[AsyncSession, P], Awaitable[T]], *args: P.args, **named: P.kwargs
+    ) -> T:
+        """The result of one function of the tables, in a transaction of its own. Raises as `session` does."""
+        async with self.session() as session:
+            return await work(session, *args, **named)
+
+    async def statement(
+        self, work: Callable[Concatenate[AsyncSession, P], Awaitable[T]], *args: P.args, **named: P.kwargs
+    ) -> T:
+        """The same with `autocommit`: for a function that sends one statement."""
+        async with self.session(autocommit=True) as session:
+            return await work(session, *args, **named)
 
     async def row(self, single: SingleStatement, values: Mapping[str, Any]) -> SingleRow | None:
         """Runs one statement as a transaction of its own and returns its first row.
