@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from pathlib import Path
 
 import structlog
 from redis.exceptions import RedisError
@@ -14,6 +13,7 @@ from activities.maintenance.cleanup import AnomalyCleaner
 from activities.maintenance.scan import FleetScanner
 from infra.database.engine import Database
 from infra.database.workers import launches, passes
+from infra.processes import boot_id
 from infra.settings import Settings
 from infra.worker_task import LauncherUnreachable
 from workflows.maintenance import messages as mm
@@ -42,7 +42,7 @@ class MaintenanceActivities:
         idle = 2 * settings.idle_timeout + settings.morning_window + IDLE_MARGIN
         self._limits = OverdueLimits(connect=CONNECT_LIMIT, idle=idle)
         self._history_days = settings.worker_history_days
-        self._boot = _boot()
+        self._boot = boot_id()
 
     @activity.defn
     async def scan_fleet(self, request: mm.MaintenanceInput) -> mm.Scanned:
@@ -92,7 +92,7 @@ class MaintenanceActivities:
 
     def _seconds_since(self, before: passes.PassRecord) -> float:
         """By the monotonic clock if that pass was on this host."""
-        if self._boot and before.boot == self._boot:
+        if before.boot == self._boot:
             return _boottime() - before.boottime
         return before.age
 
@@ -149,14 +149,6 @@ def _world_changed(now: passes.PassBasis, then: passes.PassBasis) -> bool:
     """Whether Valkey, its data or the launcher's list are not those of the pass."""
     other = (now.generation, now.server) != (then.generation, then.server)
     return other or is_many(then.tasks - now.tasks, then.tasks)
-
-
-def _boot() -> str:
-    """Names this run of the kernel, which its containers share."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 def _boottime() -> float:
