@@ -14,14 +14,13 @@ import typer
 
 from infra.cli.options import (
     CommandAnswer,
+    Limit,
     Pool,
     Reason,
     api_command,
-    api_path,
     as_json,
     command_group,
     list_answer,
-    pool_path,
 )
 from infra.cli.tables import console, plain, table
 from infra.hosts.scaling import HostKind, plan_hosts, warm_hosts
@@ -49,8 +48,8 @@ def run(
     ] = False,
 ) -> CommandAnswer:
     """Check all workers now, as the schedule does; anomalies that the last pass saw too are cleaned up."""
-    path = "/fleet/maintenance"
-    reply = api.post(path, wait=PASS_PATIENCE, reason=reason, override_guard=override_guard)
+    asked = {"reason": reason, "override_guard": override_guard}
+    reply = api.post("fleet", "maintenance", wait=PASS_PATIENCE, **asked)
     if not reply.done:
         return CommandAnswer(
             reply.body, f"the pass takes longer than {PASS_PATIENCE:.0f} s: berth maintenance status"
@@ -76,10 +75,10 @@ def status(
     ] = 0,
 ) -> CommandAnswer:
     """Show the last pass: when, how many workers, what it found and did, and what it left alone."""
-    found = None if odd else api.get("/fleet")["maintenance"]
-    rows = api.get("/fleet/maintenance", odd=True, limit=odd)["passes"] if odd else [found] if found else []
+    found = None if odd else api.get("fleet")["maintenance"]
+    passes = api.get("fleet", "maintenance", odd=True, limit=odd)["passes"] if odd else [found]
     return list_answer(
-        rows,
+        [one for one in passes if one],
         "pass of (UTC): began_at, workers, odd, done, held still because: held, seconds",
         none="no such pass" if odd else "no pass yet",
         value=found,
@@ -97,7 +96,7 @@ def _counts(counts: object) -> str:
 
 def servers(api: OperatorApi) -> CommandAnswer:
     """Show the health of every server: databases, Temporal, orchestrators, launcher, paper exchange."""
-    found = [{"name": name, **one} for name, one in api.get("/fleet/servers")["servers"].items()]
+    found = [{"name": name, **one} for name, one in api.get("fleet", "servers")["servers"].items()]
     answer = list_answer(found, "server: name, state, ms, seen (UTC): seen_at, more: reason", none="")
     return replace(answer, exit_code=int(any(one["state"] == "down" for one in found)))
 
@@ -113,7 +112,7 @@ def show(
     """Show the report of a trading day: users, orders, lots, latencies, claims, failures."""
     from infra.database.reports import report_lines
 
-    found = api.get("/reports/daily", day=day)
+    found = api.get("reports", "daily", day=day)
     columns, rows, out = (f"report of {found['day']}", ""), report_lines(found["figures"]), console()
     return CommandAnswer(found, lambda: out.print(table(out, columns, rows)))
 
@@ -133,7 +132,7 @@ def explain(
     rate: Annotated[float, typer.Option(min=0, help="New workers a second that need room.")] = 0.0,
 ) -> CommandAnswer:
     """How many hosts the pool's workers need: what the orchestrator would ask of the platform."""
-    wanted = workers if workers is not None else workers_of_pool(api.get(pool_path(pool)))
+    wanted = workers if workers is not None else workers_of_pool(api.get("pools", pool))
     shown = explain_hosts(wanted, warm=warm, rate=rate)
     return CommandAnswer(shown, f"{shown['wanted']} hosts are wanted: {shown['reason']}")
 
@@ -146,14 +145,8 @@ def workers_of_pool(shown: dict[str, Any]) -> int:
 def explain_hosts(workers: int, *, warm: int, rate: float) -> dict[str, Any]:
     kind = HostKind()
     made = plan_hosts(kind, workers, warm=warm_hosts(kind, rate, least=warm))
-    return {
-        "workers": workers,
-        "wanted": made.wanted,
-        "needed": made.needed,
-        "warm": made.warm,
-        "target_capacity": made.target_capacity,
-        "reason": made.reason,
-    }
+    shown = ("workers", "wanted", "needed", "warm", "target_capacity", "reason")
+    return {name: getattr(made, name) for name in shown}
 
 
 images_app = command_group("Images that workers may be launched from (docs/how-to/roll-out.md).")
@@ -166,7 +159,7 @@ Image = Annotated[
 @api_command(images_app, "list")
 def list_images(api: OperatorApi) -> CommandAnswer:
     """List allowed images. What the launcher was configured with needs no entry."""
-    shown = api.get("/images")
+    shown = api.get("images")
     columns = "image, by: actor, when: added_at, why: reason"
     return list_answer(shown["images"], columns, none="no image", value=shown)
 
@@ -174,14 +167,14 @@ def list_images(api: OperatorApi) -> CommandAnswer:
 @api_command(images_app)
 def allow(api: OperatorApi, image: Image, reason: Reason = "requested") -> CommandAnswer:
     """Allow an image: its workers get tokens with which they may get credentials."""
-    found = api.put("/images", {"image": image, "reason": reason}).body
+    found = api.put("images", image=image, reason=reason).body
     return CommandAnswer(found, f"workers may be launched from {found['image']}")
 
 
 @api_command(images_app)
 def forbid(api: OperatorApi, image: Image, reason: Reason = "requested") -> CommandAnswer:
     """Forbid an image: nothing is launched from it any more; workers that run go on."""
-    left = api.delete("/images", image=image, reason=reason).body
+    left = api.delete("images", image=image, reason=reason).body
     return CommandAnswer(left, f"no worker is launched from {image} any more")
 
 
@@ -218,20 +211,18 @@ def list_letters(
     api: OperatorApi,
     kind: Annotated[str | None, typer.Option(help="Only of this kind, such as workflow or job.")] = None,
     user: Annotated[str | None, typer.Option(help="Only of this user.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
+    limit: Limit = 100,
 ) -> CommandAnswer:
     """List what failed for good and nobody has settled, the latest first."""
-    rows, more = api.rows("/dead-letters", "letters", limit=limit, page=500, kind=kind, user_id=user)
-    columns = (
-        "id, kind, subject, user: user_id, count, first (UTC): first_at, last (UTC): last_at, why: reason"
-    )
-    return list_answer(rows, columns, none="nothing failed for good", more=more)
+    rows, more = api.rows("dead-letters", name="letters", limit=limit, kind=kind, user_id=user)
+    columns = "id, kind, subject, user: user_id, count, first (UTC): first_at, last (UTC): last_at"
+    return list_answer(rows, f"{columns}, why: reason", none="nothing failed for good", more=more)
 
 
 @api_command(letters_app, "show")
 def show_letter(api: OperatorApi, letter: Annotated[str, typer.Argument(metavar="ID")]) -> CommandAnswer:
     """Show all that is known of one, open or closed; a message with its beginning."""
-    found = api.get(api_path("dead-letters", letter))
+    found = api.get("dead-letters", letter)
     rows = [{"what": name, "is": value} for name, value in found.items() if value is not None]
     return list_answer(rows, "what, is", none="", value=found)
 
@@ -251,10 +242,9 @@ def dismiss(
 
 
 def _close_letters(api: OperatorApi, letters: list[str], act: str, reason: str) -> CommandAnswer:
-    done = [api.post(api_path("dead-letters", letter, act), reason=reason).body for letter in letters]
-    return CommandAnswer(
-        done, "\n".join(f"{act}: {one['kind']} {one['subject'] or one['id']}" for one in done)
-    )
+    done = [api.post("dead-letters", letter, act, reason=reason).body for letter in letters]
+    lines = [f"{act}: {one['kind']} {one['subject'] or one['id']}" for one in done]
+    return CommandAnswer(done, "\n".join(lines))
 
 
 def read_audit(
@@ -263,12 +253,12 @@ def read_audit(
     action: Annotated[str | None, typer.Option(help="Only what begins so, such as switch.")] = None,
     subject: Annotated[str | None, typer.Option(help="Only about this, such as user:alice.")] = None,
     hours: Annotated[float | None, typer.Option(min=0, help="Only of the last hours.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 50,
+    limit: Limit = 50,
 ) -> CommandAnswer:
     """Read the audit trail: who did what to whom, the latest first."""
     since = None if hours is None else (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
     wanted = {"actor": actor, "action": action, "subject": subject, "since": since}
-    rows, more = api.rows("/audit", "entries", limit=limit, page=1000, **wanted)
+    rows, more = api.rows("audit", name="entries", limit=limit, **wanted)
 
     def data(row: Mapping[str, Any]) -> str:
         return ", ".join(f"{name} {value}" for name, value in row["data"].items() if value is not None)

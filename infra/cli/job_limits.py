@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from infra.cli.options import CommandAnswer, Reason, api_command, api_path, command_group, list_answer
+from infra.cli.options import CommandAnswer, Reason, api_command, command_group, list_answer
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
@@ -22,7 +22,7 @@ Type = Annotated[str, typer.Argument(metavar="TYPE", help="Type of job, such as 
 @api_command(app, "list")
 def list_(api: OperatorApi) -> CommandAnswer:
     """Show every type with its limits, and how many jobs of it run now."""
-    found = api.get("/job-limits")["limits"]
+    found = api.get("job-limits")["limits"]
     return list_answer(found, _COLUMNS, none="no type")
 
 
@@ -61,5 +61,5 @@ def clear(api: OperatorApi, job_type: Type, reason: Reason = "requested") -> Com
 
 
 def _put_limits(api: OperatorApi, job_type: str, limits: dict[str, Any], reason: str) -> CommandAnswer:
-    found = api.put(api_path("job-limits", job_type), {**limits, "reason": reason}).body
+    found = api.put("job-limits", job_type, **limits, reason=reason).body
     return list_answer([found], _COLUMNS, none="", value=found)

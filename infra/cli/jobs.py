@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from infra.cli import job_limits, options, tables
-from infra.cli.options import Command, CommandAnswer, Json, as_json, command_group, option
+from infra.cli.options import Command, CommandAnswer, Json, as_json, command_group
 from infra.vault import key_file
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog
@@ -113,10 +113,9 @@ def _job_command(
             reason = f"Valkey: {type(error).__name__}; is `berth up` running, or --valkey right?"
             raise BerthError(reason) from None
 
-    added = [option("watch", Watch, False)] * watch + [option("json", Json, False)] * json
-    return options.add_command(
-        app, None, run, [*added, option("user", User, None), option("valkey", Valkey, None)]
-    )
+    added = {"watch": (Watch, False)} if watch else {}
+    added |= {"json": (Json, False)} if json else {}
+    return options.add_command(app, None, run, {**added, "user": (User, None), "valkey": (Valkey, None)})
 
 
 def _tag(user: str | None) -> str:
@@ -135,8 +134,6 @@ def _answer_of(view: JobView) -> CommandAnswer:
 
 def _watch(view: JobView, json: bool) -> None:
     """Shows the view again and again: in place on a terminal, one after the other in a pipe."""
-    from rich.live import Live
-
     out = tables.console()
 
     def print_one(seen: Any) -> None:
@@ -146,10 +143,7 @@ def _watch(view: JobView, json: bool) -> None:
             out.print(view.draw(out, seen))
         sys.stdout.flush()
 
-    if json or not out.is_terminal:
-        options.watch(view.read, print_one, period=_PERIOD)
-    with Live(console=out, screen=True, auto_refresh=False) as live:
-        options.watch(view.read, lambda seen: live.update(view.draw(out, seen), refresh=True), period=_PERIOD)
+    options.watch(view.read, view.draw, period=_PERIOD, json=json, each=print_one)
 
 
 @_job_command(watch=True)

@@ -4,13 +4,14 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
+from rich.console import Console, RenderableType
 
 from infra.cli.tables import console, plain, row_table
 from worker_runtime.protocol.errors import BerthError
@@ -33,6 +34,7 @@ KeyFile = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 Reason = Annotated[str, typer.Option(help="Why; recorded in the audit trail.")]
+Limit = Annotated[int, typer.Option(min=1, help="Most rows.")]
 OfUser = Annotated[str, typer.Argument(metavar="USER", help="Id of the user.")]
 AccountId = Annotated[str, typer.Argument(metavar="ACCOUNT", help="Id of the account.")]
 Pool = Annotated[str, typer.Argument(metavar="[POOL]", help="Name of the pool.")]
@@ -126,12 +128,9 @@ def api_command(
                 answer.show(json=json)
             return answer
 
-    options = [
-        option("data", Data, Path(".berth")),
-        option("url", Url, None),
-        option("key_file", KeyFile, None),
-    ]
-    return add_command(app, name, run, [option("json", Json, False)] * json + options)
+    options: dict[str, tuple[Any, Any]] = {"json": (Json, False)} if json else {}
+    options |= {"data": (Data, Path(".berth")), "url": (Url, None), "key_file": (KeyFile, None)}
+    return add_command(app, name, run, options)
 
 
 def settings_command(
@@ -159,22 +158,16 @@ def settings_command(
             answer.show(json=json)
         return answer
 
-    return add_command(app, name, run, [option("data", OfData, None)] * data)
-
-
-def option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation
-    )
+    return add_command(app, name, run, {"data": (OfData, None)} if data else {})
 
 
 def add_command(
     app: typer.Typer,
     name: str | None,
     run: Callable[[Command, bool, dict[str, Any]], CommandAnswer | None],
-    options: Sequence[inspect.Parameter],
+    options: Mapping[str, tuple[Any, Any]],
 ) -> Callable[[Command], Command]:
-    """Decorates a function: `run` calls it, with `options` behind the function's own.
+    """Decorates a function: `run` calls it. Behind its own options come those of `options`, type and default.
 
     The process ends with the answer's exit code, or with 1 and one sentence on standard error.
     """
@@ -198,7 +191,11 @@ def add_command(
                 code = 130
             raise typer.Exit(code)
 
-        added = [parameter for parameter in options if parameter.name not in own_names]
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            for name, (kind, default) in options.items()
+            if name not in own_names
+        ]
         wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
         wrapper.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*own, *added], return_annotation=None
@@ -209,36 +206,34 @@ def add_command(
     return decorate
 
 
-def api_path(*parts: str) -> str:
-    """A path of the API; none of its parts can leave its place."""
-    return "".join(f"/{quote(part, safe='')}" for part in parts)
-
-
-def user_path(user_id: str, rest: str = "") -> str:
-    """The API's path of a user's worker."""
-    return api_path("users", user_id, "worker") + rest
-
-
-def pool_path(pool: str, rest: str = "") -> str:
-    """The API's path of a pool; `rest` follows its name."""
-    return api_path("pools", pool) + rest
-
-
 def as_json(value: Any, *, line: bool = False) -> None:
     typer.echo(json.dumps(value, indent=None if line else 2, ensure_ascii=False))
 
 
 def watch(
     read: Callable[[], Any],
-    show: Callable[[Any], object],
+    draw: Callable[[Console, Any], RenderableType],
     *,
     period: float,
+    json: bool,
     ended: Callable[[Any], bool] = lambda seen: False,
+    each: Callable[[Any], None] | None = None,
 ) -> Any:
-    """Shows what `read` returns, every `period` seconds until that has `ended`; returns the last."""
-    while True:
-        seen = read()
-        show(seen)
-        if ended(seen):
-            return seen
-        time.sleep(period)
+    """Reads every `period` seconds until that has `ended`; returns the last.
+
+    A terminal shows it redrawn in place. In a pipe and with `json`, `each` prints it, if there is one.
+    """
+    from rich.live import Live
+
+    out, in_place = console(), console().is_terminal and not json
+    shown = Live(console=out, screen=each is not None, auto_refresh=False, transient=True)
+    with shown if in_place else nullcontext():
+        while True:
+            seen = read()
+            if in_place:
+                shown.update(draw(out, seen), refresh=True)
+            elif each is not None:
+                each(seen)
+            if ended(seen):
+                return seen
+            time.sleep(period)

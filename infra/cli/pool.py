@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infra.cli import tables
-from infra.cli.options import CommandAnswer, Json, Pool, Reason, api_command, command_group, pool_path
+from infra.cli.options import CommandAnswer, Json, Pool, Reason, api_command, command_group
 from infra.cli.options import watch as watch_until_ended
 
 if TYPE_CHECKING:
@@ -23,10 +23,6 @@ rollout_app = command_group(
 
 #: Seconds between two reads of `--watch`.
 WATCH_PERIOD = 2.0
-
-
-def _rollout_path(pool: str, rest: str = "") -> str:
-    return pool_path(pool, f"/rollout{rest}")
 
 
 @api_command(rollout_app)
@@ -61,7 +57,7 @@ def start(
     """Start a rollout: first free workers, then users when they are quiet. It rolls back by itself."""
     times = {"deadline_seconds": deadline, "quiet_seconds": quiet, "proof_seconds": proof}
     what: dict[str, Any] = {"version": version, "image": image, "batch": batch, **times, "reason": reason}
-    shown = api.post(_rollout_path(pool), **what).body
+    shown = api.post("pools", pool, "rollout", **what).body
     return _watch_rollout(api, pool, json) if watch else _rollout_answer(shown)
 
 
@@ -75,13 +71,13 @@ def rollout_status(
     json: Json = False,
 ) -> CommandAnswer:
     """Show how far the pool's rollout is, or how the last one ended."""
-    return _watch_rollout(api, pool, json) if watch else _rollout_answer(api.get(_rollout_path(pool)))
+    return _watch_rollout(api, pool, json) if watch else _rollout_answer(api.get("pools", pool, "rollout"))
 
 
 @api_command(rollout_app)
 def abort(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> CommandAnswer:
     """Abort the rollout: the pool returns to its earlier version in the same way."""
-    reply = api.post(_rollout_path(pool, "/abort"), reason=reason)
+    reply = api.post("pools", pool, "rollout", "abort", reason=reason)
     return CommandAnswer(reply.body, f"the rollout of pool {pool} is rolled back")
 
 
@@ -91,26 +87,14 @@ def _rollout_answer(shown: dict[str, Any]) -> CommandAnswer:
 
 def _watch_rollout(api: OperatorApi, pool: str, json: bool) -> CommandAnswer:
     """Redraws the rollout in place on a terminal; a pipe gets the end only."""
-    from rich.live import Live
-
-    def read() -> dict[str, Any]:
-        found: dict[str, Any] = api.get(_rollout_path(pool))
-        return found
-
-    def ended(shown: dict[str, Any]) -> bool:
-        return bool(shown["ended"])
-
-    out = tables.console()
-    if out.is_terminal and not json:
-        with Live(console=out) as live:
-            last = watch_until_ended(
-                read, lambda shown: live.update(tables.rollout_table(shown)), period=WATCH_PERIOD, ended=ended
-            )
-        answer = CommandAnswer(last)
-    else:
-        last = watch_until_ended(read, lambda shown: None, period=WATCH_PERIOD, ended=ended)
-        answer = _rollout_answer(last)
-    return replace(answer, exit_code=0 if last["phase"] == "done" else 1)
+    last = watch_until_ended(
+        lambda: api.get("pools", pool, "rollout"),
+        lambda out, shown: tables.rollout_table(shown),
+        period=WATCH_PERIOD,
+        json=json,
+        ended=lambda shown: bool(shown["ended"]),
+    )
+    return replace(_rollout_answer(last), exit_code=0 if last["phase"] == "done" else 1)
 
 
 app = command_group("Pools of free workers, through the REST API. Exit codes: 0 done, 1 refused, 2 usage.")
@@ -120,7 +104,7 @@ app.add_typer(rollout_app, name="rollout")
 @api_command(app)
 def status(api: OperatorApi, pool: Pool = "default") -> CommandAnswer:
     """Show what the pool has and wants, and how its launches go."""
-    return _pool_answer(api.get(pool_path(pool)))
+    return _pool_answer(api.get("pools", pool))
 
 
 def _pool_answer(shown: dict[str, Any]) -> CommandAnswer:
@@ -130,7 +114,7 @@ def _pool_answer(shown: dict[str, Any]) -> CommandAnswer:
 @api_command(app)
 def explain(api: OperatorApi, pool: Pool = "default") -> CommandAnswer:
     """Explain how many workers the pool wants and why, when that changes, and what prevents it."""
-    shown = api.get(pool_path(pool))
+    shown = api.get("pools", pool)
     sentences = tables.explain_pool(shown)
     value = {"pool": shown["pool"], "wanted": shown["wanted"], "explained": sentences}
     return CommandAnswer(value, "\n".join(sentences))
@@ -139,21 +123,21 @@ def explain(api: OperatorApi, pool: Pool = "default") -> CommandAnswer:
 @api_command(app)
 def pause(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> CommandAnswer:
     """Launch nothing for the pool until it is resumed. Its free workers can still be claimed."""
-    return CommandAnswer(api.post(pool_path(pool, "/pause"), reason=reason).body, f"pool {pool} is paused")
+    return CommandAnswer(api.post("pools", pool, "pause", reason=reason).body, f"pool {pool} is paused")
 
 
 @api_command(app)
 def drain(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> CommandAnswer:
     """Stop all free workers and launch none until the pool is resumed. Users keep theirs."""
     return CommandAnswer(
-        api.post(pool_path(pool, "/drain"), reason=reason).body, f"pool {pool} is being drained"
+        api.post("pools", pool, "drain", reason=reason).body, f"pool {pool} is being drained"
     )
 
 
 @api_command(app)
 def resume(api: OperatorApi, pool: Pool = "default", reason: Reason = "requested") -> CommandAnswer:
     """End a pause or a drain. After failed launches, the next launch is tried at once."""
-    return CommandAnswer(api.post(pool_path(pool, "/resume"), reason=reason).body, f"pool {pool} is resumed")
+    return CommandAnswer(api.post("pools", pool, "resume", reason=reason).body, f"pool {pool} is resumed")
 
 
 def _policy_changes(**given: Any) -> dict[str, Any]:
@@ -199,10 +183,10 @@ def set_policy(
     bounds = {"target": target, "minimum": minimum, "maximum": maximum, "limit": limit}
     others = {"demand_minutes": demand_minutes, "shrink_after": shrink_after, "windows": windows}
     changes = _policy_changes(**bounds, buffer=buffer, **others)
-    before = api.get(pool_path(pool))
+    before = api.get("pools", pool)
     # The revision that was read makes the API refuse the later of two changes at the same time.
     body = {**before["policy"], **changes, "revision": before["revision"], "reason": reason}
-    return _pool_answer(api.put(pool_path(pool), body).body)
+    return _pool_answer(api.put("pools", pool, **body).body)
 
 
 def _read(path: Path) -> Any:

@@ -6,14 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infra.client.calls import ApiReply
+from infra.client.calls import ApiReply, url_path
 from infra.client.client import BerthClient
 from infra.client.errors import ApiError, BerthClientError, Unreachable
+from infra.client.events import StreamEvent
 from infra.local.folder import DataFolder
 from infra.settings import Settings, read_settings
 from infra.vault import key_file
 from infra.vault.key_file import KeyFileMissing
 from worker_runtime.protocol.errors import BerthError
+
+#: Most rows of a request; every list of the API gives as many.
+PAGE = 500
 
 
 class ApiRefused(BerthError, code="REFUSED"):
@@ -69,7 +73,7 @@ def find_api(data: Path, url: str | None, key_path: Path | None) -> ApiAddress:
 
 
 class OperatorApi:
-    """The operations that commands use, by path: `open_api` makes it, and says what goes wrong."""
+    """The operations that commands use, by the parts of a path; `open_api` makes it."""
 
     def __init__(self, client: BerthClient, address: ApiAddress) -> None:
         self.client = client
@@ -81,38 +85,35 @@ class OperatorApi:
             raise NoApi("the paper exchange is a part of the local system: leave out --url")
         return self._address.data
 
-    def get(self, path: str, **query: Any) -> Any:
-        return self.client.request("GET", path, query=query).body
+    def get(self, *path: str, **query: Any) -> Any:
+        return self.client.request("GET", url_path(*path), query=query).body
 
-    def rows(
-        self, path: str, name: str, *, limit: int, page: int, **query: Any
-    ) -> tuple[list[dict[str, Any]], bool]:
-        """At most `limit` rows, read in pages of `page`; and whether there are more."""
+    def rows(self, *path: str, name: str, limit: int, **query: Any) -> tuple[list[dict[str, Any]], bool]:
+        """At most `limit` rows of the list `name`, read in pages; and whether there are more."""
         found: list[dict[str, Any]] = []
         cursor = None
         while len(found) < limit:
-            part = self.get(path, **query, limit=min(limit - len(found), page), cursor=cursor)
+            part = self.get(*path, **query, limit=min(limit - len(found), PAGE), cursor=cursor)
             found += part[name]
             cursor = part["next_cursor"]
             if not cursor:
                 break
         return found, bool(cursor)
 
-    def post(self, path: str, *, wait: float | None = None, **given: Any) -> ApiReply:
+    def post(self, *path: str, wait: float | None = None, **given: Any) -> ApiReply:
         """`wait`: seconds that the API itself may wait for the outcome; the rest is the body."""
         body = {name: value for name, value in given.items() if value is not None}
-        return self.client.request("POST", path, body=body, wait=wait)
+        return self.client.request("POST", url_path(*path), body=body, wait=wait)
 
-    def delete(self, path: str, **query: Any) -> ApiReply:
-        return self.client.request("DELETE", path, query=query)
+    def put(self, *path: str, **body: Any) -> ApiReply:
+        return self.client.request("PUT", url_path(*path), body=body)
 
-    def put(self, path: str, body: dict[str, Any]) -> ApiReply:
-        return self.client.request("PUT", path, body=body)
+    def delete(self, *path: str, **query: Any) -> ApiReply:
+        return self.client.request("DELETE", url_path(*path), query=query)
 
-    def events(self, path: str, after: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Name and data of each event behind the id `after`, endlessly."""
-        for event in self.client.follow(path, after):
-            yield event.name, event.data
+    def events(self, *path: str, after: int) -> Iterator[StreamEvent[dict[str, Any]]]:
+        """Each event behind the id `after`, endlessly."""
+        return self.client.follow(url_path(*path), after)
 
 
 @contextmanager

@@ -16,14 +16,15 @@ from infra.cli.options import (
     AccountId,
     CommandAnswer,
     Json,
+    Limit,
     OfUser,
+    Reason,
     api_command,
-    api_path,
     as_json,
     command_group,
     list_answer,
 )
-from infra.cli.tables import clock, console, person, plain, table
+from infra.cli.tables import clock, console, person, plain, row_table, table
 from infra.client import models
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def install(root: typer.Typer) -> None:
 def _add_switch(root: typer.Typer, name: str, state: str, help: str) -> None:
     def command(
         api: OperatorApi,
-        reason: Annotated[str, typer.Option(help="Why; recorded in the audit trail.")],
+        reason: Reason,
         everybody: Annotated[bool, typer.Option("--all", help="Everybody.")] = False,
         user: User = None,
         account: Annotated[
@@ -70,7 +71,7 @@ def switches(
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Most rows.")] = 100,
 ) -> CommandAnswer:
     """Show every switch, who set it and why; with --user, what applies to that user."""
-    found = api.get("/switches", user_id=user, prefix=prefix, state=state, limit=limit)
+    found = api.get("switches", user_id=user, prefix=prefix, state=state, limit=limit)
     more = "there are more: raise --limit" if found["next_cursor"] else ""
     return CommandAnswer(found, lambda: _show_switches(found), more)
 
@@ -86,8 +87,8 @@ def _put_switch(
     api: OperatorApi, state: str, reason: str, user: str | None, account: str | None
 ) -> CommandAnswer:
     scope = "all" if user is None else "account" if account else "user"
-    body = {"state": state, "reason": reason, "scope": scope, "user_id": user, "account_id": account}
-    reply = api.put("/switches", body)
+    target = {"scope": scope, "user_id": user, "account_id": account}
+    reply = api.put("switches", state=state, reason=reason, **target)
     whom = "everybody" if user is None else f"{user} {account}" if account else user
     also = reply.body.get("also")
     text = f"the switch of {whom} is open, but {also}" if also and state == "open" else f"{whom} is {state}"
@@ -113,9 +114,6 @@ def _show_switches(found: dict[str, Any]) -> None:
 app = command_group(
     "Orders, and what needs a person, through the REST API. Exit codes: 0 done, 1 refused, 2 usage."
 )
-
-#: Most rows that one request may ask for.
-_PAGE = 500
 
 OrderId = Annotated[str, typer.Argument(metavar="ORDER", help="Id of the order.")]
 
@@ -172,11 +170,11 @@ def list_orders(
     api: OperatorApi,
     user: Annotated[str | None, typer.Argument(help="Id of the user; without: all users.")] = None,
     state: Annotated[str | None, typer.Option(help="Only these: open, final, filled…")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 50,
+    limit: Limit = 50,
 ) -> CommandAnswer:
     """List orders of a user or of all, the newest first."""
-    path = api_path("users", user, "orders") if user else "/orders"
-    rows, more = api.rows(path, "orders", limit=limit, page=_PAGE, state=state)
+    path = ("users", user, "orders") if user else ("orders",)
+    rows, more = api.rows(*path, name="orders", limit=limit, state=state)
     columns = "at (UTC): accepted_at, order: id, user: user_id, account: account_id, what, price, state"
     columns += ", filled: filled_quantity, average: average_price, why: reason"
     return list_answer(
@@ -193,16 +191,12 @@ def _what(row: Mapping[str, Any]) -> str:
 @api_command(app)
 def show(api: OperatorApi, order: OrderId) -> CommandAnswer:
     """Show an order and the steps of its life."""
-    found = api.get(_order_path(order))
+    found = api.get("orders", order)
 
     def draw() -> None:
         out = console()
         out.print(_sentence(found), highlight=False, markup=False)
-        steps = [
-            (step["step"], clock(step["at"]), step["elapsed_ms"], step["detail"])
-            for step in found["timeline"]
-        ]
-        out.print(table(out, ("step", "at (UTC)", "ms", "detail"), steps))
+        out.print(row_table(out, found["timeline"], "step, at (UTC): at, ms: elapsed_ms, detail"))
 
     return CommandAnswer(found, draw)
 
@@ -265,13 +259,13 @@ def _sentence(order: dict[str, Any]) -> str:
 @api_command(app)
 def attention(
     api: OperatorApi,
-    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
+    limit: Limit = 100,
     unknown: Annotated[
         bool, typer.Option("--unknown", help="Also those about which Berth still asks the broker.")
     ] = False,
 ) -> CommandAnswer:
     """Orders whose outcome only a person can find out, the longest waiting first, and what comes next."""
-    rows, more = api.rows("/attention", "orders", limit=limit, page=_PAGE, unknown=unknown or None)
+    rows, more = api.rows("attention", name="orders", limit=limit, unknown=unknown or None)
     columns = "order: id, user: user_id, account: account_id, what, known: known_state"
     return list_answer(
         rows,
@@ -286,7 +280,7 @@ def attention(
 @api_command(app)
 def recheck(api: OperatorApi, order: OrderId) -> CommandAnswer:
     """Check an order with the broker again, at once."""
-    reply = api.post(_order_path(order, "/recheck"))
+    reply = api.post("orders", order, "recheck")
     waits = "; it stays on the list until it is settled" * bool(reply.body["attention"])
     return CommandAnswer(reply.body, f"order {order} is checked again (`berth orders show` it){waits}")
 
@@ -302,20 +296,18 @@ def resolve(
 ) -> CommandAnswer:
     """Record how an order ended, after a check with the broker. The order is final then."""
     end: dict[str, Any] = {"state": state.value, "filled_quantity": filled, "average_price": price}
-    reply = api.post(_order_path(order, "/resolve"), reason=reason, **end)
+    reply = api.post("orders", order, "resolve", reason=reason, **end)
     return CommandAnswer(reply.body, f"order {order} is {state.value}")
 
 
 @api_command(app)
-def differences(
-    api: OperatorApi, limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100
-) -> CommandAnswer:
+def differences(api: OperatorApi, limit: Limit = 100) -> CommandAnswer:
     """Where our books and the broker's differ, the oldest first; `blocks`: the account takes no orders."""
     rows: list[dict[str, Any]] = []
     more = True
     while more and len(rows) < limit:
-        wanted = min(limit - len(rows), _PAGE)
-        found = api.get("/reconciliations", limit=wanted, after=rows[-1]["id"] if rows else 0)
+        wanted = min(limit - len(rows), 500)
+        found = api.get("reconciliations", limit=wanted, after=rows[-1]["id"] if rows else 0)
         rows += found["reconciliations"]
         more = len(found["reconciliations"]) == wanted
     return list_answer(
@@ -335,9 +327,5 @@ def close(
     reason: Annotated[str, typer.Option(help="What it was; recorded in the audit trail.")],
 ) -> CommandAnswer:
     """Close a difference after a check with the broker: it is not reported again."""
-    reply = api.post(f"/reconciliations/{number}/resolve", reason=reason)
+    reply = api.post("reconciliations", str(number), "resolve", reason=reason)
     return CommandAnswer(reply.body, f"difference {number} is closed")
-
-
-def _order_path(order: str, what: str = "") -> str:
-    return api_path("orders", order) + what

@@ -16,10 +16,10 @@ import typer
 from infra.cli.options import (
     AccountId,
     CommandAnswer,
+    Limit,
     OfUser,
     Reason,
     api_command,
-    api_path,
     command_group,
     list_answer,
 )
@@ -50,10 +50,10 @@ def list_users(
     disabled: Annotated[
         bool | None, typer.Option("--disabled/--enabled", help="Only disabled ones, or only the others.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
+    limit: Limit = 100,
 ) -> CommandAnswer:
     """List users, by id."""
-    rows, more = api.rows("/users", "users", limit=limit, page=1000, prefix=prefix, disabled=disabled)
+    rows, more = api.rows("users", name="users", limit=limit, prefix=prefix, disabled=disabled)
     columns = "user: user_id, made (UTC): created_at, disabled (UTC): disabled_at"
     return list_answer(rows, columns, none="no such user", more=more)
 
@@ -61,7 +61,7 @@ def list_users(
 @api_command(users_app)
 def show(api: OperatorApi, user: OfUser) -> CommandAnswer:
     """Show a user and its accounts."""
-    found = api.get(api_path("users", user))
+    found = api.get("users", user)
 
     def draw() -> None:
         disabled = f", disabled {clock(found['disabled_at'])} UTC" if found["disabled_at"] else ""
@@ -78,7 +78,7 @@ def add(
     paper: Paper = False,
 ) -> CommandAnswer:
     """Make a user, and print its API key this once. With --paper it has an account, USER-account."""
-    made = api.post("/users", user_id=user).body
+    made = api.post("users", user_id=user).body
     text = f"user {made['user_id']}, API key {made['api_key']}"
     if not paper:
         return CommandAnswer(made, text)
@@ -96,28 +96,28 @@ def disable(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> Com
 
     Open orders stay at the broker: cancel them with `berth orders cancel`.
     """
-    done = api.post(api_path("users", user, "disable"), reason=reason).body
+    done = api.post("users", user, "disable", reason=reason).body
     return CommandAnswer(done, f"{user} is disabled; its worker ends")
 
 
 @api_command(users_app)
 def enable(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> CommandAnswer:
     """Undo `disable`."""
-    done = api.post(api_path("users", user, "enable"), reason=reason).body
+    done = api.post("users", user, "enable", reason=reason).body
     return CommandAnswer(done, f"{user} is enabled")
 
 
 @api_command(users_app, "remove")
 def remove_user(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> CommandAnswer:
     """Remove a disabled user for good, once its worker has ended and no order is open. Orders are kept."""
-    api.delete(api_path("users", user), reason=reason)
+    api.delete("users", user, reason=reason)
     return CommandAnswer({"removed": user}, f"{user} is removed")
 
 
 @api_command(accounts_app, "list")
 def list_accounts(api: OperatorApi, user: OfUser) -> CommandAnswer:
     """List a user's accounts, with the version of their credentials and how their logins stand."""
-    return list_answer(api.get(api_path("users", user))["accounts"], _ACCOUNTS, none="no account")
+    return list_answer(api.get("users", user)["accounts"], _ACCOUNTS, none="no account")
 
 
 def _check_source(file: Path, paper: bool, certificate: Path | None, **others: Any) -> None:
@@ -147,8 +147,8 @@ def store(
     if paper:
         stored = _store_paper_keys(api, user, account)
     else:
-        path = api_path("users", user, "accounts", account, "credentials")
-        stored = api.put(path, _read_credentials(file, certificate)).body
+        given = _read_credentials(file, certificate)
+        stored = api.put("users", user, "accounts", account, "credentials", **given).body
     login = ": ".join(filter(None, (stored["login"].replace("_", " "), stored["login_detail"])))
     return CommandAnswer(stored, f"{user} {account}: version {stored['version']} is stored; login {login}")
 
@@ -180,21 +180,21 @@ def _store_paper_keys(api: OperatorApi, user: str, account: str) -> dict[str, An
 
     asyncio.run(register())
     body = {"broker": "paper", **made}
-    stored: dict[str, Any] = api.put(api_path("users", user, "accounts", account, "credentials"), body).body
+    stored: dict[str, Any] = api.put("users", user, "accounts", account, "credentials", **body).body
     return stored
 
 
 @api_command(accounts_app)
 def retry(api: OperatorApi, user: OfUser, account: AccountId) -> CommandAnswer:
     """Try the login of an account again, with the credentials that the broker has rejected."""
-    done = api.post(api_path("users", user, "accounts", account, "retry")).body
+    done = api.post("users", user, "accounts", account, "retry").body
     return CommandAnswer(done, f"{user} {account}: is tried again, as version {done['version']}")
 
 
 @api_command(accounts_app)
 def remove(api: OperatorApi, user: OfUser, account: AccountId, reason: Reason = "requested") -> CommandAnswer:
     """Remove an account for good, once no worker of the user runs and no order of it is open."""
-    api.delete(api_path("users", user, "accounts", account), reason=reason)
+    api.delete("users", user, "accounts", account, reason=reason)
     return CommandAnswer({"removed": account}, f"{user} {account} is removed")
 
 
@@ -213,14 +213,14 @@ def limits(
     clear: Annotated[bool, typer.Option("--clear", help="All others are as the settings say again.")] = False,
 ) -> CommandAnswer:
     """Show an account's limits, or change those that are given; the others stay."""
-    path = api_path("users", user, "accounts", account, "limits")
+    path = ("users", user, "accounts", account, "limits")
     wanted = {"max_quantity": max_quantity, "max_notional": max_notional}
     wanted |= {"max_daily_orders": max_daily_orders, "duplicate_window_s": duplicate_window}
     wanted |= {"price_band": price_band}
     changes = {name: value for name, value in wanted.items() if value is not None}
-    found = api.get(path)
+    found = api.get(*path)
     if changes or clear:
-        found = api.put(path, {**({} if clear else found), **changes}).body
+        found = api.put(*path, **{**({} if clear else found), **changes}).body
     shown = (f"{name} {'as the settings say' if value is None else value}" for name, value in found.items())
     return CommandAnswer(found, "\n".join(shown))
 
@@ -228,7 +228,7 @@ def limits(
 @api_command(webhooks_app, "list")
 def list_webhooks(api: OperatorApi, user: OfUser) -> CommandAnswer:
     """List a user's webhooks, revoked ones too."""
-    rows = api.get(api_path("users", user, "webhooks"))["webhooks"]
+    rows = api.get("users", user, "webhooks")["webhooks"]
     columns = "id, account: account_id, sources, window (s): window_s, made (UTC): created_at"
     return list_answer(rows, f"{columns}, revoked (UTC): revoked_at", none="no webhook")
 
@@ -247,7 +247,7 @@ def create(
 ) -> CommandAnswer:
     """Make an address for alerts, and print it and its secret this once."""
     body: dict[str, Any] = {"account_id": account, "sources": source or [], "window_s": window}
-    made = api.post(api_path("users", user, "webhooks"), **body).body
+    made = api.post("users", user, "webhooks", **body).body
     return CommandAnswer(made, f"webhook {made['id']}\npath {made['path']}\nsecret {made['secret']}")
 
 
@@ -258,7 +258,7 @@ def revoke(
     webhook: Annotated[str, typer.Argument(metavar="ID", help="Of the webhook, as `list` shows it.")],
 ) -> CommandAnswer:
     """Revoke a webhook: from now on nothing is taken there."""
-    done = api.delete(api_path("users", user, "webhooks", webhook)).body
+    done = api.delete("users", user, "webhooks", webhook).body
     return CommandAnswer(done, f"webhook {webhook} is revoked")
 
 
@@ -267,11 +267,11 @@ def list_keys(
     api: OperatorApi,
     user: Annotated[str | None, typer.Option(help="Only the keys of this user.")] = None,
     revoked: Annotated[bool, typer.Option("--revoked", help="Revoked and expired ones, too.")] = False,
-    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
+    limit: Limit = 100,
 ) -> CommandAnswer:
     """List API keys: role, label, last use, end."""
     asked = {"user_id": user, "revoked": revoked or None}
-    rows, more = api.rows("/api-keys", "api_keys", limit=limit, page=1000, **asked)
+    rows, more = api.rows("api-keys", name="api_keys", limit=limit, **asked)
     columns = "id, begins with: prefix, role, user: user_id, label, made: created_at"
     columns += ", last used: last_used_at, ends: expires_at, revoked: revoked_at"
     return list_answer(rows, columns, none="no such key", more=more, value={"api_keys": rows})
@@ -289,7 +289,7 @@ def create_key(
 ) -> CommandAnswer:
     """Make an API key, and print it this once."""
     ends = None if days is None else (datetime.now(UTC) + timedelta(days=days)).isoformat()
-    made = api.post("/api-keys", role=role, label=label, user_id=user, expires_at=ends).body
+    made = api.post("api-keys", role=role, label=label, user_id=user, expires_at=ends).body
     return CommandAnswer(made, made["api_key"])
 
 
@@ -300,13 +300,12 @@ def rotate_key(
     hours: Annotated[float, typer.Option(min=0, max=720, help="Hours until the old one ends.")] = 24.0,
 ) -> CommandAnswer:
     """Make a key in place of another, and print it this once; the other one ends a while later."""
-    path = api_path("api-keys", key_id, "rotate")
-    made = api.post(path, overlap_hours=hours).body
+    made = api.post("api-keys", key_id, "rotate", overlap_hours=hours).body
     return CommandAnswer(made, made["api_key"])
 
 
 @api_command(keys_app, "revoke")
 def revoke_key(api: OperatorApi, key_id: KeyId, reason: Reason = "requested") -> CommandAnswer:
     """Revoke an API key: no API process takes it any more, and its event streams end."""
-    gone = api.delete(api_path("api-keys", key_id), reason=reason).body
+    gone = api.delete("api-keys", key_id, reason=reason).body
     return CommandAnswer(gone, f"{gone['role']}'s key {gone['prefix']}… is revoked")

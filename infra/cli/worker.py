@@ -12,12 +12,13 @@ from infra.cli import tables
 from infra.cli.options import (
     CommandAnswer,
     Json,
+    Limit,
+    OfUser,
     Reason,
     api_command,
     as_json,
     command_group,
     list_answer,
-    user_path,
 )
 from infra.cli.tables import plain
 
@@ -29,10 +30,7 @@ app = command_group(
     "Users' workers, through the REST API. Exit codes: 0 done, 1 refused or not done in time, 2 usage."
 )
 
-#: Most rows that one request may ask for.
-_PAGE = 1000
-
-User = Annotated[str, typer.Argument(metavar="USER", help="Id of the user.")]
+Wait = Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait; 0 only asks.")]
 
 
 @api_command(app, "list")
@@ -40,24 +38,19 @@ def list_workers(
     api: OperatorApi,
     state: Annotated[str | None, typer.Option(help="Only this state, such as Reconnecting.")] = None,
     user: Annotated[str | None, typer.Option(metavar="PREFIX", help="Only ids with this prefix.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most rows.")] = 100,
+    limit: Limit = 100,
 ) -> CommandAnswer:
     """List users whose worker runs or waits to. The index is a moment behind."""
-    rows, more = api.rows("/workers", "workers", limit=limit, page=_PAGE, state=state, user_id=user)
+    rows, more = api.rows("workers", name="workers", limit=limit, state=state, user_id=user)
     columns = "user: user_id, state, worker: worker_id, pool, started (UTC): started_at"
-    return list_answer(
-        rows,
-        columns,
-        none="no such worker runs",
-        more=more,
-        state=lambda row: tables.state_text(row["state"]),
-    )
+    cells = {"state": lambda row: tables.state_text(row["state"])}
+    return list_answer(rows, columns, none="no such worker runs", more=more, **cells)
 
 
 @api_command(app)
-def show(api: OperatorApi, user: User) -> CommandAnswer:
+def show(api: OperatorApi, user: OfUser) -> CommandAnswer:
     """Show one user's worker: its own mark, and what its workflow says."""
-    shown = api.get(user_path(user))
+    shown = api.get("users", user, "worker")
     return CommandAnswer(shown, lambda: tables.show_worker(tables.console(), shown))
 
 
@@ -70,42 +63,34 @@ def _outcome(reply: ApiReply, done: str, asked: str, *, wait: float) -> CommandA
 
 
 @api_command(app)
-def start(
-    api: OperatorApi,
-    user: User,
-    wait: Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait; 0 only asks.")] = 30.0,
-    reason: Reason = "requested",
-) -> CommandAnswer:
+def start(api: OperatorApi, user: OfUser, wait: Wait = 30.0, reason: Reason = "requested") -> CommandAnswer:
     """Make the user's worker Active, if it is not."""
-    reply = api.post(user_path(user, "/start"), reason=reason, wait=wait)
+    reply = api.post("users", user, "worker", "start", reason=reason, wait=wait)
     body = reply.body
     done = f"{user} is {body.get('state')} with worker {body.get('worker_id')}, epoch {body.get('epoch')}"
     return _outcome(reply, done, f"the worker of {user} is asked to start", wait=wait)
 
 
 @api_command(app)
-def stop(api: OperatorApi, user: User, reason: Reason = "requested") -> CommandAnswer:
+def stop(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> CommandAnswer:
     """Ask the worker to finish its order, close its sessions and end."""
-    reply = api.post(user_path(user, "/stop"), reason=reason)
+    reply = api.post("users", user, "worker", "stop", reason=reason)
     return CommandAnswer(reply.body, f"the worker of {user} is asked to stop")
 
 
 @api_command(app)
-def resume(api: OperatorApi, user: User, reason: Reason = "requested") -> CommandAnswer:
+def resume(api: OperatorApi, user: OfUser, reason: Reason = "requested") -> CommandAnswer:
     """Let a user start again who was parked after too many crashes."""
-    reply = api.post(user_path(user, "/resume"), reason=reason)
+    reply = api.post("users", user, "worker", "resume", reason=reason)
     return CommandAnswer(reply.body, f"{user} may start again, if it was parked")
 
 
 @api_command(app, "reload-credentials")
 def reload_credentials(
-    api: OperatorApi,
-    user: User,
-    wait: Annotated[float, typer.Option(min=0, max=60, help="Seconds to wait; 0 only asks.")] = 20.0,
-    reason: Reason = "requested",
+    api: OperatorApi, user: OfUser, wait: Wait = 20.0, reason: Reason = "requested"
 ) -> CommandAnswer:
     """Have the worker load the stored credentials; if the broker refuses them, it keeps its session."""
-    reply = api.post(user_path(user, "/reload-credentials"), reason=reason, wait=wait)
+    reply = api.post("users", user, "worker", "reload-credentials", reason=reason, wait=wait)
     done = f"{user}: {plain(reply.body.get('detail'))}"
     return _outcome(reply, done, f"the worker of {user} is asked to reload", wait=wait)
 
@@ -113,16 +98,16 @@ def reload_credentials(
 @api_command(app)
 def timeline(
     api: OperatorApi,
-    user: User,
+    user: OfUser,
     after: Annotated[int | None, typer.Option(min=0, help="Only changes after this id.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=_PAGE, help="Most past changes.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Most past changes.")] = 100,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Then show new changes, until Ctrl-C.")
     ] = False,
     json: Json = False,
 ) -> CommandAnswer | None:
     """Show the worker's changes of state: the last ones, or those after an id; oldest first."""
-    past = api.get(user_path(user, "/timeline"), after=after, limit=limit)
+    past = api.get("users", user, "worker", "timeline", after=after, limit=limit)
     rows, out = past["transitions"], tables.console()
     if not follow:
         columns = "id, at (UTC): at, before, after, worker: worker_id, epoch, reason"
@@ -138,9 +123,9 @@ def timeline(
 
     for row in rows:
         show_row(row)
-    for name, row in api.events(user_path(user, "/events"), past["next_after"]):
-        if name == "transition":
-            show_row(row)
+    for event in api.events("users", user, "worker", "events", after=past["next_after"]):
+        if event.name == "transition":
+            show_row(event.data)
     return None
 
 
