@@ -219,7 +219,7 @@ def show_job(console: Console, result: MainJobResult) -> None:
 
 
 def show_addresses(console: Console, stack: LocalStack, result: MainJobResult | None) -> None:
-    rows = [
+    addresses = [
         ("pages", f"{stack.api_url}  (log in with the admin's API key)"),
         ("API docs", f"{stack.api_url}/v1/docs"),
         ("Temporal UI", stack.ui_url),
@@ -228,18 +228,12 @@ def show_addresses(console: Console, stack: LocalStack, result: MainJobResult | 
         ("admin's API key", str(stack.folder.keys / "admin.key")),
     ]
     if result is not None:
-        rows.append(("demo's API key", result.api_key))
+        url = f"{stack.api_url}/v1/orders/{result.order.id}"
+        addresses.append(("demo's API key", result.api_key))
+        addresses.append(("try", f"curl -H 'X-API-Key: {result.api_key}' {url}"))
     console.print()
-    for name, value in rows:
-        console.print(f"{name:16} {value}", highlight=False, soft_wrap=True)
-    if result is not None:
-        path = f"/v1/orders/{result.order.id}"
-        console.print(
-            f"{'try':16} curl -H 'X-API-Key: {result.api_key}' {stack.api_url}{path}",
-            highlight=False,
-            soft_wrap=True,
-            markup=False,
-        )
+    for name, value in addresses:
+        console.print(f"{name:16} {value}", highlight=False, soft_wrap=True, markup=False)
 
 
 #: Seconds; enough for a graceful stop of workers (10 s, all at once) and servers.

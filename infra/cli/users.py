@@ -28,6 +28,7 @@ from infra.vault import key_file
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
+    from infra.client.client import BerthClient
 
 users_app = command_group("Users, through the REST API.")
 accounts_app = command_group("Users' broker accounts, through the REST API.")
@@ -168,19 +169,29 @@ def _read_credentials(file: Path, certificate: Path | None) -> dict[str, Any]:
 
 
 def _store_paper_keys(api: OperatorApi, user: str, account: str) -> dict[str, Any]:
-    """Makes keys at the local paper exchange and stores them, so that no clear secret is kept."""
-    from infra.exchange.client import ExchangeAdmin
     from infra.local.stack import local_settings
+
+    exchange = local_settings(api.local_data()).exchange_admin_url
+    return store_paper_keys(api.client, exchange, user, account)
+
+
+def store_paper_keys(client: BerthClient, exchange: str, user: str, account: str) -> dict[str, Any]:
+    """Makes keys at a paper exchange and stores them, so that no clear secret is kept.
+
+    `exchange`: URL of its admin API.
+    """
+    from infra.client.calls import url_path
+    from infra.exchange.client import ExchangeAdmin
 
     made = {"api_key": secrets.token_urlsafe(16), "secret_key": secrets.token_urlsafe(32)}
 
     async def register() -> None:
-        async with ExchangeAdmin(local_settings(api.local_data()).exchange_admin_url) as exchange:
-            await exchange.register(account, **made)
+        async with ExchangeAdmin(exchange) as admin:
+            await admin.register(account, **made)
 
     asyncio.run(register())
-    body = {"broker": "paper", **made}
-    stored: dict[str, Any] = api.put("users", user, "accounts", account, "credentials", **body).body
+    path = url_path("users", user, "accounts", account, "credentials")
+    stored: dict[str, Any] = client.request("PUT", path, body={"broker": "paper", **made}).body
     return stored
 
 
