@@ -18,14 +18,13 @@ if TYPE_CHECKING:
 
 #: Columns of a line in a pipe: no row is cut or wrapped.
 _WIDE = 500
-_WORKER_STYLES = {
-    "Active": "green",
-    "Reconnecting": "yellow",
-    "Draining": "yellow",
-    "IdleTimeout": "yellow",
-    "Parked": "red",
-    "Failed": "red",
+#: Of a worker, a pool, a trading switch, a job's runner or queue.
+_STATES = {
+    "green": ("Active", "running", "open", "busy", "done"),
+    "yellow": ("Reconnecting", "Draining", "IdleTimeout", "paused", "draining", "reducing", "suspended"),
+    "red": ("Parked", "Failed", "halted", "lost", "failed"),
 }
+_STYLES = {state: style for style, states in _STATES.items() for state in states}
 
 
 def console() -> Console:
@@ -56,8 +55,8 @@ def clock(value: str | None) -> str:
 
 
 def state_text(name: object) -> Text:
-    """A worker's state in its colour."""
-    return Text(plain(name) or "-", style=_WORKER_STYLES.get(plain(name), ""))
+    """A state in its colour."""
+    return Text(plain(name) or "-", style=_STYLES.get(plain(name), ""))
 
 
 def table(out: Console, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
@@ -135,13 +134,12 @@ def show_worker(out: Console, shown: Mapping[str, Any]) -> None:
 def show_transition(out: Console, row: Mapping[str, Any]) -> None:
     """Prints one change of state as a line."""
     line = Text(f"{clock(row['at'])}  {plain(row['before']):>12} → ")
-    line.append(f"{plain(row['after']):12}", style=_WORKER_STYLES.get(plain(row["after"]), ""))
+    line.append(f"{plain(row['after']):12}", style=_STYLES.get(plain(row["after"]), ""))
     line.append(f"  {plain(row['worker_id'])}  {plain(row['reason'])}")
     line.rstrip()
     out.print(line, soft_wrap=True)
 
 
-_POOL_STYLES = {"running": "green", "paused": "yellow", "draining": "yellow"}
 _PHASES = {
     "replacing": "replaces free workers",
     "moving": "users move when they are quiet",
@@ -155,10 +153,9 @@ _PHASES = {
 def show_pool(out: Console, shown: Mapping[str, Any]) -> None:
     """Prints one pool, and its windows in a second table."""
     policy = shown["policy"]
-    mode = plain(shown["mode"])
     rows: list[tuple[str, object]] = [
         ("pool", shown["pool"]),
-        ("mode", Text(mode, style=_POOL_STYLES.get(mode, ""))),
+        ("mode", state_text(shown["mode"])),
         ("free", f"{shown['ready']} of {shown['wanted']} wanted, {shown['starting']} starting"),
         ("in use", shown["in_use"]),
         ("next change", f"{clock(shown['changes_at'])} UTC" if shown["changes_at"] else "none"),
@@ -237,16 +234,6 @@ def _demand(minutes: float, claims: int) -> str:
     return f"{claims} claims within {minutes:g} min" if minutes else "ignored"
 
 
-_JOB_STYLES = {
-    "busy": "green",
-    "idle": "",
-    "suspended": "yellow",
-    "lost": "red",
-    "failed": "red",
-    "done": "green",
-}
-
-
 def job_overview(out: Console, shown: QueueOverview, *, workers: bool) -> RenderableType:
     """Queues and totals; with `workers`, also the runners and running jobs."""
     total = sum(queue.waiting for queue in shown.queues)
@@ -279,7 +266,7 @@ def queue_table(out: Console, rows: Iterable[QueueSnapshot]) -> Table:
 def runner_table(out: Console, rows: Iterable[RunnerSnapshot]) -> Table:
     def state(row: Mapping[str, Any]) -> Text:
         text = row["state"] + ", suspended" * (row["suspended"] and row["state"] != "suspended")
-        return Text(text, _JOB_STYLES.get(row["state"], ""))
+        return Text(text, _STYLES.get(row["state"], ""))
 
     return row_table(
         out,
@@ -313,7 +300,7 @@ def show_job(out: Console, one: JobSnapshot) -> None:
         ("job", one.job_id),
         ("type", one.name),
         ("queue", one.queue),
-        ("state", Text(plain(one.state), _JOB_STYLES.get(one.state, ""))),
+        ("state", state_text(one.state)),
         ("attempt", one.attempt),
         ("runner", one.runner),
         ("started (UTC)", _clock_of_day(one.started_at_ms) if one.started_at_ms else ""),

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.text import Text
 
 from infra.cli.options import (
     AccountId,
@@ -24,7 +23,7 @@ from infra.cli.options import (
     command_group,
     list_answer,
 )
-from infra.cli.tables import clock, console, person, plain, row_table, table
+from infra.cli.tables import clock, console, person, plain, row_table, state_text, table
 from infra.client import models
 
 if TYPE_CHECKING:
@@ -99,12 +98,10 @@ def _put_switch(
 def _show_switches(found: dict[str, Any]) -> None:
     def cells(one: dict[str, Any]) -> tuple[object, ...]:
         whom = " ".join(plain(one[name]) for name in ("user_id", "account_id") if one[name]) or "everybody"
-        state = Text(plain(one["state"]), style=colours.get(one["state"], ""))
         holder = "the user" if one["held_by"] == "user" else person(one["actor"])
-        return whom, state, holder, clock(one["at"]), one["reason"]
+        return whom, state_text(one["state"]), holder, clock(one["at"]), one["reason"]
 
     out = console()
-    colours = {"halted": "red", "reducing": "yellow", "open": "green"}
     out.print(table(out, ("for", "state", "set by", "at (UTC)", "reason"), map(cells, found["switches"])))
     if effective := found.get("effective"):
         states = {"all accounts": effective["all_accounts"], **effective["accounts"]}

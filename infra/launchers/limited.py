@@ -11,8 +11,7 @@ the pool.
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 import structlog
 from redis.asyncio import Redis
@@ -22,7 +21,7 @@ from infra import tasks
 from infra.launchers.port import Launcher
 from infra.process_metrics import LAUNCH_SECONDS
 from infra.valkey import client as valkey
-from infra.worker_task import LaunchFailed, LaunchSpec, Task, TaskExit
+from infra.worker_task import LaunchFailed, LaunchSpec, Task
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import BerthError
 
@@ -30,11 +29,6 @@ from worker_runtime.protocol.errors import BerthError
 ROUNDING = 1e-9
 
 log = structlog.get_logger()
-
-
-class LaunchRate(Protocol):
-    async def take(self) -> float:
-        """Counts a launch and returns 0.0, or returns the seconds after which to ask again. Never raises."""
 
 
 class OwnRate:
@@ -48,6 +42,7 @@ class OwnRate:
         self._tokens, self._at = self._burst, clock()
 
     async def take(self) -> float:
+        """Counts a launch and returns 0.0, or returns the seconds after which to ask again."""
         now = self._clock()
         self._tokens = min(self._tokens + (now - self._at) * self._rate, self._burst)
         self._at = now
@@ -96,7 +91,7 @@ class LaunchTurns:
     """The launches that wait, and whose turn is next."""
 
     def __init__(
-        self, rate: LaunchRate, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self, rate: SharedRate | OwnRate, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
         self._rate = rate
         self._sleep = sleep
@@ -146,6 +141,8 @@ class LimitedLauncher:
         self._launcher = launcher
         self._turns = turns
         self._patience = patience
+        self.stop, self.is_running = launcher.stop, launcher.is_running
+        self.list, self.exits = launcher.list, launcher.exits
 
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
         """Raises `LaunchLimited` too, when this call launched nothing."""
@@ -164,18 +161,6 @@ class LimitedLauncher:
             raise LaunchLimited from None
         finally:
             LAUNCH_SECONDS.labels(outcome).observe(time.monotonic() - began)
-
-    async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
-        return await self._launcher.stop(task_id, reason, grace=grace)
-
-    async def is_running(self, task_id: str) -> bool | None:
-        return await self._launcher.is_running(task_id)
-
-    async def list(self) -> list[Task]:
-        return await self._launcher.list()
-
-    def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
-        return self._launcher.exits(after)
 
     async def close(self) -> None:
         await self._turns.close()

@@ -139,8 +139,6 @@ class LocalStack:
     def ui_url(self) -> str:
         return f"http://{HOST}:{self.temporal.ui_port}"
 
-    # --- start --------------------------------------------------------------------------------------
-
     def start(self) -> Self:
         """Starts everything and fills the pool.
 
@@ -246,8 +244,6 @@ class LocalStack:
     def tasks(self) -> list[Task]:
         """The workers that run now. Raises `LauncherUnreachable`."""
         return self.node.tasks() if self.containers is None else self.containers.tasks()
-
-    # --- stop ---------------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Stops everything in an order that loses nothing. May be called twice, and at any time.

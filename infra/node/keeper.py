@@ -70,8 +70,6 @@ class Keeper:
     def tasks(self) -> list[Task]:
         return [one.entry.task for one in self._workers.values()]
 
-    # --- launch -------------------------------------------------------------------------------------
-
     def launch(self, request: LaunchTask) -> Task:
         """Starts one worker, or returns the one that this token has started. Raises `LaunchFailed`.
 
@@ -153,8 +151,6 @@ class Keeper:
         worker.hand_over_config(child, config)
         return WorkerProcess(entry=entry, pidfd=pidfd, group=group, child=child)
 
-    # --- adoption -----------------------------------------------------------------------------------
-
     def adopt(self) -> None:
         """Takes over the workers of an earlier node: once, before the first request."""
         for entry in self._register.in_state("intended"):
@@ -196,8 +192,6 @@ class Keeper:
         except StopFailed as error:
             _log.error("node.stop_failed", task=one.entry.task_id, detail=error.detail)
 
-    # --- stop ---------------------------------------------------------------------------------------
-
     async def stop(self, task_id: str, reason: str, grace: float | None = None) -> int:
         """Ends one worker: SIGTERM, and after `grace` seconds SIGKILL for all its processes.
 
@@ -232,8 +226,6 @@ class Keeper:
             if isinstance(result, BaseException):
                 raise result
         return sum(result for result in results if isinstance(result, int))
-
-    # --- exits --------------------------------------------------------------------------------------
 
     async def wait_for_exit(self, timeout: float) -> None:
         """Returns when a worker has ended since the call, or after `timeout` seconds."""
@@ -316,8 +308,6 @@ class Keeper:
                 return
             await asyncio.sleep(0.05)
         _log.warning("node.group_left", task=task_id)
-
-    # --- housekeeping -------------------------------------------------------------------------------
 
     async def sweep_logs(self) -> None:
         """Keeps the workers' logs bounded; never returns."""

@@ -113,8 +113,6 @@ class NodeRegister:
     def close(self) -> None:
         self._db.close()
 
-    # --- workers ------------------------------------------------------------------------------------
-
     def record_intent(self, entry: NodeEntry) -> None:
         """Records a worker that is about to be started."""
         row = {**asdict(entry), "state": "intended"}
@@ -149,8 +147,6 @@ class NodeRegister:
         cursor = self._db.execute(f"SELECT * FROM workers WHERE {condition}", (value,))  # noqa: S608
         names = [column[0] for column in cursor.description]
         return [NodeEntry(**dict(zip(names, row, strict=True))) for row in cursor]
-
-    # --- exits --------------------------------------------------------------------------------------
 
     def record_exit(self, end: TaskExit) -> int:
         """Records the exit of a worker; returns the exit's number."""

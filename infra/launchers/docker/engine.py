@@ -50,8 +50,6 @@ class DockerEngine:
         if docker is not None:
             await docker.close()
 
-    # --- containers ---------------------------------------------------------------------------------
-
     async def limits_memory(self) -> bool:
         """Whether the host enforces memory limits; elsewhere the daemon ignores them with a warning."""
         async with self._call():
@@ -118,8 +116,6 @@ class DockerEngine:
                     return False
                 raise
         return True
-
-    # --- events -------------------------------------------------------------------------------------
 
     async def past_events(
         self, labels: Mapping[str, str], kinds: Sequence[str], since: int

@@ -224,8 +224,6 @@ class DockerExits:
             forced=note is not None and note.forced,
         )
 
-    # --- removal --------------------------------------------------------------------------------------
-
     async def _sweep(self) -> None:
         """Removes exited containers whose exit was handled, and those that were never started."""
         if time.monotonic() < self._sweep_at:

@@ -69,8 +69,6 @@ class DockerLauncher:
                 f"Docker at {self._socket} cannot limit memory: its host has no memory cgroup"
             )
 
-    # --- launch -------------------------------------------------------------------------------------
-
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
         if not token:
             raise LaunchFailed("a launch needs a token")
@@ -138,8 +136,6 @@ class DockerLauncher:
             known = now
         return container.task_of(known["Id"], container.labels_of(known))
 
-    # --- stop ---------------------------------------------------------------------------------------
-
     async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
         known = await self._running(task_id)
         if known is None:
@@ -174,8 +170,6 @@ class DockerLauncher:
         """Removes what has ended, with its logs: nobody will hear of these ends."""
         for one in await self._engine.find(self._ours, ("created", "exited", "dead")):
             await self._engine.remove(one["Id"])
-
-    # --- list and exits -------------------------------------------------------------------------------
 
     async def list(self) -> list[Task]:
         found = await self._engine.find(self._ours, _RUNNING)

@@ -187,18 +187,18 @@ class EcsLauncher:
     async def _listen(self) -> None:
         """Reads one long poll into the cache, and makes a full listing when it is due."""
         changes = await self._queue.receive()
-        alive = (c.seen.task.task_id for c in changes if c.seen.status != STOPPED)
+        alive = (seen.task.task_id for seen, _ in changes if seen.status != STOPPED)
         if new := self._tasks.unknown(alive):
             await self._describe(new)  # another orchestrator's launches: events have no tags
         self._fed_at = time.monotonic()
         done = []
-        for change in changes:
-            self._apply(change.seen)
-            if change.seen.task.task_id in self._unhandled:
-                self._queue.hold(change)
+        for seen, receipt in changes:
+            self._apply(seen)
+            if seen.task.task_id in self._unhandled:
+                self._queue.hold(seen.task.task_id, receipt)
             else:
-                done.append(change)
-        await self._queue.delete(done)
+                done.append(receipt)
+        await self._api.delete(done)
         await self._refresh()
 
     def _apply(self, seen: SeenTask) -> None:

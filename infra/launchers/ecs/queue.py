@@ -4,8 +4,6 @@ A message is deleted when its change is in the cache; the message of an exit, wh
 unreadable one is left alone: after its last delivery SQS moves it to the dead-letter queue.
 """
 
-from dataclasses import dataclass
-
 import structlog
 
 from infra.launchers.ecs.api import EcsApi
@@ -19,14 +17,6 @@ UNREADABLE_REMEMBERED = 1000
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskChange:
-    """One event, and the receipt that deletes its message."""
-
-    seen: SeenTask
-    receipt: str
-
-
 class EcsQueue:
     def __init__(self, api: EcsApi, records: EcsRecords) -> None:
         self._api = api
@@ -35,8 +25,11 @@ class EcsQueue:
         self._held: dict[str, list[str]] = {}
         self._unreadable: dict[str, None] = {}
 
-    async def receive(self) -> list[TaskChange]:
-        """The next changes of our tasks; waits some seconds for the first. Raises `LauncherUnreachable`."""
+    async def receive(self) -> list[tuple[SeenTask, str]]:
+        """The next changes of our tasks, each with the receipt that deletes its message.
+
+        Waits some seconds for the first. Raises `LauncherUnreachable`.
+        """
         changes, foreign = [], []
         for message in await self._api.receive():
             try:
@@ -47,17 +40,13 @@ class EcsQueue:
             if seen is None:
                 foreign.append(message["ReceiptHandle"])
             else:
-                changes.append(TaskChange(seen=seen, receipt=message["ReceiptHandle"]))
+                changes.append((seen, message["ReceiptHandle"]))
         await self._api.delete(foreign)
         return changes
 
-    async def delete(self, changes: list[TaskChange]) -> None:
-        """Deletes the messages of these changes."""
-        await self._api.delete([change.receipt for change in changes])
-
-    def hold(self, change: TaskChange) -> None:
+    def hold(self, task_id: str, receipt: str) -> None:
         """Keeps the message until `mark_handled`; if that takes long, it comes again meanwhile."""
-        self._held.setdefault(change.seen.task.task_id, []).append(change.receipt)
+        self._held.setdefault(task_id, []).append(receipt)
 
     async def mark_handled(self, task_id: str) -> None:
         """Deletes the messages of this task's exit."""
