@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import sys
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import msgspec
 import typer
 
 from infra.cli import job_limits, options, tables
-from infra.cli.options import Command, CommandAnswer, Json, as_json, command_group
+from infra.cli.options import Command, CommandAnswer, Json, as_json, command_group, json_object
 from infra.vault import key_file
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import catalog
@@ -106,9 +105,7 @@ def _job_command(
                 found = command(jobs, **given)
                 if isinstance(found, JobView) and watched:
                     _watch(found, json)
-                answer = _answer_of(found) if isinstance(found, JobView) else found
-                answer.show(json=json)
-                return answer
+                return _answer_of(found) if isinstance(found, JobView) else found
         except (RedisError, OSError, ValueError) as error:
             reason = f"Valkey: {type(error).__name__}; is `berth up` running, or --valkey right?"
             raise BerthError(reason) from None
@@ -319,7 +316,12 @@ def worker(
     """Run one runner until SIGTERM or Ctrl-C: running jobs end first; a second signal kills them."""
     from infra.jobs import fleet
 
-    more = {} if config is None else _read_private(config)
+    try:
+        more = (
+            {} if config is None else json_object(key_file.read_key_file(config, private=True), str(config))
+        )
+    except BerthError as error:
+        raise typer.BadParameter(error.detail) from None
     served = [] if queues in ("all", "*") else [queue.strip() for queue in queues.split(",")]
     document = {
         "name": name or socket.gethostname(),
@@ -337,16 +339,3 @@ def worker(
         fleet.exec_runner(msgspec.json.encode(document))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def _read_private(config: Path) -> dict[str, Any]:
-    """Reads a configuration file, which may hold keys and passwords and must have mode 0600."""
-    try:
-        found = json.loads(key_file.read_key_file(config, private=True))
-    except BerthError as error:
-        raise typer.BadParameter(error.detail) from None
-    except ValueError as error:
-        raise typer.BadParameter(f"{config}: {error}") from None
-    if not isinstance(found, dict):
-        raise typer.BadParameter(f"{config}: a JSON object is needed")
-    return found

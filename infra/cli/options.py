@@ -124,8 +124,6 @@ def api_command(
 
         with open_api(find_api(*connection)) as api:
             answer: CommandAnswer | None = command(api, **given)
-            if answer is not None:
-                answer.show(json=json)
             return answer
 
     options: dict[str, tuple[Any, Any]] = {"json": (Json, False)} if json else {}
@@ -148,14 +146,11 @@ def settings_command(
         folder = given.get("data")
         if "data" not in inspect.signature(command).parameters:
             given.pop("data", None)
+        settings = read_settings(Settings) if folder is None else local_settings(folder)
         try:
-            answer: CommandAnswer | None = command(
-                read_settings(Settings) if folder is None else local_settings(folder), **given
-            )
+            answer: CommandAnswer | None = command(settings, **given)
         except OSError as error:
             raise BerthError(str(error)) from None
-        if answer is not None:
-            answer.show(json=json)
         return answer
 
     return add_command(app, name, run, {"data": (OfData, None)} if data else {})
@@ -181,9 +176,11 @@ def add_command(
 
         def wrapper(**given: Any) -> None:
             json = given["json"] if "json" in own_names else given.pop("json", False)
+            code = 0
             try:
-                answer = run(command, json, given)
-                code = 0 if answer is None else answer.exit_code
+                if (answer := run(command, json, given)) is not None:
+                    answer.show(json=json)
+                    code = answer.exit_code
             except BerthError as error:
                 typer.echo(f"error: {plain(error.detail)}", err=True)
                 code = 1
@@ -204,6 +201,17 @@ def add_command(
         return command
 
     return decorate
+
+
+def json_object(text: bytes, what: str) -> dict[str, Any]:
+    """Raises `typer.BadParameter`, which shows nothing of the text: it may hold secrets."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{what}: {error}") from None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"{what}: a JSON object is needed")
+    return found
 
 
 def as_json(value: Any, *, line: bool = False) -> None:

@@ -62,8 +62,8 @@ def find_api(data: Path, url: str | None, key_path: Path | None) -> ApiAddress:
     if url is not None and key_path is not None:
         return ApiAddress(url.rstrip("/"), key_path)
     folder = DataFolder(data)
-    found = folder.api_url()
-    if found is None:
+    found, _ = folder.api_url()
+    if not found:
         raise NoApi(
             f"no `berth up` is ready in {folder.path}: start it, name its folder with --data, "
             "or say where the API is with --url and --key-file"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json as json_text
 import secrets
 import sys
 from datetime import UTC, datetime, timedelta
@@ -21,6 +20,7 @@ from infra.cli.options import (
     Reason,
     api_command,
     command_group,
+    json_object,
     list_answer,
 )
 from infra.cli.tables import clock, plain
@@ -157,12 +157,7 @@ def store(
 def _read_credentials(file: Path, certificate: Path | None) -> dict[str, Any]:
     """Raises `typer.BadParameter`, which shows nothing of the text, and `KeyFileExposed`."""
     text = sys.stdin.buffer.read() if str(file) == "-" else key_file.read_key_file(file, private=True)
-    try:
-        found = json_text.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise typer.BadParameter("the credentials are no JSON object")
+    found = json_object(text, "the credentials")
     if certificate is not None:
         found["ca_certificate"] = base64.b64encode(key_file.read_key_file(certificate, private=True)).decode()
     return found

@@ -72,7 +72,7 @@ class DataFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._check_ours()
-            self._take_lock()
+            self.lock()
             self._check_space()
             self._mark()
             make_private(self.path, passable=os.geteuid() == 0)
@@ -93,10 +93,6 @@ class DataFolder:
 
     def lock(self) -> Self:
         """Takes only the lock, to clean up even a damaged folder. Raises `FolderBusy`."""
-        self._take_lock()
-        return self
-
-    def _take_lock(self) -> None:
         lock = open(self.path / "lock", "a+", encoding="ascii", opener=_private)  # noqa: SIM115 - kept open
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,6 +108,7 @@ class DataFolder:
         lock.write(str(os.getpid()))
         lock.flush()
         self._lock = lock
+        return self
 
     def holder(self) -> int | None:
         """The pid of the process that has the folder open; None if nobody has."""
@@ -135,15 +132,8 @@ class DataFolder:
         """Notes where the API listens, and the other ports as JSON, for the commands that talk to them."""
         key_file.write_key_file(self._api_note, f"{url}\n{ports}".encode(), private=True)
 
-    def api_url(self) -> str | None:
-        """Where the API of this folder's `berth up` listens; None while none is ready."""
-        return self._noted()[0] or None
-
-    def ports(self) -> str:
-        """The other ports of this folder's `berth up`, as JSON; '' while none is ready."""
-        return self._noted()[1]
-
-    def _noted(self) -> tuple[str, str]:
+    def api_url(self) -> tuple[str, str]:
+        """The API's URL and the other ports of this folder's `berth up`; '' while none is ready."""
         try:
             text = self._api_note.read_text(encoding="utf-8") if self.holder() else ""
         except OSError:

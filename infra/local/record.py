@@ -75,19 +75,14 @@ class ProcessRecord:
         data = json.dumps(asdict(self)).encode()
         key_file.write_key_file(folder / f"{self.name}.json", data, private=True)
 
-    def alive(self) -> bool:
-        return self.boot == boot_id() and start_ticks(self.pid) == self.started
-
     def living(self) -> list[int]:
         """The process and the rest of its session, even when the process itself has ended."""
         if self.boot != boot_id():
             return []
-        leader = [self.pid] if self.alive() else []
-        if self.keeps_children:
-            return leader
         now = start_ticks(self.pid)
-        if now is not None and now != self.started:
-            return []  # another process has the pid now
+        leader = [self.pid] if now == self.started else []
+        if self.keeps_children or now not in (None, self.started):  # or another process has the pid now
+            return leader
         return sorted({*leader, *session_members(self.pid, self.started)})
 
     def end(self, how: signal.Signals = signal.SIGTERM, grace: float = GRACE) -> bool:

@@ -57,7 +57,7 @@ class LocalStack:
         ports: LocalSettings | None = None,
         durable: bool = True,
         orchestrators: int = 1,
-        progress: OnProgress = steps.show_nothing,
+        progress: OnProgress = lambda change: None,
         **overrides: Any,
     ) -> None:
         self.folder = DataFolder(directory)
@@ -340,7 +340,7 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
 def local_settings(directory: Path) -> Settings:
     """The settings of the `berth up` of this folder: with its ports if it runs, else the environment's."""
     folder = DataFolder(directory)
-    ports = folder.ports()
+    _, ports = folder.api_url()
     found = LocalSettings.model_validate_json(ports) if ports else read_settings(LocalSettings)
     return _settings(folder, found, {})
 

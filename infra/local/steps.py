@@ -31,10 +31,6 @@ class StepProgress:
 OnProgress = Callable[[StepProgress], None]
 
 
-def show_nothing(change: StepProgress) -> None:
-    """Shows nothing."""
-
-
 @dataclass(frozen=True)
 class StartStep:
     """`action` blocks until the step is done; the text it returns is shown beside the step."""

@@ -140,7 +140,7 @@ def test_a_recorded_process_is_ended_but_a_stranger_with_its_pid_is_not(folder: 
     server.records = folder / "run"
     server.launch()
     [entry] = record.read_records(folder / "run")
-    assert entry.alive()
+    assert entry.living() == [server.pid]
     stranger = ProcessRecord(entry.name, entry.pid, entry.started - 1, entry.boot)
     assert not stranger.end()
     assert server.running

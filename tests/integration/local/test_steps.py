@@ -56,7 +56,7 @@ def test_the_first_failure_is_raised_and_the_others_are_given_up() -> None:
                 StartStep("waits", wait),
                 StartStep("never", note, ("fails",)),
             ],
-            steps.show_nothing,
+            lambda change: None,
             given_up.set,
         )
     assert given_up.is_set()
