@@ -54,16 +54,10 @@ def run(
         return CommandAnswer(
             reply.body, f"the pass takes longer than {PASS_PATIENCE:.0f} s: berth maintenance status"
         )
-    return CommandAnswer(reply.body, lambda: _show_outcome(reply.body))
-
-
-def _show_outcome(done: dict[str, object]) -> None:
-    typer.echo(
-        f"{done['workers']} workers, {done['found']} anomalies, {done['confirmed']} of them seen before; "
-        f"done: {_counts(done['outcomes'])}"
-    )
-    if done["guarded"]:
-        typer.echo(f"held still because: {plain(done['guarded'])}")
+    done = reply.body
+    found = f"{done['workers']} workers, {done['found']} anomalies, {done['confirmed']} of them seen before"
+    held = f"\nheld still because: {plain(done['guarded'])}" if done["guarded"] else ""
+    return CommandAnswer(done, f"{found}; done: {_counts(done['outcomes'])}{held}")
 
 
 @api_command(maintenance_app)

@@ -34,14 +34,11 @@ from worker_runtime.protocol.errors import BerthError
 
 TITLES = {
     "leftovers": "ended what an earlier run left",
-    "keys": "keys",
     "valkey": "Valkey",
     "postgres": "PostgreSQL",
     "database": "database schema",
     "temporal": "Temporal",
     "exchange": "paper exchange",
-    "node": "node",
-    "orchestrator": "orchestrator",
     "jobs": "job runner",
     "api": "API",
     "pool": "pool of warm workers",

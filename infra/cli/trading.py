@@ -54,7 +54,16 @@ def _add_switch(root: typer.Typer, name: str, state: str, help: str) -> None:
             str | None, typer.Option(metavar="ACCOUNT", help="Only this account; needs --user.")
         ] = None,
     ) -> CommandAnswer:
-        return _put_switch(api, state, reason, user, account)
+        scope = "all" if user is None else "account" if account else "user"
+        target = {"scope": scope, "user_id": user, "account_id": account}
+        reply = api.put("switches", state=state, reason=reason, **target)
+        whom = "everybody" if user is None else f"{user} {account}" if account else user
+        also = reply.body.get("also")
+        text = (
+            f"the switch of {whom} is open, but {also}" if also and state == "open" else f"{whom} is {state}"
+        )
+        warning = "" if reply.done else "Valkey did not answer: the workers learn of it when it does"
+        return CommandAnswer(reply.body, plain(text), warning)
 
     command.__doc__ = help
     api_command(root, name, check=_check_target, json=False)(command)
@@ -80,19 +89,6 @@ def _check_target(reason: str, everybody: bool, user: str | None, account: str |
         raise typer.BadParameter("say --all or --user USER, one of them")
     if account is not None and user is None:
         raise typer.BadParameter("--account needs --user")
-
-
-def _put_switch(
-    api: OperatorApi, state: str, reason: str, user: str | None, account: str | None
-) -> CommandAnswer:
-    scope = "all" if user is None else "account" if account else "user"
-    target = {"scope": scope, "user_id": user, "account_id": account}
-    reply = api.put("switches", state=state, reason=reason, **target)
-    whom = "everybody" if user is None else f"{user} {account}" if account else user
-    also = reply.body.get("also")
-    text = f"the switch of {whom} is open, but {also}" if also and state == "open" else f"{whom} is {state}"
-    warning = "" if reply.done else "Valkey did not answer: the workers learn of it when it does"
-    return CommandAnswer(reply.body, plain(text), warning)
 
 
 def _show_switches(found: dict[str, Any]) -> None:

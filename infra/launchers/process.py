@@ -101,34 +101,26 @@ class ProcessLauncher:
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """Raises `LauncherUnreachable` for what goes wrong on the connection."""
         try:
             with reachable(self._path) as short:
                 opening = asyncio.open_unix_connection(short, limit=protocol.MAX_REPLY)
                 reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT)
-        except (OSError, TimeoutError) as error:
-            raise self._unreachable(error) from None
-        try:
-            yield reader, writer
-        finally:
-            writer.close()
+            try:
+                yield reader, writer
+            finally:
+                writer.close()
+        except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, MalformedMessage) as error:
+            reason = str(error) or type(error).__name__
+            raise LauncherUnreachable(f"the node at {self._path} does not answer: {reason}") from None
 
     async def _send(self, writer: asyncio.StreamWriter, request: msgspec.Struct) -> None:
-        try:
-            writer.write(encode(request) + b"\n")
-            await asyncio.wait_for(writer.drain(), self._answer_timeout)
-        except (OSError, TimeoutError) as error:
-            raise self._unreachable(error) from None
+        writer.write(encode(request) + b"\n")
+        await asyncio.wait_for(writer.drain(), self._answer_timeout)
 
     async def _receive(self, reader: asyncio.StreamReader, timeout: float) -> protocol.NodeReply:
-        try:
-            line = await asyncio.wait_for(reader.readuntil(b"\n"), timeout)
-            return decode(line, protocol.NodeReply, limit=protocol.MAX_REPLY)
-        except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, MalformedMessage) as error:
-            raise self._unreachable(error) from None
-
-    def _unreachable(self, error: Exception) -> LauncherUnreachable:
-        reason = str(error) or type(error).__name__
-        return LauncherUnreachable(f"the node at {self._path} does not answer: {reason}")
+        line = await asyncio.wait_for(reader.readuntil(b"\n"), timeout)
+        return decode(line, protocol.NodeReply, limit=protocol.MAX_REPLY)
 
     def _unexpected(self, reply: protocol.NodeReply) -> BerthError:
         if isinstance(reply, protocol.NodeRefused):

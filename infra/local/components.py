@@ -54,32 +54,22 @@ _SECRET = {"valkey_url", "worker_valkey_url", "database_url", "database_owner_ur
 def environment(settings: Settings) -> dict[str, str]:
     """Our environment, with these settings as its only `BERTH_` variables. It holds no secret."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
-    return own | {f"BERTH_{name.upper()}": _text(value) for name, value in settings if name not in _SECRET}
+    return own | _variables(settings.model_dump(mode="json", exclude=_SECRET))
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return json.dumps(value)
-    if isinstance(value, tuple | list):
-        return json.dumps([str(one.absolute()) if isinstance(one, Path) else one for one in value])
-    if isinstance(value, Path):
-        return str(value.absolute())
-    return str(value)
+def _variables(found: dict[str, Any]) -> dict[str, str]:
+    texts = {name: one if isinstance(one, str) else json.dumps(one) for name, one in found.items()}
+    return {f"BERTH_{name.upper()}": text for name, text in texts.items()}
 
 
 class ChildComponent(Server):
     """A child that runs `python -m <module>`. Settings go by environment, passwords by files."""
 
     module = ""
-    #: Whether it listens on a TCP port.
-    has_port = True
 
     def __init__(self, directory: Path, settings: Settings, port: int | None = None) -> None:
         super().__init__(directory, port)
         self.settings = settings
-
-    def ports(self) -> list[tuple[int, str]]:
-        return super().ports() if self.has_port else []
 
     def command(self) -> Sequence[str]:
         # -P: a stray `api.py` in the current folder is not imported.
@@ -92,9 +82,9 @@ class ChildComponent(Server):
     def prepare(self) -> None:
         super().prepare()
         make_private(self._secrets)
-        for name in _SECRET:
-            url = _text(getattr(self.settings, name)).encode()
-            key_file.write_key_file(self._secrets / f"berth_{name}", url, private=True)
+        secrets = self.settings.model_dump(mode="json", include=_SECRET)
+        for name, url in _variables(secrets).items():
+            key_file.write_key_file(self._secrets / name.lower(), url.encode(), private=True)
 
     def environment(self) -> Mapping[str, str]:
         own = {"BERTH_SECRETS_DIR": str(self._secrets.absolute())}

@@ -97,10 +97,15 @@ class Server:
     name = "server"
     #: Whether its children live on when it ends (the node's workers do).
     keeps_children = False
+    #: Whether it listens on a TCP port.
+    has_port = True
 
-    def __init__(self, directory: Path, port: int | None = None, *, durable: bool = True) -> None:
+    def __init__(
+        self, directory: Path, port: int | None = None, *, durable: bool = True, password: str = ""
+    ) -> None:
         """`durable`: what it stores survives a crash of the host; without that, tests are quicker."""
         self.durable = durable
+        self.password = password
         self.directory = directory
         self.port = port or free_port()
         self.log_path = directory / f"{self.name}.log"
@@ -126,7 +131,7 @@ class Server:
 
     def ports(self) -> list[tuple[int, str]]:
         """The ports it listens on, each with the setting that chooses it."""
-        return [(self.port, self.port_setting)]
+        return [(self.port, self.port_setting)] if self.has_port else []
 
     def prepare(self) -> None:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -44,20 +44,14 @@ class ValkeyServer(Server):
 
     name = "valkey"
 
-    def __init__(
-        self, directory: Path, port: int | None = None, *, durable: bool = True, password: str = ""
-    ) -> None:
-        super().__init__(directory, port, durable=durable)
-        self._password = password
-
     @property
     def url(self) -> str:
-        return f"redis://{f':{self._password}@' if self._password else ''}{HOST}:{self.port}/0"
+        return f"redis://{f':{self.password}@' if self.password else ''}{HOST}:{self.port}/0"
 
     def prepare(self) -> None:
         super().prepare()
-        if self._password:  # in a file, because every account sees our arguments
-            key_file.write_key_file(self._config, f"requirepass {self._password}\n".encode(), private=True)
+        if self.password:  # in a file, because every account sees our arguments
+            key_file.write_key_file(self._config, f"requirepass {self.password}\n".encode(), private=True)
 
     @property
     def _config(self) -> Path:
@@ -65,7 +59,7 @@ class ValkeyServer(Server):
 
     def command(self) -> Sequence[str]:
         return [
-            *(str(self._binary()), *([str(self._config)] if self._password else [])),
+            *(str(self._binary()), *([str(self._config)] if self.password else [])),
             *("--bind", HOST, "--port", str(self.port), "--dir", str(self.directory), "--save", ""),
             *("--appendonly", "yes" if self.durable else "no", "--appendfsync", "everysec"),
             *("--maxmemory-policy", "noeviction", "--daemonize", "no"),
@@ -81,7 +75,7 @@ class ValkeyServer(Server):
     def answers(self) -> bool:
         try:
             with socket.create_connection((HOST, self.port), timeout=0.5) as link:
-                login = f"AUTH {self._password}\r\n" if self._password else ""
+                login = f"AUTH {self.password}\r\n" if self.password else ""
                 link.sendall(f"{login}PING\r\nQUIT\r\n".encode())
                 # "-LOADING" while it reads its file.
                 return b"+PONG" in b"".join(iter(lambda: link.recv(64), b""))
@@ -98,17 +92,17 @@ class PostgresServer(Server):
     name = "postgres"
     user = "berth"
 
-    def __init__(
-        self, directory: Path, port: int | None = None, *, durable: bool = True, password: str = ""
-    ) -> None:
-        super().__init__(directory, port, durable=durable)
-        self.data = directory / "data"
-        self._password = password
-        #: libpq reads the password from it, for the programs that make and drop databases.
-        self._pass_file = directory / "pgpass"
+    @property
+    def data(self) -> Path:
+        return self.directory / "data"
+
+    @property
+    def _pass_file(self) -> Path:
+        """libpq reads the password from it, for the programs that make and drop databases."""
+        return self.directory / "pgpass"
 
     def url(self, database: str = "berth") -> str:
-        name = f"{self.user}:{self._password}" if self._password else self.user
+        name = f"{self.user}:{self.password}" if self.password else self.user
         return f"postgresql+asyncpg://{name}@{HOST}:{self.port}/{database}"
 
     @staticmethod
@@ -131,8 +125,8 @@ class PostgresServer(Server):
             for path in (self.directory, *self.directory.rglob("*")):
                 os.chown(path, SERVER_UID, SERVER_UID)
         self.directory.chmod(0o700)
-        if self._password:
-            line = f"{HOST}:{self.port}:*:{self.user}:{self._password}\n"
+        if self.password:
+            line = f"{HOST}:{self.port}:*:{self.user}:{self.password}\n"
             key_file.write_key_file(self._pass_file, line.encode(), private=True)
 
     def _initialise(self, making: Path) -> None:
@@ -144,8 +138,8 @@ class PostgresServer(Server):
         words += ["--no-sync", "--pgdata", str(making)]
         identity: dict[str, Any] = {"cwd": self.directory}
         password = self.directory / "password"
-        if self._password:
-            key_file.write_key_file(password, self._password.encode(), private=True)
+        if self.password:
+            key_file.write_key_file(password, self.password.encode(), private=True)
             words += ["--auth=scram-sha-256", "--pwfile", str(password)]
         else:
             words += ["--auth=trust"]
@@ -153,7 +147,7 @@ class PostgresServer(Server):
             nobody = pwd.getpwnam("nobody").pw_uid
             os.chown(self.directory, 0, SERVER_UID)
             self.directory.chmod(0o770)
-            if self._password:
+            if self.password:
                 os.chown(password, nobody, SERVER_UID)
             identity |= {"user": nobody, "group": SERVER_UID, "extra_groups": []}
         done = self._run(words, **identity)

@@ -189,36 +189,23 @@ class DockerExits:
         return ends
 
     def _exit_of_inspected(self, known: Document) -> TaskExit:
-        state = known["State"]
-        return self._end(
-            known["Id"],
-            container.labels_of(known),
-            code=signed_exit_code(state["ExitCode"]),
-            at=container.finished_at(known),
-            oom_killed=bool(state["OOMKilled"]),
-        )
+        at = container.finished_at(known)
+        return self._end(known["Id"], container.labels_of(known), known["State"], at)
 
     def _exit_of_event(self, event: Document) -> TaskExit:
         """The exit of a container that was removed before we could inspect it: the event says enough."""
         attributes = event["Actor"]["Attributes"]
-        return self._end(
-            event["Actor"]["ID"],
-            attributes,
-            code=signed_exit_code(int(attributes.get("exitCode", 0))),
-            at=int(event["timeNano"]) / 1e9,
-            oom_killed=False,
-        )
+        state = {"ExitCode": int(attributes.get("exitCode", 0)), "OOMKilled": False}
+        return self._end(event["Actor"]["ID"], attributes, state, int(event["timeNano"]) / 1e9)
 
-    def _end(
-        self, container_id: str, labels: dict[str, str], *, code: int, at: float, oom_killed: bool
-    ) -> TaskExit:
+    def _end(self, container_id: str, labels: dict[str, str], state: Document, at: float) -> TaskExit:
         note = self._stops.get(container_id)
         return worker_exit(
             container_id,
             labels.get(container.WORKER, ""),
-            code=code,
+            code=signed_exit_code(state["ExitCode"]),
             at=at,
-            oom_killed=oom_killed,
+            oom_killed=bool(state["OOMKilled"]),
             stopped=note is not None or container_id in self._stopped,
             stop_reason=note.reason if note else None,
             forced=note is not None and note.forced,

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import boto3
 from botocore.config import Config
@@ -38,8 +38,6 @@ _CONFIG = Config(
     max_pool_connections=THREADS,
     retries={"mode": "standard", "total_max_attempts": 3},
 )
-
-R = TypeVar("R")
 
 
 class EcsApi:

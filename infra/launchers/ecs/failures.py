@@ -45,33 +45,14 @@ class UnknownTask(BerthError, code="UNKNOWN_TASK"):
 
 
 #: AWS's protocols have several codes for the same refusal. All mean that nothing was done.
-_THROTTLED = frozenset(
-    {"ThrottlingException", "Throttling", "RequestLimitExceeded", "TooManyRequestsException", "SlowDown"}
-)
-_DENIED = frozenset(
-    {
-        "AccessDeniedException",
-        "AccessDenied",
-        "BlockedException",
-        "ExpiredTokenException",
-        "ExpiredToken",
-        "InvalidClientTokenId",
-        "InvalidSignatureException",
-        "NotAuthorized",
-        "OptInRequired",
-        "UnrecognizedClientException",
-    }
-)
-_MISCONFIGURED = frozenset(
-    {
-        "ClusterNotFoundException",
-        "InvalidParameterException",
-        "PlatformTaskDefinitionIncompatibilityException",
-        "PlatformUnknownException",
-        "UnsupportedFeatureException",
-        "ValidationException",
-    }
-)
+_REFUSALS: dict[type[LaunchFailed], str] = {
+    LaunchThrottled: "ThrottlingException Throttling RequestLimitExceeded TooManyRequestsException SlowDown",
+    LaunchDenied: "AccessDeniedException AccessDenied BlockedException ExpiredTokenException ExpiredToken "
+    "InvalidClientTokenId InvalidSignatureException NotAuthorized OptInRequired UnrecognizedClientException",
+    LaunchMisconfigured: "ClusterNotFoundException InvalidParameterException PlatformUnknownException "
+    "PlatformTaskDefinitionIncompatibilityException UnsupportedFeatureException ValidationException",
+}
+_BY_CODE = {code: kind for kind, codes in _REFUSALS.items() for code in codes.split()}
 #: Words in the message of a `ClientException` that mean a passing lack: of the cluster's quota of tasks in
 #: PROVISIONING, of the account's quota of running tasks, or of room on Fargate.
 _CAPACITY_WORDS = ("capacity", "provisioning", "limit on the number of tasks")
@@ -99,15 +80,9 @@ def launch_error(error: Exception) -> BerthError:
     code, text = _code(error), _detail_of(error)
     if code == "ConflictException":
         return TokenInUse(text, tuple(task_id_of(arn) for arn in error.response.get("resourceIds", ())))
-    if code in _THROTTLED:
-        return LaunchThrottled(text)
-    if code in _DENIED:
-        return LaunchDenied(text)
     if code == "ClientException":
         return NoCapacity(text) if _names_capacity(text) else LaunchMisconfigured(text)
-    if code in _MISCONFIGURED:
-        return LaunchMisconfigured(text)
-    return LauncherUnreachable(text)
+    return _BY_CODE.get(code, LauncherUnreachable)(text)
 
 
 def call_error(error: Exception) -> BerthError:

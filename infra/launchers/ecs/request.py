@@ -19,16 +19,11 @@ from worker_runtime.protocol.messages import encode
 _TOKEN = re.compile(r"[A-Za-z0-9+\-=._:/@]{1,64}")
 _MIB = 1024 * 1024
 
+_ZONES = {"type": "spread", "field": "attribute:ecs.availability-zone"}
 #: Binpack goes by memory: at 1,024 MiB a worker, it fills a host first.
 _STRATEGIES = {
-    "spread": [
-        {"type": "spread", "field": "attribute:ecs.availability-zone"},
-        {"type": "spread", "field": "instanceId"},
-    ],
-    "binpack": [
-        {"type": "spread", "field": "attribute:ecs.availability-zone"},
-        {"type": "binpack", "field": "memory"},
-    ],
+    "spread": [_ZONES, {"type": "spread", "field": "instanceId"}],
+    "binpack": [_ZONES, {"type": "binpack", "field": "memory"}],
 }
 
 
