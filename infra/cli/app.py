@@ -284,26 +284,23 @@ def keys_retire(
     return keys.retire(settings, key, force=force)
 
 
-@app.command()
+@settings_command(app)
 def doctor(
+    settings: Settings,
     checks: Annotated[list[str] | None, typer.Argument(metavar="[CHECK]…", help="Only these.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Folder of a running `berth up`.")] = None,
-) -> None:
+) -> CommandAnswer:
     """Try what the settings name: servers and logins, keys, launcher, broker, mail server.
 
     One line for each. Exit code 1 if something is wrong. Without --data it uses the environment's settings.
     """
     from infra.doctor.checks import CHECKS, examine
-    from infra.local.stack import local_settings
-    from infra.settings import Settings, read_settings
 
     if unknown := set(checks or ()) - {one.name for one in CHECKS}:
         raise typer.BadParameter(f"there is no check of this name: {', '.join(sorted(unknown))}")
-    found = examine(local_settings(data) if data else read_settings(Settings), checks or ())
-    for one in found:
-        said = f"{one.problem} (look at {one.check.settings})" if one.problem else "ok"
-        typer.echo(f"{one.check.name:18} {said}")
-    raise typer.Exit(any(one.problem for one in found))
+    found = examine(settings, checks or ())
+    said = [f"{one.problem} (look at {one.check.settings})" if one.problem else "ok" for one in found]
+    lines = [f"{one.check.name:18} {text}" for one, text in zip(found, said, strict=True)]
+    return CommandAnswer(None, "\n".join(lines), exit_code=int(any(one.problem for one in found)))
 
 
 @settings_command(app)

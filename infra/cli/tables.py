@@ -170,9 +170,8 @@ def show_pool(out: Console, shown: Mapping[str, Any]) -> None:
     ]
     out.print(_details(rows))
     if policy["windows"]:
-        names = ("name", "target", "begins", "ends", "days", "calendar", "zone")
-        columns = ("window", "target", "from", "to", "days", "calendar", "zone")
-        out.print(table(out, columns, ((one[name] for name in names) for one in policy["windows"])))
+        columns = "window: name, target, from: begins, to: ends, days, calendar, zone"
+        out.print(row_table(out, policy["windows"], columns))
 
 
 def explain_pool(shown: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ from infra.cli.options import (
     command_group,
     list_answer,
 )
-from infra.cli.tables import clock, console, person, plain, row_table, state_text, table
+from infra.cli.tables import console, person, plain, row_table, state_text
 from infra.client import models
 
 if TYPE_CHECKING:
@@ -92,13 +92,16 @@ def _check_target(reason: str, everybody: bool, user: str | None, account: str |
 
 
 def _show_switches(found: dict[str, Any]) -> None:
-    def cells(one: dict[str, Any]) -> tuple[object, ...]:
-        whom = " ".join(plain(one[name]) for name in ("user_id", "account_id") if one[name]) or "everybody"
-        holder = "the user" if one["held_by"] == "user" else person(one["actor"])
-        return whom, state_text(one["state"]), holder, clock(one["at"]), one["reason"]
+    def whom(one: Mapping[str, Any]) -> str:
+        return " ".join(one[name] for name in ("user_id", "account_id") if one[name]) or "everybody"
+
+    def holder(one: Mapping[str, Any]) -> str:
+        return "the user" if one["held_by"] == "user" else person(one["actor"])
 
     out = console()
-    out.print(table(out, ("for", "state", "set by", "at (UTC)", "reason"), map(cells, found["switches"])))
+    columns = "for: whom, state, set by: holder, at (UTC): at, reason"
+    cells = {"whom": whom, "holder": holder, "state": lambda one: state_text(one["state"])}
+    out.print(row_table(out, found["switches"], columns, **cells))
     if effective := found.get("effective"):
         states = {"all accounts": effective["all_accounts"], **effective["accounts"]}
         out.print("in effect:", ", ".join(plain(f"{name} {state}") for name, state in states.items()))

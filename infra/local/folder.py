@@ -212,9 +212,3 @@ class DataFolder:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-    def __enter__(self) -> Self:
-        return self.open()
-
-    def __exit__(self, *failure: object) -> None:
-        self.close()

@@ -354,8 +354,7 @@ def known_settings(name: str) -> Settings:
 def end_leftovers(directory: Path) -> list[str]:
     """Ends all that a killed `berth up` left, workers too; returns names. Raises `FolderBusy`."""
     stack = LocalStack(directory)
-    stack.folder.lock()
-    try:
+    with contextlib.closing(stack.folder.lock()):
         names = stack.folder.end_leftovers()
         if stack.containers is not None:
             count = stack.containers.stop_all("berth down")
@@ -367,8 +366,6 @@ def end_leftovers(directory: Path) -> list[str]:
                 names += [f"{count} workers"] if count else []
             finally:
                 stack.node.stop()
-    finally:
-        stack.folder.close()
     return names
 
 

@@ -90,12 +90,12 @@ def find_user_ids(text: str, state: Path, runs: Path) -> UserIds:
 def _try_account(number: int, home: Path) -> None:
     os.chown(home, number, number)
     try:
-        subprocess.run(
+        tried = subprocess.run(
             [sys.executable, "-P", "-c", _TRIAL],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            check=True,
+            check=False,
             timeout=_TRIAL_TIMEOUT,
             cwd=home,
             env=clean_environment(os.environ, home),
@@ -103,12 +103,11 @@ def _try_account(number: int, home: Path) -> None:
             group=number,
             extra_groups=[],
         )
-    except subprocess.CalledProcessError as error:
-        reason = error.stderr.strip().rpartition("\n")[2]
+        if tried.returncode == 0:
+            return
+        reason = tried.stderr.strip().rpartition("\n")[2]
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = str(error)
-    else:
-        return
     raise AccountsUnavailable(
         f"user {number} cannot run a worker ({reason}); other users must be able to read {sys.prefix}, the "
         f"interpreter {Path(sys.executable).resolve()} and the code, and to pass the folders above them and "

@@ -128,9 +128,7 @@ class Keeper:
             try:
                 home = self._runs / entry.task_id
                 user = self._user_ids.take() if self._user_ids else None
-                child = worker.spawn_worker(
-                    self._command, entry, home=home, output=output, environment=os.environ, user=user
-                )
+                child = worker.spawn_worker(self._command, entry, home=home, output=output, user=user)
             finally:
                 os.close(output)
             undo.callback(worker.discard_child, child)

@@ -131,7 +131,6 @@ def spawn_worker(
     *,
     home: Path,
     output: int,
-    environment: Mapping[str, str],
     user: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts the process of one worker, which waits for its config on standard input. Raises `OSError`.
@@ -152,7 +151,7 @@ def spawn_worker(
         stdout=output,
         stderr=output,
         cwd=home,
-        env=clean_environment(environment, home),
+        env=clean_environment(os.environ, home),
         start_new_session=True,
         bufsize=0,
         **identity,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,12 @@ from infra.local.folder import DataFolder, FolderBusy, FolderUnusable
 
 
 def test_a_folder_is_open_once_and_names_its_holder(folder: Path) -> None:
-    with DataFolder(folder):
+    with closing(DataFolder(folder).open()):
         assert DataFolder(folder).holder() == os.getpid()
         with pytest.raises(FolderBusy, match=f"pid {os.getpid()}.*--data"):
             DataFolder(folder).open()
     assert DataFolder(folder).holder() is None
-    with DataFolder(folder):
+    with closing(DataFolder(folder).open()):
         pass
 
 
@@ -27,7 +28,7 @@ def test_the_lock_ends_with_a_killed_holder(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(folder)], check=False)
     assert done.returncode == -9
-    with DataFolder(folder):
+    with closing(DataFolder(folder).open()):
         assert (folder / "version").exists()
 
 
@@ -43,7 +44,7 @@ def test_a_folder_whose_making_was_cut_short_is_completed(folder: Path) -> None:
     folder.mkdir()
     (folder / "lock").touch()
     (folder / "version.new").write_text('{"lay')
-    with DataFolder(folder) as opened:
+    with closing(DataFolder(folder).open()) as opened:
         assert opened.keys.stat().st_mode & 0o777 == 0o700
 
 
@@ -69,5 +70,5 @@ def test_too_little_disk_space_is_reported_before_anything_is_written(folder: Pa
     with pytest.raises(FolderUnusable, match="MiB are needed"):
         DataFolder(folder, min_free=2**62).open()
     assert not (folder / "version").exists()
-    with DataFolder(folder):
+    with closing(DataFolder(folder).open()):
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
@@ -190,7 +191,7 @@ def test_a_followed_timeline_is_printed_until_the_api_refuses_it(fake: FakeApi) 
 
 
 def test_the_running_system_of_a_folder_is_found(tmp_path: Path) -> None:
-    with DataFolder(tmp_path / "data") as folder:
+    with closing(DataFolder(tmp_path / "data").open()) as folder:
         with pytest.raises(NoApi, match="no `berth up` is ready in"):
             rest.find_api(folder.path, None, None)
         folder.record_api_url("http://127.0.0.1:8123")
@@ -198,7 +199,7 @@ def test_the_running_system_of_a_folder_is_found(tmp_path: Path) -> None:
         assert (found.url, found.key_path) == ("http://127.0.0.1:8123", folder.keys / "admin.key")
     with pytest.raises(NoApi):  # another program may have the port by now: it must not get the key
         rest.find_api(folder.path, None, None)
-    with DataFolder(tmp_path / "data"), pytest.raises(NoApi):  # the note is the last run's
+    with closing(DataFolder(tmp_path / "data").open()), pytest.raises(NoApi):  # the note is the last run's
         rest.find_api(folder.path, None, None)
 
 
