@@ -34,8 +34,6 @@ class ApiAddress:
 
     url: str
     key_path: Path
-    #: What a person should check when no API answers there.
-    hint: str = ""
     #: Data folder of the local system; None for another API.
     data: Path | None = None
 
@@ -68,8 +66,7 @@ def find_api(data: Path, url: str | None, key_path: Path | None) -> ApiAddress:
             f"no `berth up` is ready in {folder.path}: start it, name its folder with --data, "
             "or say where the API is with --url and --key-file"
         )
-    hint = " (does `berth up` run well? look at its output)"
-    return ApiAddress(found, folder.keys / "admin.key", hint, folder.path)
+    return ApiAddress(found, folder.keys / "admin.key", folder.path)
 
 
 class OperatorApi:
@@ -85,7 +82,7 @@ class OperatorApi:
             raise NoApi("the paper exchange is a part of the local system: leave out --url")
         return self._address.data
 
-    def get(self, *path: str, **query: Any) -> Any:
+    def get(self, /, *path: str, **query: Any) -> Any:
         return self.client.request("GET", url_path(*path), query=query).body
 
     def rows(self, *path: str, name: str, limit: int, **query: Any) -> tuple[list[dict[str, Any]], bool]:
@@ -100,15 +97,15 @@ class OperatorApi:
                 break
         return found, bool(cursor)
 
-    def post(self, *path: str, wait: float | None = None, **given: Any) -> ApiReply:
+    def post(self, /, *path: str, wait: float | None = None, **given: Any) -> ApiReply:
         """`wait`: seconds that the API itself may wait for the outcome; the rest is the body."""
         body = {name: value for name, value in given.items() if value is not None}
         return self.client.request("POST", url_path(*path), body=body, wait=wait)
 
-    def put(self, *path: str, **body: Any) -> ApiReply:
+    def put(self, /, *path: str, **body: Any) -> ApiReply:
         return self.client.request("PUT", url_path(*path), body=body)
 
-    def delete(self, *path: str, **query: Any) -> ApiReply:
+    def delete(self, /, *path: str, **query: Any) -> ApiReply:
         return self.client.request("DELETE", url_path(*path), query=query)
 
     def events(self, *path: str, after: int) -> Iterator[StreamEvent[dict[str, Any]]]:
@@ -127,7 +124,9 @@ def open_api(address: ApiAddress) -> Iterator[OperatorApi]:
         try:
             yield OperatorApi(client, address)
         except Unreachable as error:
-            raise ApiRefused(f"{error}{'' if error.sent else address.hint}") from None
+            down = address.data is not None and not error.sent
+            hint = " (does `berth up` run well? look at its output)" if down else ""
+            raise ApiRefused(f"{error}{hint}") from None
         except BerthClientError as error:
             unknown_key = isinstance(error, ApiError) and error.status == 401
             known = f"the API does not know the key in {address.key_path}"
