@@ -13,6 +13,7 @@ import typer
 from infra.cli import fleet, jobs, pool, trading, users, worker
 from infra.cli.options import (
     CommandAnswer,
+    Data,
     Json,
     KeyName,
     OfData,
@@ -52,11 +53,6 @@ app.add_typer(fleet.report_app, name="report")
 #: Options are passed on unread: `berth exchange --help` shows the module's own help.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
-DataFolder = Annotated[
-    Path,
-    typer.Option("--data", envvar="BERTH_DATA_DIR", help="Folder for everything.", show_default=".berth"),
-]
-
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -77,7 +73,7 @@ def _root(
 
 @app.command()
 def up(
-    data: DataFolder = Path(".berth"),
+    data: Data = Path(".berth"),
     pool: Annotated[
         int | None,
         typer.Option(min=0, envvar="BERTH_POOL_TARGET", help="Warm workers to keep.", show_default="4"),
@@ -109,7 +105,7 @@ def up(
 
 @app.command()
 def down(
-    data: DataFolder = Path(".berth"),
+    data: Data = Path(".berth"),
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing if nothing runs.")] = False,
 ) -> None:
     """Stop a running `berth up`, or what a killed one has left behind."""

@@ -17,10 +17,7 @@ from infra.cli.tables import console, plain, row_table
 from worker_runtime.protocol.errors import BerthError
 
 Data = Annotated[
-    Path,
-    typer.Option(
-        "--data", envvar="BERTH_DATA_DIR", help="Folder of a running `berth up`.", show_default=".berth"
-    ),
+    Path, typer.Option("--data", envvar="BERTH_DATA_DIR", help="Folder of `berth up`.", show_default=".berth")
 ]
 OfData = Annotated[
     Path | None, typer.Option("--data", help="Folder of a running `berth up`, instead of the settings.")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -113,19 +114,13 @@ def timeline(
         columns = "id, at (UTC): at, before, after, worker: worker_id, epoch, reason"
         none = "nothing has happened yet"
         return list_answer(rows, columns, none=none, after=lambda row: tables.state_text(row["after"]))
-
-    def show_row(row: dict[str, Any]) -> None:
+    events = api.events("users", user, "worker", "events", after=past["next_after"])
+    for row in chain(rows, (event.data for event in events if event.name == "transition")):
         if json:
             as_json(row, line=True)
         else:
             tables.show_transition(out, row)
         sys.stdout.flush()
-
-    for row in rows:
-        show_row(row)
-    for event in api.events("users", user, "worker", "events", after=past["next_after"]):
-        if event.name == "transition":
-            show_row(event.data)
     return None
 
 

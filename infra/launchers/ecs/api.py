@@ -65,7 +65,7 @@ class EcsApi:
     async def stop(self, task_id: str, reason: str) -> None:
         """Asks ECS to stop the task and does not wait for it. Raises `UnknownTask`."""
         request = {"cluster": self._cluster, "task": task_id, "reason": reason[:REASON]}
-        await self._in_thread(lambda: self._ecs.stop_task(**request), call_error)
+        await self._in_thread(lambda: self._ecs.stop_task(**request))
 
     async def task_ids(self, desired: Literal["RUNNING", "STOPPED"]) -> list[str]:
         """All tasks of the family with this desired status; stopped ones for about an hour."""
@@ -79,7 +79,7 @@ class EcsApi:
             )
             return [task_id_of(arn) for page in pages for arn in page["taskArns"]]
 
-        found: list[str] = await self._in_thread(listed, call_error)
+        found: list[str] = await self._in_thread(listed)
         return found
 
     async def describe(self, task_ids: Iterable[str]) -> tuple[list[dict[str, Any]], set[str]]:
@@ -93,9 +93,7 @@ class EcsApi:
     async def _described(self, batch: list[str]) -> dict[str, Any]:
         request = {"cluster": self._cluster, "tasks": batch, "include": ["TAGS"]}
         try:
-            answer: dict[str, Any] = await self._in_thread(
-                lambda: self._ecs.describe_tasks(**request), call_error
-            )
+            answer: dict[str, Any] = await self._in_thread(lambda: self._ecs.describe_tasks(**request))
         except UnknownTask:
             if len(batch) == 1:  # an id that cannot be one of ECS
                 return {"tasks": []}
@@ -108,7 +106,7 @@ class EcsApi:
     async def receive(self) -> list[dict[str, str]]:
         """Up to ten messages as SQS gives them; waits some seconds for the first."""
         request = {"QueueUrl": self._queue, "MaxNumberOfMessages": BATCH, "WaitTimeSeconds": POLL}
-        answer = await self._in_thread(lambda: self._sqs.receive_message(**request), call_error, self._polls)
+        answer = await self._in_thread(lambda: self._sqs.receive_message(**request), threads=self._polls)
         messages: list[dict[str, str]] = answer.get("Messages", [])
         return messages
 
@@ -120,7 +118,7 @@ class EcsApi:
                 for number, receipt in enumerate(receipts[at : at + BATCH])
             ]
             call = partial(self._sqs.delete_message_batch, QueueUrl=self._queue, Entries=entries)
-            await self._in_thread(call, call_error)
+            await self._in_thread(call)
 
     async def close(self) -> None:
         """Waits at most `POLL` seconds for a running poll: a thread cannot be cancelled."""
@@ -132,7 +130,7 @@ class EcsApi:
     async def _in_thread(
         self,
         call: Callable[[], Any],
-        to_error: Callable[[Exception], Exception],
+        to_error: Callable[[Exception], Exception] = call_error,
         threads: ThreadPoolExecutor | None = None,
     ) -> Any:
         loop = asyncio.get_running_loop()
