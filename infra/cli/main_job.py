@@ -29,7 +29,6 @@ class MainJobFailed(BerthError, code="JOB_FAILED"):
 
 @dataclass(frozen=True)
 class MainJobResult:
-    user_id: str
     api_key: str = field(repr=False)
     #: With its timeline.
     order: OrderHistory
@@ -48,7 +47,7 @@ def run_main_job(api_url: str, exchange_admin_url: str, keys: Path) -> MainJobRe
     except BerthClientError as error:
         at_switch = isinstance(error, ApiError) and error.status == 423
         raise MainJobFailed(f"{error}\n{_SWITCHES if at_switch else _LOOK}") from error
-    return MainJobResult(USER, api_key, order, seconds)
+    return MainJobResult(api_key, order, seconds)
 
 
 def _read_key(path: Path) -> str:

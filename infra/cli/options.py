@@ -230,13 +230,14 @@ def watch(
     """
     from rich.live import Live
 
-    out, in_place = console(), console().is_terminal and not json
-    shown = Live(console=out, screen=each is not None, auto_refresh=False, transient=True)
-    with shown if in_place else nullcontext():
+    out = console()
+    in_place = out.is_terminal and not json
+    live = Live(console=out, screen=each is not None, auto_refresh=False, transient=True)
+    with live if in_place else nullcontext():
         while True:
             seen = read()
             if in_place:
-                shown.update(draw(out, seen), refresh=True)
+                live.update(draw(out, seen), refresh=True)
             elif each is not None:
                 each(seen)
             if ended(seen):

@@ -198,7 +198,7 @@ def _restart(server: Server, before: list[float], console: Console) -> None:
 def show_job(console: Console, result: MainJobResult) -> None:
     order = result.order
     console.print(
-        f"\nOrder {order.client_order_id} of user {result.user_id}: {order.side} {order.quantity} "
+        f"\nOrder {order.client_order_id} of user {order.user_id}: {order.side} {order.quantity} "
         f"{order.symbol} is {order.state} at {order.average_price or '?'} "
         f"after {result.seconds * 1000:.0f} ms over REST",
         highlight=False,

@@ -16,7 +16,6 @@ from infra.client.models import OrderHistory
 from infra.local.steps import StepProgress, StepStatus
 
 RESULT = MainJobResult(
-    "demo",
     "the-key",
     msgspec.convert(
         {
