@@ -60,7 +60,7 @@ def find_api(data: Path, url: str | None, key_path: Path | None) -> ApiAddress:
     if url is not None and key_path is not None:
         return ApiAddress(url.rstrip("/"), key_path)
     folder = DataFolder(data)
-    found, _ = folder.api_url()
+    found, _ = folder.addresses()
     if not found:
         raise NoApi(
             f"no `berth up` is ready in {folder.path}: start it, name its folder with --data, "

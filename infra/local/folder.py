@@ -132,7 +132,7 @@ class DataFolder:
         """Notes where the API listens, and the other ports as JSON, for the commands that talk to them."""
         key_file.write_key_file(self._api_note, f"{url}\n{ports}".encode(), private=True)
 
-    def api_url(self) -> tuple[str, str]:
+    def addresses(self) -> tuple[str, str]:
         """The API's URL and the other ports of this folder's `berth up`; '' while none is ready."""
         try:
             text = self._api_note.read_text(encoding="utf-8") if self.holder() else ""

@@ -340,7 +340,7 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
 def local_settings(directory: Path) -> Settings:
     """The settings of the `berth up` of this folder: with its ports if it runs, else the environment's."""
     folder = DataFolder(directory)
-    _, ports = folder.api_url()
+    _, ports = folder.addresses()
     found = LocalSettings.model_validate_json(ports) if ports else read_settings(LocalSettings)
     return _settings(folder, found, {})
 
