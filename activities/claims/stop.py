@@ -208,13 +208,14 @@ class StopActivity:
         Empty if it is another claim's: whoever can write to Valkey may name any worker there.
         """
         async with self.database.session() as session:
-            row = await worker_sessions.session_of_claim(session, asked.claim_id)
+            row = await worker_sessions.latest_session(session, claim_id=asked.claim_id)
             own = (row.worker_id or "") if row is not None else ""
             noted = "" if own else await entries.worker_of_claim(self.client, asked.pool, asked.claim_id)
             found = asked.worker_id or own or noted
             if found in ("", own):
                 return found
-            holder = await launches.claim_of(session, found) or ""
+            other = await worker_sessions.latest_session(session, worker_id=found)
+        holder = "" if other is None else other.claim_id
         if not holder and not asked.worker_id:
             holder = await entries.claim_of_worker(self.client, asked.pool, found) or "nobody's"
         if holder in ("", asked.claim_id):

@@ -116,7 +116,7 @@ class Recorder:
         await record_logins(session, event.user_id, event.epoch, event.at_ms, event.logins)
         if event.kind not in (WorkerEventKind.CONNECTED, WorkerEventKind.CLOSED):
             return
-        row = await worker_sessions.open_session_of_worker(session, event.worker_id)
+        row = await worker_sessions.latest_session(session, worker_id=event.worker_id, ended_at=None)
         if row is None or (row.user_id, row.epoch) != (event.user_id, event.epoch):
             if self._unknown.add(event.worker_id):
                 log.info("event_of_no_open_assignment", worker_id=event.worker_id[:64], kind=str(event.kind))
@@ -152,13 +152,13 @@ class Recorder:
 
 
 async def _comparison_of(session: AsyncSession, event: AccountReported) -> BooksCompared:
-    blocks = await reconciliations.is_blocked(session, event.user_id, event.account_id)
+    blocking = await reconciliations.blocking_difference(session, event.user_id, event.account_id)
     return BooksCompared(
         user_id=event.user_id,
         epoch=event.epoch,
         account_id=event.account_id,
         at_ms=event.at_ms,
-        blocks=blocks,
+        blocks=blocking is not None,
     )
 
 

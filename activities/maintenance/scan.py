@@ -102,7 +102,7 @@ class FleetScanner:
         entries = await self._entries(sorted(own))
         unassigned = {task.worker_id for task in tasks} - assigned
         unassigned -= {worker for worker, entry in entries.items() if entry.state == "ready"}
-        last = await self.database.transaction(assignments.last_assignments, unassigned)
+        last = await self.database.transaction(assignments.assignments_of_workers, unassigned)
         users = sorted({*users, *(one.user_id for one in last.values())})
         marks, reported = await self._marks(users, now if verified else None)
         if text_of(await self.client.get(keys.GENERATION)) != place.generation:

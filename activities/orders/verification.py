@@ -232,7 +232,7 @@ class OrderActivities:
             submitter = func.max(OrderEventRow.data["epoch"].as_integer()).filter(submitting)
             events = select(func.max(OrderEventRow.at), submitter).where(OrderEventRow.order_id == order.id)
             last, epoch = (await session.execute(events)).one()
-            serving = await worker_sessions.latest_session(session, order.user_id)
+            serving = await worker_sessions.latest_session(session, user_id=order.user_id)
         since: datetime = max(order.deadline_at, last or order.created_at)
         if serving is None or serving.ended_at is not None:
             return False, since.timestamp()

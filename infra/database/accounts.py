@@ -9,10 +9,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from enum import StrEnum
 
-from sqlalchemy import delete, func, literal, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
+from infra.database.locks import wait_for_turn
 from infra.database.models import (
     BrokerAccount,
     EncryptedCredentials,
@@ -75,8 +76,7 @@ async def put_account(
     """
     key = {"user_id": user_id, "account_id": account_id}
     # One after the other, so that two calls at once are counted, too.
-    turn = func.hashtextextended(literal(f"accounts {user_id}"), 0)
-    await session.execute(select(func.pg_advisory_xact_lock(turn)))
+    await wait_for_turn(session, f"accounts {user_id}")
     rows = await session.scalars(select(BrokerAccount).filter_by(user_id=user_id))
     held = {one.account_id: (one.broker, one.simulation, one.number or one.account_id) for one in rows}
     wanted = (broker, simulation, number or held.get(account_id, (broker, simulation, account_id))[2])

@@ -31,6 +31,11 @@ def next_number(sequence: str) -> TextClause:
     return text(f"setval('{sequence}', greatest(nextval('{sequence}'), {now}))")
 
 
+async def wait_for_turn(session: AsyncSession, name: str) -> None:
+    """Waits for the turn of this name and keeps it until the transaction ends."""
+    await session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(name, 0))))
+
+
 async def take_turn(session: AsyncSession, name: str) -> bool:
     """Takes the turn of this name until the transaction or its connection ends; False: another has it."""
     got = await session.scalar(select(func.pg_try_advisory_xact_lock(func.hashtextextended(name, 0))))

@@ -247,7 +247,7 @@ async def test_a_worker_cannot_end_an_assignment_in_anothers_name(yard: Yard) ->
     )
     await Recorder(yard.database).handle([closed])
     async with yard.database.session() as session:
-        assert await worker_sessions.open_session_of_worker(session, "w1") is not None
+        assert await worker_sessions.latest_session(session, worker_id="w1", ended_at=None) is not None
 
 
 @pytest.mark.parametrize("group", GROUPS)

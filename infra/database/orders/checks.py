@@ -20,7 +20,7 @@ from infra.database.accounts import rejection_of
 from infra.database.models import BrokerAccount, Order
 from infra.database.orders.states import OPEN_STATES
 from infra.database.trading import switches
-from infra.database.trading.models import Reconciliation
+from infra.database.trading.reconciliations import blocking_difference
 from infra.database.users import UserDisabled, is_disabled
 from worker_runtime.protocol.errors import (
     AccountBlocked,
@@ -95,24 +95,14 @@ async def find_refusal(session: AsyncSession, order: CheckedTerms, unknown_block
         return TradingHalted(f"{switches.described(held)}; cancels still pass")
     if held is not None and not order.reduce_only:
         return ReducingOnly(f"{switches.described(held)}; orders that make a position smaller still pass")
-    wanted = {
-        "unknown_blocks": unknown_blocks,
-        "user_id": user_id,
-        "account_id": account_id,
-        "symbol": order.symbol,
-    }
-    blocking = await session.scalar(FIRST_UNSETTLED, wanted)
+    wanted = {"user_id": user_id, "account_id": account_id, "symbol": order.symbol}
+    blocking = await session.scalar(FIRST_UNSETTLED, wanted | {"unknown_blocks": unknown_blocks})
     if blocking is not None:
         return SymbolBlocked(
             f"the outcome of order {blocking} in this account is unknown; Berth asks the broker about it,"
             " at once after `recheck`, and what stays unknown an operator settles with `resolve`"
         )
-    difference = await session.scalar(
-        select(Reconciliation.id)
-        .where(Reconciliation.user_id == user_id, Reconciliation.account_id == account_id)
-        .where(Reconciliation.blocks, Reconciliation.resolved_at.is_(None))
-        .limit(1)
-    )
+    difference = await blocking_difference(session, user_id, account_id)
     if difference is not None:
         return AccountBlocked(
             f"reconciliation {difference} of this account is open; a person has to look first"
@@ -172,6 +162,6 @@ async def conflicting_order(
 
 async def orders_by_client_ids(session: AsyncSession, user_id: str, ids: Collection[str]) -> dict[str, Order]:
     found = await session.scalars(
-        select(Order).where(Order.user_id == user_id, Order.client_order_id.in_(ids))
+        select(Order).filter_by(user_id=user_id).where(Order.client_order_id.in_(ids))
     )
     return {order.client_order_id: order for order in found}

@@ -14,6 +14,7 @@ from sqlalchemy import BigInteger, case, func, literal, or_, select, tuple_, upd
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
+from infra.database.locks import wait_for_turn
 from infra.database.models import BrokerAccount, Order, OrderEventRow
 from infra.database.orders.states import OPEN_STATES
 from infra.database.trading.models import Reconciliation
@@ -56,11 +57,10 @@ class EarlierComparisons:
 
 async def earlier_comparisons(session: AsyncSession, user_id: str, account_id: str) -> EarlierComparisons:
     """Reads earlier comparisons, and locks out other ones of the account until the transaction ends."""
-    lock = func.hashtextextended(literal(f"reconciliation:{user_id}:{account_id}"), 0)
-    await session.execute(select(func.pg_advisory_xact_lock(lock)))
+    await wait_for_turn(session, f"reconciliation:{user_id}:{account_id}")
     rows = await session.scalars(
         select(Reconciliation)
-        .where(Reconciliation.user_id == user_id, Reconciliation.account_id == account_id)
+        .filter_by(user_id=user_id, account_id=account_id)
         .where(Reconciliation.resolved_by.is_distinct_from(CLOSED_BY_COMPARISON))
         .order_by(Reconciliation.id)
     )
@@ -90,7 +90,7 @@ async def note_report(
     newest = tuple_(BrokerAccount.reported_epoch, BrokerAccount.reported_ms)
     noted = await session.scalar(
         update(BrokerAccount)
-        .where(BrokerAccount.user_id == user_id, BrokerAccount.account_id == account_id)
+        .filter_by(user_id=user_id, account_id=account_id)
         .where(newest < tuple_(literal(epoch, BigInteger), literal(at_ms, BigInteger)))
         .values(reported_epoch=epoch, reported_ms=at_ms)
         .returning(BrokerAccount.account_id)
@@ -106,17 +106,9 @@ def note_first_comparison(
 
     With the key `ODD_SHARES`, if perhaps of an empty list: the comparison had shares beyond full lots.
     """
-    session.add(
-        Reconciliation(
-            user_id=user_id,
-            account_id=account_id,
-            epoch=epoch,
-            differences=held,
-            blocks=False,
-            resolved_at=func.clock_timestamp(),
-            resolved_by=FIRST_COMPARISON,
-        )
-    )
+    row = Reconciliation(user_id=user_id, account_id=account_id, epoch=epoch, differences=held, blocks=False)
+    row.resolved_at, row.resolved_by = func.clock_timestamp(), FIRST_COMPARISON
+    session.add(row)
 
 
 async def filled_positions(
@@ -166,14 +158,8 @@ async def note_differences(
 
     The same differences again make no new row; no differences close the open ones. Returns a new row.
     """
-    open_ones = (
-        await session.scalars(
-            select(Reconciliation)
-            .where(Reconciliation.user_id == user_id, Reconciliation.account_id == account_id)
-            .where(Reconciliation.resolved_at.is_(None))
-            .with_for_update()
-        )
-    ).all()
+    unresolved = select(Reconciliation).filter_by(user_id=user_id, account_id=account_id, resolved_at=None)
+    open_ones = (await session.scalars(unresolved.with_for_update())).all()
     if differences and any(one.differences == differences for one in open_ones):
         return None
     for one in open_ones:
@@ -188,42 +174,28 @@ async def note_differences(
     return row
 
 
-async def is_blocked(session: AsyncSession, user_id: str, account_id: str) -> bool:
-    """Whether the account takes no orders until a person has looked."""
-    found = select(Reconciliation.id).where(
-        *(Reconciliation.user_id == user_id, Reconciliation.account_id == account_id),
-        *(Reconciliation.blocks, Reconciliation.resolved_at.is_(None)),
-    )
-    return await session.scalar(found.limit(1)) is not None
+async def blocking_difference(session: AsyncSession, user_id: str, account_id: str) -> int | None:
+    """The number of a difference for which the account takes no orders until a person has looked."""
+    found = select(Reconciliation.id).filter_by(user_id=user_id, account_id=account_id, resolved_at=None)
+    return await session.scalar(found.where(Reconciliation.blocks).limit(1))
 
 
 async def reconciliations_of_user(
     session: AsyncSession, user_id: str, *, limit: int = 100
 ) -> Sequence[Reconciliation]:
     """Returns the user's reconciliations: open ones first, then the newest."""
-    return (
-        await session.scalars(
-            select(Reconciliation)
-            .where(Reconciliation.user_id == user_id)
-            .where(Reconciliation.resolved_by.is_distinct_from(FIRST_COMPARISON))
-            .order_by(Reconciliation.resolved_at.is_not(None), Reconciliation.id.desc())
-            .limit(limit)
-        )
-    ).all()
+    found = select(Reconciliation).filter_by(user_id=user_id).limit(limit)
+    found = found.where(Reconciliation.resolved_by.is_distinct_from(FIRST_COMPARISON))
+    open_first = Reconciliation.resolved_at.is_not(None), Reconciliation.id.desc()
+    return (await session.scalars(found.order_by(*open_first))).all()
 
 
 async def open_reconciliations(
     session: AsyncSession, *, after: int = 0, limit: int = 100
 ) -> Sequence[Reconciliation]:
     """Returns open reconciliations of all users after the number `after`, the oldest first."""
-    return (
-        await session.scalars(
-            select(Reconciliation)
-            .where(Reconciliation.resolved_at.is_(None), Reconciliation.id > after)
-            .order_by(Reconciliation.id)
-            .limit(limit)
-        )
-    ).all()
+    found = select(Reconciliation).filter_by(resolved_at=None).where(Reconciliation.id > after)
+    return (await session.scalars(found.order_by(Reconciliation.id).limit(limit))).all()
 
 
 async def resolve_reconciliation(
@@ -232,32 +204,22 @@ async def resolve_reconciliation(
     """Closes an open difference: the account may trade again. Raises `ReconciliationNotFound`."""
     row: Reconciliation | None = await session.scalar(
         update(Reconciliation)
-        .where(Reconciliation.id == number, Reconciliation.resolved_at.is_(None))
+        .filter_by(id=number, resolved_at=None)
         .values(resolved_at=func.clock_timestamp(), resolved_by=actor)
         .returning(Reconciliation)
     )
     if row is None:
         raise ReconciliationNotFound(f"there is no open difference {number}")
-    audit.append_entry(
-        session,
-        actor,
-        "reconciliation.resolved",
-        f"reconciliation:{number}",
-        user=row.user_id,
-        account=row.account_id,
-        reason=reason,
-    )
+    about = {"user": row.user_id, "account": row.account_id, "reason": reason}
+    audit.append_entry(session, actor, "reconciliation.resolved", f"reconciliation:{number}", **about)
     return row
 
 
 async def orders_by_broker_ids(
     session: AsyncSession, user_id: str, account_id: str, broker_ids: Sequence[str]
 ) -> dict[str, Order]:
-    rows = await session.scalars(
-        select(Order)
-        .where(Order.user_id == user_id, Order.account_id == account_id)
-        .where(Order.broker_order_id.in_(broker_ids))
-    )
+    known = select(Order).filter_by(user_id=user_id, account_id=account_id)
+    rows = await session.scalars(known.where(Order.broker_order_id.in_(broker_ids)))
     return {row.broker_order_id: row for row in rows if row.broker_order_id is not None}
 
 
@@ -267,8 +229,8 @@ async def orders_by_tags(
     """Returns our latest orders with these tags and no known broker id, by tag."""
     rows = await session.scalars(
         select(Order)
-        .where(Order.user_id == user_id, Order.account_id == account_id)
-        .where(Order.tag.in_(tags), Order.broker_order_id.is_(None))
+        .filter_by(user_id=user_id, account_id=account_id, broker_order_id=None)
+        .where(Order.tag.in_(tags))
         .where(Order.created_at.between(at - TAG_AGE, at))
         .order_by(Order.created_at)
     )

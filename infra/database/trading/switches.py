@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sqlalchemy import func, literal, select, text
+from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 from infra.database import audit
-from infra.database.locks import next_number
+from infra.database.locks import next_number, wait_for_turn
 from infra.database.models import WorkerSession, upsert
 from infra.database.trading.models import Switch
 from worker_runtime.protocol.requests import OPEN_SWITCH, SwitchState, UserSwitch, strictest
@@ -65,8 +65,7 @@ async def put_switch(
     session: AsyncSession, scope: TradingScope, state: SwitchState, *, actor: str, reason: str
 ) -> Switch:
     """Sets one switch with its audit entry; does not check that the user exists."""
-    lock = select(func.pg_advisory_xact_lock(func.hashtextextended(literal("switches"), 0)))
-    await session.execute(lock)
+    await wait_for_turn(session, "switches")
     before = await session.scalar(select(Switch.state).where(Switch.scope == scope.name))
     version = await session.scalar(select(next_number("switch_version")))
     values = {"state": state.value, "actor": actor, "reason": reason, "version": version}

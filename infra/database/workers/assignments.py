@@ -40,11 +40,9 @@ _OPEN_OF = text(
     _COLUMNS + " where s.ended_at is null and "
     "(s.user_id = any(:users) or s.worker_id = any(:workers) or s.claim_id = any(:claims))"
 ).bindparams(*(bindparam(name, type_=_STRINGS) for name in ("users", "workers", "claims")))
-_LAST = text(
-    f"select distinct on (found.worker_id) found.* from ({_COLUMNS} where s.worker_id = any(:workers)) "  # noqa: S608
-    "as found(claim_id, user_id, worker_id, task_id, epoch, pool, present, connected, ended, age) "
-    "order by found.worker_id, found.epoch desc"
-).bindparams(bindparam("workers", type_=_STRINGS))
+_OF_WORKERS = text(_COLUMNS + " where s.worker_id = any(:workers)").bindparams(
+    bindparam("workers", type_=_STRINGS)
+)
 _UNANSWERED_ORDERS = text(
     "select user_id, cast(id as text) from orders "
     "where user_id = any(:users) and state in ('accepted', 'queued', 'submitting') "
@@ -70,11 +68,11 @@ async def open_assignments_of(
     return [AssignmentRow(*row) for row in await session.execute(_OPEN_OF, wanted)]
 
 
-async def last_assignments(session: AsyncSession, workers: Collection[str]) -> dict[str, AssignmentRow]:
-    """Maps each worker that ever had one to its last assignment, open or ended."""
+async def assignments_of_workers(session: AsyncSession, workers: Collection[str]) -> dict[str, AssignmentRow]:
+    """Maps each worker that ever had one to its only assignment, open or ended."""
     if not workers:
         return {}
-    found = await session.execute(_LAST, {"workers": list(workers)})
+    found = await session.execute(_OF_WORKERS, {"workers": list(workers)})
     return {row[2]: AssignmentRow(*row) for row in found}
 
 

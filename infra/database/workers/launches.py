@@ -97,24 +97,15 @@ async def purge_ended(session: AsyncSession, days: int, running: Collection[str]
 
 async def assigned_workers(session: AsyncSession, worker_ids: Collection[str]) -> set[str]:
     """Returns those of these workers that have an open assignment."""
-    asked = literal(list(worker_ids), ARRAY(Text))
-    found = await session.scalars(
-        select(WorkerSession.worker_id).where(
-            WorkerSession.worker_id == any_(asked), WorkerSession.ended_at.is_(None)
-        )
-    )
-    return {worker_id for worker_id in found if worker_id is not None}
+    asked = WorkerSession.worker_id == any_(literal(list(worker_ids), ARRAY(Text)))
+    found = select(WorkerSession.worker_id).where(asked, WorkerSession.ended_at.is_(None))
+    return {worker_id for worker_id in await session.scalars(found) if worker_id is not None}
 
 
 async def task_of(session: AsyncSession, worker_id: str) -> str:
     """The task that its launcher gave this worker; empty if none is known."""
     task = select(WorkerLaunch.task_id).where(WorkerLaunch.worker_id == worker_id)
     return await session.scalar(task) or ""
-
-
-async def claim_of(session: AsyncSession, worker_id: str) -> str | None:
-    """The claim that this worker was assigned to, open or ended."""
-    return await session.scalar(select(WorkerSession.claim_id).where(WorkerSession.worker_id == worker_id))
 
 
 async def keep_scripts(session: AsyncSession, present: Iterable[Script]) -> Sequence[str]:

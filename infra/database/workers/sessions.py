@@ -30,6 +30,9 @@ from infra.database.locks import next_number
 from infra.database.models import BrokerAccount, User, WorkerSession
 from infra.database.users import UserNotFound
 
+#: In SQL: an assignment whose worker may still run.
+HAS_WORKER = (WorkerSession.ended_at.is_(None), WorkerSession.worker_id.is_not(None))
+
 
 def at_unix(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
@@ -82,14 +85,15 @@ async def assign_epoch(
     """
     # The row lock serialises the claims of one user.
     locked = _WITH_CRASHES if crash_limit else _WITHOUT_CRASHES
-    found = (
-        await session.execute(locked, {"user": user_id, "window": timedelta(seconds=crash_window)})
-    ).one_or_none()
+    given = {"user": user_id, "window": timedelta(seconds=crash_window)}
+    found = (await session.execute(locked, given)).one_or_none()
     if found is None:
         raise UserNotFound(f"there is no user {user_id}")
     user, times = found[0], tuple(float(at) for at in found[1] or ())
     # A separate statement: only one that begins after the lock was taken sees its last holder's writes.
-    rows = (await session.scalars(_own_and_open(user_id, claim_id))).all()
+    running = and_(WorkerSession.user_id == user_id, *HAS_WORKER)
+    own_and_running = select(WorkerSession).where(or_(WorkerSession.claim_id == claim_id, running))
+    rows = (await session.scalars(own_and_running.order_by(WorkerSession.epoch.desc()))).all()
     before = next((row for row in rows if row.claim_id == claim_id), None)
     if before is None and crash_limit and len(times) >= crash_limit:
         return AssignmentResult(epoch=0, crashes=times)
@@ -111,24 +115,6 @@ async def assign_epoch(
     return AssignmentResult(epoch=user.epoch, crashes=times)
 
 
-def _own_and_open(user_id: str, claim_id: str) -> Select[WorkerSession]:
-    """Selects the claim's row and those of the user's workers that may still run, the latest first."""
-    return (
-        select(WorkerSession)
-        .where(
-            or_(
-                WorkerSession.claim_id == claim_id,
-                and_(
-                    WorkerSession.user_id == user_id,
-                    WorkerSession.ended_at.is_(None),
-                    WorkerSession.worker_id.is_not(None),
-                ),
-            )
-        )
-        .order_by(WorkerSession.epoch.desc())
-    )
-
-
 def _recent_crashes() -> ScalarSelect[list[float]]:
     """Selects the Unix seconds of the user's recent crashes since a worker last ended in order.
 
@@ -138,23 +124,16 @@ def _recent_crashes() -> ScalarSelect[list[float]]:
     earlier = aliased(WorkerSession)
     served = (
         select(func.coalesce(func.max(earlier.epoch), 0))
-        .where(
-            earlier.user_id == bindparam("user"),
-            earlier.crashed.is_(False),
-            earlier.connected_at.is_not(None),
-            earlier.ended_at.is_not(None),
-        )
+        .where(earlier.user_id == bindparam("user"), earlier.crashed.is_(False))
+        .where(earlier.connected_at.is_not(None), earlier.ended_at.is_not(None))
         .scalar_subquery()
     )
     at = func.extract("epoch", WorkerSession.ended_at)
     return (
         select(func.array_agg(aggregate_order_by(at, WorkerSession.ended_at)))
-        .where(
-            WorkerSession.user_id == bindparam("user"),
-            WorkerSession.crashed,
-            WorkerSession.ended_at > func.clock_timestamp() - bindparam("window", type_=Interval),
-            WorkerSession.epoch > served,
-        )
+        .where(WorkerSession.user_id == bindparam("user"), WorkerSession.epoch > served)
+        .where(WorkerSession.crashed)
+        .where(WorkerSession.ended_at > func.clock_timestamp() - bindparam("window", type_=Interval))
         .scalar_subquery()
     )
 
@@ -206,10 +185,6 @@ async def assign_worker(
     return LaunchedWorker(*found)
 
 
-async def session_of_claim(session: AsyncSession, claim_id: str) -> WorkerSession | None:
-    return await session.scalar(select(WorkerSession).where(WorkerSession.claim_id == claim_id))
-
-
 async def set_connected(session: AsyncSession, *, claim_id: str, at: float) -> None:
     """`at` in Unix seconds; the first call counts."""
     await session.execute(
@@ -241,29 +216,17 @@ async def end_session(session: AsyncSession, *, claim_id: str, reason: str, cras
     return worker_id or ""
 
 
-async def _latest(session: AsyncSession, *conditions: ColumnElement[bool]) -> WorkerSession | None:
-    latest = select(WorkerSession).where(*conditions).order_by(WorkerSession.epoch.desc()).limit(1)
+async def latest_session(session: AsyncSession, **of: Any) -> WorkerSession | None:
+    """Returns the last assignment of a user, worker or claim: `of` are columns and their values."""
+    latest = select(WorkerSession).filter_by(**of).order_by(WorkerSession.epoch.desc()).limit(1)
     return await session.scalar(latest)
-
-
-async def latest_session(session: AsyncSession, user_id: str) -> WorkerSession | None:
-    """Returns the last assignment of a user, open or ended."""
-    return await _latest(session, WorkerSession.user_id == user_id)
-
-
-async def open_session_of_worker(session: AsyncSession, worker_id: str) -> WorkerSession | None:
-    return await _latest(session, WorkerSession.worker_id == worker_id, WorkerSession.ended_at.is_(None))
 
 
 async def count_claims(session: AsyncSession, pool: str, seconds: float) -> int:
     """Counts the workers of a pool, warm or cold, that were claimed within the last `seconds`."""
-    found = await session.scalar(
-        select(func.count()).where(
-            WorkerSession.pool == pool,
-            WorkerSession.claimed_at > func.clock_timestamp() - timedelta(seconds=seconds),
-        )
-    )
-    return found or 0
+    since = func.clock_timestamp() - timedelta(seconds=seconds)
+    claims = select(func.count()).where(WorkerSession.pool == pool, WorkerSession.claimed_at > since)
+    return await session.scalar(claims) or 0
 
 
 async def ended_before(session: AsyncSession, user_id: str, epoch: int, at: datetime) -> bool:
@@ -277,16 +240,9 @@ async def ended_before(session: AsyncSession, user_id: str, epoch: int, at: date
 
 async def session_at(session: AsyncSession, user_id: str, at: datetime) -> WorkerSession | None:
     """Returns the user's assignment at a time, for an order's timeline."""
-    return await session.scalar(
-        select(WorkerSession)
-        .where(
-            WorkerSession.user_id == user_id,
-            (WorkerSession.ended_at.is_(None)) | (WorkerSession.ended_at > at),
-            WorkerSession.worker_id.is_not(None),
-        )
-        .order_by(WorkerSession.epoch)
-        .limit(1)
-    )
+    runs = or_(WorkerSession.ended_at.is_(None), WorkerSession.ended_at > at)
+    found = select(WorkerSession).filter_by(user_id=user_id).where(WorkerSession.worker_id.is_not(None), runs)
+    return await session.scalar(found.order_by(WorkerSession.epoch).limit(1))
 
 
 class WorkerInService(NamedTuple):
@@ -316,13 +272,12 @@ _IN_SERVICE = (
     )
     # An older assignment does not count, even if it was never closed.
     .join(User, (User.id == WorkerSession.user_id) & (User.epoch == WorkerSession.epoch))
+    .where(*HAS_WORKER)
     .where(
-        WorkerSession.ended_at.is_(None),
-        WorkerSession.worker_id.is_not(None),
         or_(
             WorkerSession.connected_at.is_not(None),
             WorkerSession.claimed_at < func.clock_timestamp() - _LONG_CLAIMED,
-        ),
+        )
     )
 )
 
@@ -332,27 +287,11 @@ async def workers_in_service(connection: AsyncConnection) -> list[WorkerInServic
     return [WorkerInService(*row) for row in await connection.execute(_IN_SERVICE)]
 
 
-class AssignedWorker(NamedTuple):
-    """A worker with an open assignment, connected or not."""
-
-    worker_id: str
-    pool: str
-    user_id: str
-
-
-async def assigned_now(connection: AsyncConnection) -> list[AssignedWorker]:
-    """Returns all workers that have a user."""
-    rows = await connection.execute(
-        select(func.coalesce(WorkerSession.worker_id, ""), WorkerSession.pool, WorkerSession.user_id).where(
-            WorkerSession.ended_at.is_(None), WorkerSession.worker_id.is_not(None)
-        )
-    )
-    return [AssignedWorker(*row) for row in rows]
-
-
-async def last_session_of_worker(session: AsyncSession, worker_id: str) -> WorkerSession | None:
-    """Returns the last assignment of a worker, open or ended."""
-    return await _latest(session, WorkerSession.worker_id == worker_id)
+async def assigned_now(connection: AsyncConnection) -> list[tuple[str, str, str]]:
+    """Returns worker, pool and user of all open assignments, connected or not."""
+    whose = func.coalesce(WorkerSession.worker_id, ""), WorkerSession.pool, WorkerSession.user_id
+    rows = await connection.execute(select(*whose).where(*HAS_WORKER))
+    return [(worker_id, pool, user_id) for worker_id, pool, user_id in rows]
 
 
 class WorkerInUse(NamedTuple):
@@ -369,12 +308,9 @@ async def workers_in_use(session: AsyncSession, worker_ids: Collection[str]) -> 
     if not worker_ids:
         return []
     kind = BrokerAccount.broker_type
+    markets_of_user = func.array_agg(aggregate_order_by(kind.distinct(), kind))
     rows = await session.execute(
-        select(
-            WorkerSession.user_id,
-            WorkerSession.worker_id,
-            func.array_agg(aggregate_order_by(kind.distinct(), kind)),
-        )
+        select(WorkerSession.user_id, WorkerSession.worker_id, markets_of_user)
         .join(BrokerAccount, BrokerAccount.user_id == WorkerSession.user_id)
         .where(WorkerSession.ended_at.is_(None), WorkerSession.worker_id.in_(worker_ids))
         .group_by(WorkerSession.user_id, WorkerSession.worker_id)

@@ -186,16 +186,16 @@ async def test_a_worker_session_keeps_its_first_times_and_its_first_reason(datab
             await assign_launched_worker(session, "c", "w")
         await worker_sessions.set_connected(session, claim_id="c", at=1_000.0)
         await worker_sessions.set_connected(session, claim_id="c", at=2_000.0)
-        open_row = await worker_sessions.open_session_of_worker(session, "w")
+        open_row = await worker_sessions.latest_session(session, worker_id="w", ended_at=None)
         assert open_row is not None
         assert await launches.assigned_workers(session, {"w", "free"}) == {"w"}
         await worker_sessions.end_session(session, claim_id="c", reason="first")
         await worker_sessions.end_session(session, claim_id="c", reason="second")
     async with database.session() as session:
-        row = await worker_sessions.latest_session(session, "42")
+        row = await worker_sessions.latest_session(session, user_id="42")
         assert row is not None
         assert (row.end_reason, row.connected_at) == ("first", datetime.fromtimestamp(1_000.0, UTC))
-        assert await worker_sessions.open_session_of_worker(session, "w") is None
+        assert await worker_sessions.latest_session(session, worker_id="w", ended_at=None) is None
         assert await launches.assigned_workers(session, {"w", "free"}) == set()
 
 
@@ -282,7 +282,7 @@ async def test_a_crash_is_recorded_even_after_an_orderly_end(database: Database)
 
 async def latest(database: Database) -> WorkerSession:
     async with database.session() as session:
-        row = await worker_sessions.latest_session(session, "42")
+        row = await worker_sessions.latest_session(session, user_id="42")
     assert row is not None
     return row
 

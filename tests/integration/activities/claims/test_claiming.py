@@ -33,7 +33,7 @@ async def test_a_claimed_worker_gets_the_credentials_sealed_to_it(yard: Yard) ->
     owner = await reply_of(yard.client.hgetall(keys.owner(user)))
     assert (owner[b"epoch"], owner[b"worker"]) == (b"1", worker.worker_id.encode())
     async with yard.database.session() as session:
-        row = await worker_sessions.open_session_of_worker(session, worker.worker_id)
+        row = await worker_sessions.latest_session(session, worker_id=worker.worker_id, ended_at=None)
     assert row is not None
     assert (row.user_id, row.claim_id, row.task_id) == (user, "c1", worker.task_id)
 

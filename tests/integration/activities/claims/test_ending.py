@@ -89,7 +89,7 @@ async def test_a_marked_worker_is_asked_before_it_is_stopped(yard: Yard) -> None
     assert not yard.launcher.stops
     assert not await reply_of(yard.client.exists(keys.mark(user), keys.metadata(user)))
     async with yard.database.session() as session:
-        row = await worker_sessions.last_session_of_worker(session, worker.worker_id)
+        row = await worker_sessions.latest_session(session, worker_id=worker.worker_id)
     assert row is not None
     assert row.end_reason == "idle"
 

@@ -28,7 +28,7 @@ async def test_without_a_confirmed_end_the_worker_is_fenced_and_ends_later(yard:
     # It is nobody's owner any more, and cannot become it again: not by a repeat, nor from PostgreSQL.
     assert await mark(yard, user, worker, ref.epoch) == "fenced"
     async with yard.database.session() as session:
-        assert await worker_sessions.open_session_of_worker(session, ref.worker_id)
+        assert await worker_sessions.latest_session(session, worker_id=ref.worker_id, ended_at=None)
         assert await worker_sessions.workers_in_service(await session.connection()) == []
     # Before it counts as ended no other worker is claimed, whoever asks.
     early = await yard.run(yard.claiming.claim_worker, yard.claim(user, "early"))
@@ -70,7 +70,7 @@ async def test_a_task_is_stopped_though_the_list_cannot_be_read(yard: Yard) -> N
     await yard.run(yard.stopping.stop_worker, stop(user, ref))
     assert yard.launcher.stops == [(worker.task_id, "idle")]
     async with yard.database.session() as session:
-        assert await worker_sessions.open_session_of_worker(session, ref.worker_id) is None
+        assert await worker_sessions.latest_session(session, worker_id=ref.worker_id, ended_at=None) is None
 
 
 class FrozenLauncher(FakeLauncher):
@@ -106,7 +106,7 @@ async def test_of_a_lost_host_the_mark_that_ran_out_is_enough_and_the_launcher_h
     assert FENCED_FOR <= time.monotonic() - began < ASK_FIRST + FENCED_FOR + 5.0
     assert await mark(yard, user, worker, ref.epoch) == "fenced"
     async with yard.database.session() as session:
-        assert await worker_sessions.open_session_of_worker(session, ref.worker_id) is None
+        assert await worker_sessions.latest_session(session, worker_id=ref.worker_id, ended_at=None) is None
 
 
 @pytest.mark.parametrize("what", ["flush", "another server", "a mark that lives", "an old record"])

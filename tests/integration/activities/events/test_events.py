@@ -260,11 +260,11 @@ async def test_connect_and_close_are_written_into_the_assignment(yard: Yard) -> 
     recorder = Recorder(yard.database)
     await recorder.handle([worker_event(1, worker=worker.worker_id)])
     async with yard.database.session() as session:
-        row = await worker_sessions.open_session_of_worker(session, worker.worker_id)
+        row = await worker_sessions.latest_session(session, worker_id=worker.worker_id, ended_at=None)
     assert row is not None
     assert row.connected_at == datetime.fromtimestamp(AT / 1000, UTC)
     await recorder.handle([worker_event(2, WorkerEventKind.CLOSED, worker.worker_id)] * 2)
     async with yard.database.session() as session:
-        row = await worker_sessions.last_session_of_worker(session, worker.worker_id)
+        row = await worker_sessions.latest_session(session, worker_id=worker.worker_id)
     assert row is not None
     assert row.end_reason == f"{CLOSED_BY_WORKER}bye"

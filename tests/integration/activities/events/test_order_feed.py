@@ -122,7 +122,7 @@ async def test_an_end_that_the_workflow_ordered_is_not_told_again_but_one_that_i
 ) -> None:
     user, worker = await user_with_worker(yard, f"ordered{told}")
     async with yard.database.session() as session:
-        row = await worker_sessions.last_session_of_worker(session, worker.worker_id)
+        row = await worker_sessions.latest_session(session, worker_id=worker.worker_id)
         assert row is not None
         await worker_sessions.end_session(session, claim_id=row.claim_id, reason=reason)
     async with listening(temporal, names.user_worker_id(user)) as handle:
@@ -182,8 +182,10 @@ async def test_the_end_of_a_worker_whose_user_has_no_workflow_closes_its_assignm
         await watch(yard, temporal).report(ended)
         break
     async with yard.database.session() as session:
-        assert await worker_sessions.open_session_of_worker(session, worker.worker_id) is None
-        row = await worker_sessions.last_session_of_worker(session, worker.worker_id)
+        assert (
+            await worker_sessions.latest_session(session, worker_id=worker.worker_id, ended_at=None) is None
+        )
+        row = await worker_sessions.latest_session(session, worker_id=worker.worker_id)
     assert row is not None
     assert (row.end_reason, row.crashed) == ("killed, no workflow", False)
 

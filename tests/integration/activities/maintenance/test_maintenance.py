@@ -165,7 +165,7 @@ async def worker_that_is_dead_by_the_books_alive(fleet: MaintainedFleet) -> Call
 
 async def ended(fleet: MaintainedFleet, claim_id: str) -> bool:
     async with fleet.yard.database.session() as session:
-        row = await worker_sessions.session_of_claim(session, claim_id)
+        row = await worker_sessions.latest_session(session, claim_id=claim_id)
     return row is not None and row.ended_at is not None
 
 
