@@ -196,7 +196,7 @@ class TimelineActivity:
     @activity.defn
     async def record_timeline(self, request: m.RecordTimeline) -> None:
         """Raises `DatabaseUnavailable`; an error that is not retried for rows that PostgreSQL never takes."""
-        rows = [timeline.NewTransition(**asdict(transition)) for transition in request.transitions]
+        rows = [asdict(transition) for transition in request.transitions]
         try:
             await self._database.transaction(
                 timeline.record_transitions, user_id=request.user_id, chain=request.chain, transitions=rows

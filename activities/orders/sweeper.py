@@ -16,6 +16,7 @@ expires by itself, and every step may be repeated.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime, time, timedelta
@@ -94,7 +95,7 @@ class OrderSweeper:
         )
         if not found:
             return 0
-        log.info("orders_swept", **order_watch.count_by_state(found))
+        log.info("orders_swept", **Counter(due.order.state for due in found))
         await self._each(self._recover, [due for due in found if due.order.state in _QUEUEABLE])
         await self._each(self._follow, [due for due in found if due.order.state not in _QUEUEABLE])
         return len(found)

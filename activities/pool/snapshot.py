@@ -112,10 +112,7 @@ class HostProvisioner:
     rate: float
 
     def __post_init__(self) -> None:
-        self._kind = scaling.HostKind()
-        self._warm = scaling.warm_hosts(
-            self._kind, self.rate, least=self.warm, cold_start=scaling.COLD_START + PERIOD
-        )
+        self._warm = scaling.warm_hosts(self.rate, least=self.warm, cold_start=scaling.COLD_START + PERIOD)
         self._logged = ""
 
     async def run(self) -> None:
@@ -133,7 +130,7 @@ class HostProvisioner:
         hosts = await self.scaler.hosts()
         # Workers of a draining host count, because they need a place elsewhere.
         workers = len(tasks) + (snapshot.missing if snapshot else 0)
-        made = scaling.plan_hosts(self._kind, workers, hosts, warm=self._warm)
+        made = scaling.plan_hosts(workers, hosts, warm=self._warm)
         await self.scaler.scale(made)
         if made.reason != self._logged:
             log.info("hosts_wanted", wanted=made.wanted, ready=made.ready, why=made.reason)

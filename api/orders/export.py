@@ -78,7 +78,8 @@ class OrderFeed:
         async with self._database.session() as session:
             # First the number, then the orders: what changes in between is sent again.
             now = await order_changes.read_outlook(session, self.key, 0)
-            rows = await order_changes.open_orders(session, self.key, limit=FEED_PAGE + 1)
+            wanted = order_list.OrderSelection(user_id=self.key, states=frozenset({order_list.OPEN}))
+            rows = await order_list.page_of_orders(session, wanted, limit=FEED_PAGE + 1)
         orders = PresentOrders(
             user_id=self.key,
             orders=[view_of(row) for row in rows[:FEED_PAGE]],

@@ -6,6 +6,7 @@ logged in, and when its holder logs out.
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Literal
 from urllib.parse import parse_qs
@@ -331,7 +332,8 @@ async def log_out(page: InPage) -> Response:
     """Ends the session in all API processes."""
     if (caller := page.caller).session:
         async with page.database.session() as session:
-            await api_keys.end_session(session, UUID(caller.session))
+            with suppress(api_keys.ApiKeyNotFound):  # it ended by itself, and was removed
+                await api_keys.revoke_api_key(session, UUID(caller.session))
             subject, ended = f"key:{caller.key_id}", caller.session
             audit.append_entry(session, caller.actor, "page.logged_out", subject, id=ended)
     response = Response(status_code=204)

@@ -33,21 +33,22 @@ async def create_webhook(
 ) -> alerts.WebhookWithSecretsView:
     """Makes an address for one account's alerts. Its token and secret are shown this once."""
     call.require_user(user_id)
+    token = call.services.tokens.make("")
     async with call.database.session() as session:
         await users.get_user(session, user_id)
         await accounts.require_account(session, user_id, body.account_id)
-        made = await webhooks.create_webhook(
+        row, secret = await webhooks.create_webhook(
             session,
-            call.services.tokens.make(""),
+            token,
             user_id=user_id,
             account_id=body.account_id,
             sources=body.sources,
             window_s=body.window_s,
             actor=call.actor,
         )
-    shown = alerts.WebhookView.model_validate(made.row).model_dump()
-    path = f"/v1/webhooks/{made.token}/orders"
-    return alerts.WebhookWithSecretsView(**shown, token=made.token, secret=made.secret, path=path)
+    shown = alerts.WebhookView.model_validate(row).model_dump()
+    path = f"/v1/webhooks/{token}/orders"
+    return alerts.WebhookWithSecretsView(**shown, token=token, secret=secret, path=path)
 
 
 @router.get("/users/{user_id}/webhooks", summary="List webhooks")

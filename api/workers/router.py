@@ -207,10 +207,7 @@ async def transitions(
     session: AsyncSession, user_id: str, *, after: int | None, limit: int
 ) -> list[schemas.TransitionView]:
     """The next changes behind `after`, or the last ones without it; oldest first, at most `limit`."""
-    if after is None:
-        rows = await timeline.latest_transitions(session, user_id, limit)
-    else:
-        rows = await timeline.transitions_of_user(session, user_id, after=after, limit=limit)
+    rows = await timeline.transitions_of_user(session, user_id, after=after, limit=limit)
     return [schemas.TransitionView.model_validate(row) for row in rows]
 
 

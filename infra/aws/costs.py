@@ -8,7 +8,7 @@ import math
 import sys
 from dataclasses import dataclass
 
-from infra.hosts.scaling import HostKind, plan_hosts
+from infra.hosts.scaling import plan_hosts
 
 HOURS, TRADING_HOURS = 730, 12 * 22
 USERS = (100, 1_000, 10_000)
@@ -58,9 +58,8 @@ class CostLoad:
 
 def costs(load: CostLoad) -> dict[str, float]:
     """USD a month, by what it is for."""
-    kind = HostKind()
     busy, quiet = (
-        plan_hosts(kind, math.ceil(load.users * share), warm=1).wanted for share in (load.busy, load.quiet)
+        plan_hosts(math.ceil(load.users * share), warm=1).wanted for share in (load.busy, load.quiet)
     )
     api_tasks = max(2, math.ceil(load.users * load.requests / 1000))
     # Two API tasks to a host, and a host for orchestrators and job runners in each zone.

@@ -23,7 +23,7 @@ from infra.cli.options import (
     list_answer,
 )
 from infra.cli.tables import console, plain, table
-from infra.hosts.scaling import HostKind, plan_hosts, warm_hosts
+from infra.hosts.scaling import plan_hosts, warm_hosts
 
 if TYPE_CHECKING:
     from infra.cli.rest import OperatorApi
@@ -137,8 +137,7 @@ def workers_of_pool(shown: dict[str, Any]) -> int:
 
 
 def explain_hosts(workers: int, *, warm: int, rate: float) -> dict[str, Any]:
-    kind = HostKind()
-    made = plan_hosts(kind, workers, warm=warm_hosts(kind, rate, least=warm))
+    made = plan_hosts(workers, warm=warm_hosts(rate, least=warm))
     shown = ("workers", "wanted", "needed", "warm", "target_capacity", "reason")
     return {name: getattr(made, name) for name in shown}
 

@@ -130,10 +130,12 @@ async def record_logins(
 ) -> None:
     """Writes how the logins stand by the worker of `epoch` at `at_ms` (Unix ms); an earlier report that comes
     late changes nothing, nor does the rejection of credentials that were replaced since."""
+    if not logins:
+        return
     rows = select(BrokerAccount).filter_by(user_id=user_id).order_by(BrokerAccount.account_id)
-    if logins:  # so that a version is the newest until the commit
-        await session.execute(rows.with_for_update(key_share=True).execution_options(populate_existing=True))
-    stored = {one.account_id: one for one in await accounts_of_user(session, user_id)} if logins else {}
+    # Locked, so that a version is the newest until the commit.
+    await session.execute(rows.with_for_update(key_share=True).execution_options(populate_existing=True))
+    stored = {one.account_id: one for one in await accounts_of_user(session, user_id)}
     for login in logins:
         found = stored.get(login.account_id)
         if found is None or (found.account.login_epoch, found.account.login_ms) > (epoch, at_ms):
@@ -198,8 +200,8 @@ def login_of(stored: StoredCredentials, epoch: int) -> dict[str, str]:
 
 async def accounts_of_user(session: AsyncSession, user_id: str) -> Sequence[StoredCredentials]:
     """Returns the credentials of all accounts of a user, by account id."""
-    stored = select(StoredCredentials).where(StoredCredentials.user_id == user_id)
-    return (await session.scalars(stored.order_by(StoredCredentials.account_id))).all()
+    stored = select(StoredCredentials).filter_by(user_id=user_id).order_by(StoredCredentials.account_id)
+    return (await session.scalars(stored)).all()
 
 
 async def remove_account(
@@ -217,15 +219,13 @@ async def remove_account(
 
 async def delete_accounts(session: AsyncSession, user_id: str, account_id: str | None = None) -> None:
     """Deletes one account of a user, or all, and what belongs to them. Raises `StillInUse`."""
-    serving = select(WorkerSession).where(WorkerSession.user_id == user_id, WorkerSession.ended_at.is_(None))
+    serving = select(WorkerSession).filter_by(user_id=user_id, ended_at=None)
     if one := await session.scalar(serving.limit(1)):
         who = f"worker {one.worker_id}" if one.worker_id else "a worker being claimed"
         raise StillInUse(f"{who} of user {user_id} runs: stop it first")
-    unsettled = select(Order.id).where(Order.user_id == user_id, Order.state.in_(OPEN_STATES))
-    if account_id is not None:
-        unsettled = unsettled.where(Order.account_id == account_id)
+    of = {"user_id": user_id} if account_id is None else {"user_id": user_id, "account_id": account_id}
+    unsettled = select(Order.id).filter_by(**of).where(Order.state.in_(OPEN_STATES))
     if order_id := await session.scalar(unsettled.limit(1)):
         raise StillInUse(f"order {order_id} is not final: cancel or settle it first")
     for table in (Webhook, AccountLimits, StoredCredentials, BrokerAccount):
-        rows = delete(table).where(table.user_id == user_id)
-        await session.execute(rows if account_id is None else rows.where(table.account_id == account_id))
+        await session.execute(delete(table).filter_by(**of))

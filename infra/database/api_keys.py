@@ -77,13 +77,6 @@ async def begin_session(session: AsyncSession, token: str, key_id: uuid.UUID, un
     )
 
 
-async def end_session(session: AsyncSession, session_id: uuid.UUID) -> None:
-    """Ends a session in all API processes; the key that logged in goes on."""
-    ended = update(ApiKey).where(ApiKey.id == session_id).values(revoked_at=func.clock_timestamp())
-    if owner := await session.scalar(ended.returning(ApiKey.session_of)):
-        await session.execute(select(func.pg_notify(REVOKED_CHANNEL, str(owner))))
-
-
 async def find_api_key(session: AsyncSession, token: str) -> ApiKey | None:
     """Returns the key of this token, if it is valid; notes that it was used."""
     key = await session.scalar(select(ApiKey).where(ApiKey.key_hash == hash_token(token), _valid()))
@@ -125,8 +118,8 @@ async def list_api_keys(
 
 
 async def revoke_api_key(session: AsyncSession, key_id: uuid.UUID) -> ApiKey:
-    """Ends a key or session in all API processes; one that is revoked keeps its time. Raises
-    `ApiKeyNotFound`."""
+    """Ends a key or session in all API processes; one that is revoked keeps its time, and the key that began
+    a session goes on. Raises `ApiKeyNotFound`."""
     key: ApiKey | None = await session.scalar(
         update(ApiKey)
         .where(ApiKey.id == key_id)

@@ -75,16 +75,12 @@ def seconds_from_now(seconds: Any) -> Any:
 ConnectionWork = Callable[[AsyncConnection], Awaitable[None]]
 
 
-async def _do_nothing(_: AsyncConnection) -> None:
-    return
-
-
 async def lead(
     url: str,
     lock: int,
     work: ConnectionWork,
     *,
-    on_standby: ConnectionWork = _do_nothing,
+    on_standby: ConnectionWork | None = None,
     standby: float = STANDBY,
 ) -> None:
     """Waits until this process holds the advisory lock `lock`, then runs `work` as long as it holds it.
@@ -104,7 +100,8 @@ async def lead(
             # A process stopped between the messages of a statement is not idle to PostgreSQL.
             await connection.execute(text(f"set transaction_timeout = '{SILENCE}s'"))
             while not await connection.scalar(_TRY, {"lock": lock}):
-                await on_standby(connection)
+                if on_standby is not None:
+                    await on_standby(connection)
                 await asyncio.sleep(standby)
             log.info("leads", lock=f"{lock:x}")
             await _work_until_lost(lost, work(connection))

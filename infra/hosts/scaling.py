@@ -1,8 +1,6 @@
 """The plan of how many worker hosts are needed, and the port to the platform that runs them.
 
-A host with 2 vCPU and 16 GiB takes 32 workers by CPU and 42 by soft memory; 30 are planned, which leaves room
-for the operating system and for workers above their reservation. A cold host needs 48 to 63 s until its first
-worker is ready, so some spare hosts are kept warm.
+A cold host needs 48 to 63 s until its first worker is ready, so some spare hosts are kept warm.
 """
 
 import math
@@ -10,44 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from infra.worker_task import CPU_UNITS, MEMORY_SOFT
 from worker_runtime.protocol.errors import BerthError
 
 #: Seconds until a cold host takes workers: the longest measured.
 COLD_START = 63.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostKind:
-    """The size of a host, and what one worker reserves of it."""
-
-    #: CPU units of 1/1024 vCPU, and bytes.
-    cpu_units: int = 2048
-    memory: int = 16 * 1024**3
-    worker_cpu: int = CPU_UNITS
-    worker_memory: int = MEMORY_SOFT
-    #: Most workers that an operator wants on a host.
-    planned: int = 30
-
-    @property
-    def by_cpu(self) -> int:
-        return self.cpu_units // self.worker_cpu
-
-    @property
-    def by_memory(self) -> int:
-        return self.memory // self.worker_memory
-
-    @property
-    def workers(self) -> int:
-        """Workers of one host; at least one."""
-        return max(1, min(self.planned, self.by_cpu, self.by_memory))
-
-    @property
-    def limit(self) -> str:
-        """What limits the workers of a host: `plan`, `cpu` or `memory`."""
-        if self.planned <= min(self.by_cpu, self.by_memory):
-            return "plan"
-        return "cpu" if self.by_cpu <= self.by_memory else "memory"
+#: A host with 2 vCPU and 16 GiB takes 32 workers by CPU and 42 by soft memory (`worker_task.py`). 30 leave
+#: room for the operating system and for workers above their reservation.
+WORKERS_A_HOST = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +36,6 @@ class HostPlan:
 
     #: Workers that run or should run.
     workers: int
-    #: Workers a host.
-    each: int
-    limit: str
     #: Hosts for the workers, and spare hosts that are kept warm.
     needed: int
     warm: int
@@ -95,25 +59,22 @@ class HostPlan:
 
     @property
     def reason(self) -> str:
-        text = f"{self.needed} for {self.workers} workers, {self.each} a host ({self.limit})"
-        text += f", and {self.warm} warm"
+        text = f"{self.needed} for {self.workers} workers, {WORKERS_A_HOST} a host, and {self.warm} warm"
         if self.draining:
             text += f"; {self.draining} drain and take no more workers"
         return text
 
 
-def warm_hosts(kind: HostKind, workers_a_second: float, *, least: int, cold_start: float = COLD_START) -> int:
+def warm_hosts(workers_a_second: float, *, least: int, cold_start: float = COLD_START) -> int:
     """Returns the spare hosts that take workers at this rate until a cold host is ready."""
-    return max(least, math.ceil(max(workers_a_second, 0.0) * cold_start / kind.workers))
+    return max(least, math.ceil(max(workers_a_second, 0.0) * cold_start / WORKERS_A_HOST))
 
 
-def plan_hosts(kind: HostKind, workers: int, hosts: Sequence[Host] = (), *, warm: int) -> HostPlan:
+def plan_hosts(workers: int, hosts: Sequence[Host] = (), *, warm: int) -> HostPlan:
     """Plans the hosts for `workers`; those on draining hosts count, since they need a place elsewhere."""
     return HostPlan(
         workers=workers,
-        each=kind.workers,
-        limit=kind.limit,
-        needed=math.ceil(max(workers, 0) / kind.workers),
+        needed=math.ceil(max(workers, 0) / WORKERS_A_HOST),
         warm=warm,
         ready=sum(host.ready and not host.draining for host in hosts),
         draining=sum(host.draining for host in hosts),

@@ -19,11 +19,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from google.protobuf.message import DecodeError
 from temporalio.api.common.v1 import Payload
-from temporalio.converter import (
-    DataConverter,
-    DefaultFailureConverterWithEncodedAttributes,
-    PayloadCodec,
-)
+from temporalio.converter import DataConverter, DefaultFailureConverterWithEncodedAttributes, PayloadCodec
 
 from infra.settings import Settings
 from infra.vault.secret_versions import SecretVersion, SecretVersionFile
@@ -89,17 +85,14 @@ class PayloadEncryption(PayloadCodec):
             raise PayloadNotDecrypted from None
 
 
-def payload_encryption(settings: Settings) -> PayloadEncryption | None:
-    """None without a key file. Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
-    path = settings.temporal_codec_key_file
-    return PayloadEncryption(SecretVersionFile(Path(path))) if path else None
-
-
 def data_converter(settings: Settings) -> DataConverter:
-    """The converter of all our clients. Raises what `payload_encryption` does."""
-    codec = payload_encryption(settings)
-    if codec is None:
+    """The converter of all our clients; without a key file it encrypts nothing.
+
+    Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`.
+    """
+    if not settings.temporal_codec_key_file:
         return DataConverter.default
     return DataConverter(
-        payload_codec=codec, failure_converter_class=DefaultFailureConverterWithEncodedAttributes
+        payload_codec=PayloadEncryption(SecretVersionFile(Path(settings.temporal_codec_key_file))),
+        failure_converter_class=DefaultFailureConverterWithEncodedAttributes,
     )

@@ -62,9 +62,9 @@ def tls_config(settings: Settings) -> TLSConfig | bool:
 
 
 def _read(path: str, setting: str, *, private: bool) -> bytes | None:
-    return (
-        key_file.read_key_file(Path(path), private=private, made_by=f"{setting} names it") if path else None
-    )
+    if not path:
+        return None
+    return key_file.read_key_file(Path(path), private=private, made_by=f"{setting} names it")
 
 
 def read_api_key(settings: Settings) -> str | None:
@@ -173,17 +173,17 @@ async def connect_orchestrator(settings: Settings, interceptors: Sequence[Interc
             await check_client(client, settings)
             return client
         except TemporalUnavailable as error:
-            if error.detail != logged:
-                _log(error)
-            logged = error.detail
+            logged = _log_once(error, logged)
             await asyncio.sleep(RETRY)
 
 
-def _log(error: TemporalUnavailable) -> None:
-    if isinstance(error, TemporalRefused):
+def _log_once(error: TemporalUnavailable, logged: str) -> str:
+    """Logs the error unless it was the last one that was `logged`; returns what was logged."""
+    if error.detail != logged and isinstance(error, TemporalRefused):
         log.error("temporal_refused", reason=error.detail)
-    else:
+    elif error.detail != logged:
         log.warning("temporal_not_reachable", reason=error.detail)
+    return error.detail
 
 
 async def watch_connection(client: Client, settings: Settings, period: float = KEY_CHECK) -> None:
@@ -197,9 +197,7 @@ async def watch_connection(client: Client, settings: Settings, period: float = K
             await check_client(client, settings)
             logged = ""
         except TemporalUnavailable as error:
-            if error.detail != logged:
-                _log(error)
-            logged = error.detail
+            logged = _log_once(error, logged)
         await asyncio.sleep(period)
         try:
             new = read_api_key(settings)

@@ -35,7 +35,6 @@ class SeenSwitch(NamedTuple):
     """A switch in Valkey that is not what it should be."""
 
     #: 0 if it is missing; `_NEVER_OURS` if we never write a version like it.
-
     version: int
     mac: bytes
 

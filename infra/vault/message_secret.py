@@ -13,13 +13,7 @@ import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from infra.vault.secret_versions import (
-    CHECK_PERIOD,
-    SecretVersionFile,
-)
-from infra.vault.secret_versions import SecretVersion as SecretVersion
-from infra.vault.secret_versions import load_versions as load_versions
-from infra.vault.secret_versions import new_version as new_version
+from infra.vault.secret_versions import CHECK_PERIOD, SecretVersion, SecretVersionFile
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.authentication import AssignmentKeys, MessageKey, derive_key
@@ -95,10 +89,6 @@ class MessageSecrets:
             )
         return found
 
-    def _replace(self, versions: Sequence[SecretVersion]) -> None:
-        self.versions = tuple(versions)
-        self._derived.clear()
-
 
 class MessageSecretFile(MessageSecrets):
     """The secrets of a file, which is read again when it was replaced; one that went bad changes nothing."""
@@ -111,5 +101,6 @@ class MessageSecretFile(MessageSecrets):
     def _keys(self, *purpose: bytes) -> Keys:
         versions = self._file.present()
         if versions is not self.versions:
-            self._replace(versions)
+            self.versions = versions
+            self._derived.clear()
         return super()._keys(*purpose)

@@ -223,7 +223,7 @@ async def test_the_role_allows_what_sets_the_hosts(
 ) -> None:
     recorded.calls.clear()  # those that made the cluster
     await hosts.hosts()
-    await hosts.scale(HostPlan(workers=60, each=30, limit="plan", needed=2, warm=1))
+    await hosts.scale(HostPlan(workers=60, needed=2, warm=1))
     calls, recorded.calls = recorded.calls, []
     policy = policy_of(templates)
     for operation, request in calls:

@@ -14,7 +14,8 @@ from activities.maintenance.anomalies import AnomalyKind, OverdueLimits, find_an
 from activities.maintenance.scan import FleetScanner
 from infra.database.workers.passes import Suspect
 from infra.valkey.client import reply_of
-from infra.vault.message_secret import MessageSecrets, new_version
+from infra.vault.message_secret import MessageSecrets
+from infra.vault.secret_versions import new_version
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 
+import msgspec
 from sqlalchemy import func, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
@@ -75,14 +76,8 @@ async def take_over(session: AsyncSession, order_id: uuid.UUID, tag: str, reason
     order = await session.get_one(Order, order_id, with_for_update=True, populate_existing=True)
     if order.tag == tag or order.state not in IN_QUEUE:
         return
-    taken = await session.scalar(
-        select(Order.id).where(
-            Order.user_id == order.user_id,
-            Order.account_id == order.account_id,
-            Order.trading_day == order.trading_day,
-            Order.tag == tag,
-        )
-    )
+    same = {name: getattr(order, name) for name in ("user_id", "account_id", "trading_day")}
+    taken = await session.scalar(select(Order.id).filter_by(**same, tag=tag))
     order.state, order.updated_at = OrderState.UNKNOWN.value, datetime.now(UTC)
     order.reason_code, order.reason = OutcomeUnknown.code, reason
     _note_step(session, order_id, OrderState.UNKNOWN, f"{OutcomeUnknown.code}: {reason}")
@@ -159,17 +154,8 @@ async def resolve_order(
     order.verify_at = order.attention = order.attention_at = None
     order.updated_at = datetime.now(UTC)
     _note_step(session, order_id, found.state, f"resolved by {actor}: {found.reason}")
-    audit.append_entry(
-        session,
-        actor,
-        "order.resolved",
-        f"order:{order_id}",
-        before=before,
-        state=found.state.value,
-        filled_quantity=found.filled_quantity,
-        average_price=None if found.average_price is None else str(found.average_price),
-        reason=found.reason[:REASON_LIMIT],
-    )
+    entry = msgspec.to_builtins(found) | {"before": before, "reason": order.reason}
+    audit.append_entry(session, actor, "order.resolved", f"order:{order_id}", **entry)
     await session.flush()
     return order
 

@@ -17,7 +17,6 @@ from sqlalchemy import BigInteger, String, cast, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.models import Order
-from infra.database.orders.states import OPEN_STATES
 
 #: PostgreSQL notifies this channel, with the user's id, of changed orders. It does not for new ones: commits
 #: that notify pass one at a time (PostgreSQL's lock of the notification queue).
@@ -54,14 +53,3 @@ async def read_outlook(session: AsyncSession, user_id: str, last: int) -> FeedOu
     more = exists().where(Order.user_id == user_id, Order.changed > last)
     horizon, found = (await session.execute(select(_HORIZON, more))).one()
     return FeedOutlook(horizon, found)
-
-
-async def open_orders(session: AsyncSession, user_id: str, *, limit: int = 100) -> Sequence[Order]:
-    """Returns the user's open orders, the newest first."""
-    rows = await session.scalars(
-        select(Order)
-        .where(Order.user_id == user_id, Order.state.in_(OPEN_STATES))
-        .order_by(Order.created_at.desc())
-        .limit(limit)
-    )
-    return rows.all()

@@ -1,7 +1,5 @@
 """The sweeper's schedule: which orders it has to check, and when again. `Order.verify_at` holds all of it."""
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -49,7 +47,3 @@ async def postpone(session: AsyncSession, due: DueOrder, seconds: float) -> None
         .values(verify_at=seconds_from_now(seconds))
         .execution_options(synchronize_session=False)
     )
-
-
-def count_by_state(found: Sequence[DueOrder]) -> dict[str, int]:
-    return dict(Counter(due.order.state for due in found))

@@ -71,16 +71,8 @@ async def put_switch(
     values = {"state": state.value, "actor": actor, "reason": reason, "version": version}
     statement = upsert(Switch, {"scope": scope.name}, values, at=func.clock_timestamp()).returning(Switch)
     row = (await session.execute(statement, execution_options={"populate_existing": True})).scalar_one()
-    audit.append_entry(
-        session,
-        actor,
-        "switch.set",
-        f"switch:{scope.name}",
-        state=state.value,
-        before=before or SwitchState.OPEN.value,
-        reason=reason,
-        version=row.version,
-    )
+    about = {"before": before or SwitchState.OPEN.value, "reason": reason, "version": row.version}
+    audit.append_entry(session, actor, "switch.set", f"switch:{scope.name}", state=state.value, **about)
     await session.flush()
     return row
 
@@ -149,11 +141,9 @@ async def users_in_scope(session: AsyncSession, scope: TradingScope) -> list[str
     A claim commits its assignment before it reads the switches. So either this function sees the assignment
     or the claim sees the switch, without a lock.
     """
-    statement = select(WorkerSession.user_id).distinct()
-    statement = statement.where(WorkerSession.ended_at.is_(None), WorkerSession.worker_id.is_not(None))
-    if scope.user_id:
-        statement = statement.where(WorkerSession.user_id == scope.user_id)
-    return list(await session.scalars(statement))
+    users = select(WorkerSession.user_id).distinct().where(WorkerSession.worker_id.is_not(None))
+    whose = {"user_id": scope.user_id} if scope.user_id else {}
+    return list(await session.scalars(users.filter_by(ended_at=None, **whose)))
 
 
 def effective_switch(found: Iterable[HeldSwitch]) -> UserSwitch:

@@ -4,7 +4,6 @@ import secrets
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from hashlib import sha256
 from hmac import compare_digest
 from typing import Any
@@ -14,28 +13,16 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
-from infra.database.locks import lease_due
+from infra.database.locks import lease_due, seconds_from_now
 from infra.database.trading.models import Webhook, WebhookAlert
 from infra.database.users import UserDisabled, is_disabled
 from worker_runtime.protocol.errors import BerthError, from_code
 
-#: How long alerts are kept. An order's client order id is made of the digest, so repeats stay known after.
 #: Characters of a refusal.
 _LONGEST = 300
 _TAKE_ABANDONED = lease_due(WebhookAlert.held_until).returning(
     WebhookAlert, func.extract("epoch", WebhookAlert.until - func.clock_timestamp())
 )
-
-
-@dataclass(frozen=True)
-class NewWebhook:
-    row: Webhook
-    #: Parts of the address's path and of each alert's body; they are shown once.
-    token: str
-    secret: str
-
-    def __repr__(self) -> str:
-        return f"NewWebhook(id={self.row.id})"
 
 
 def _hash(text: str) -> str:
@@ -51,8 +38,11 @@ async def create_webhook(
     sources: Sequence[str],
     window_s: int,
     actor: str,
-) -> NewWebhook:
-    """Creates a webhook with a token of `ApiTokens` for an account, which must exist."""
+) -> tuple[Webhook, str]:
+    """Creates a webhook with a token of `ApiTokens` for an account, which must exist.
+
+    Returns it with the secret of each alert's body, which is shown once.
+    """
     secret = secrets.token_urlsafe(32)
     row = Webhook(
         id=uuid.uuid4(),
@@ -64,25 +54,16 @@ async def create_webhook(
         window_s=window_s,
     )
     session.add(row)
-    audit.append_entry(
-        session,
-        actor,
-        "webhook.created",
-        f"webhook:{row.id}",
-        user=user_id,
-        account=account_id,
-        sources=list(sources),
-    )
+    about = {"user": user_id, "account": account_id, "sources": list(sources)}
+    audit.append_entry(session, actor, "webhook.created", f"webhook:{row.id}", **about)
     await session.flush()
     await session.refresh(row)
-    return NewWebhook(row, token, secret)
+    return row, secret
 
 
 async def find_webhook(session: AsyncSession, token: str) -> Webhook | None:
     """Returns the webhook of this token, unless it is unknown or revoked. Raises `UserDisabled`."""
-    found = await session.scalar(
-        select(Webhook).where(Webhook.token_hash == _hash(token), Webhook.revoked_at.is_(None))
-    )
+    found = await session.scalar(select(Webhook).filter_by(token_hash=_hash(token), revoked_at=None))
     if found is not None and await is_disabled(session, found.user_id):
         raise UserDisabled(f"user {found.user_id} is disabled")
     return found
@@ -95,7 +76,7 @@ def has_secret(webhook: Webhook, secret: str) -> bool:
 
 async def webhooks_of_user(session: AsyncSession, user_id: str) -> list[Webhook]:
     """Returns all webhooks of a user, revoked ones too, the newest first."""
-    rows = select(Webhook).where(Webhook.user_id == user_id).order_by(Webhook.created_at.desc(), Webhook.id)
+    rows = select(Webhook).filter_by(user_id=user_id).order_by(Webhook.created_at.desc(), Webhook.id)
     return list(await session.scalars(rows))
 
 
@@ -103,16 +84,13 @@ async def revoke_webhook(
     session: AsyncSession, user_id: str, webhook_id: uuid.UUID, *, actor: str
 ) -> Webhook | None:
     """Revokes a webhook and returns it; None if the user has no such webhook."""
-    done: Webhook | None = await session.scalar(
-        update(Webhook)
-        .where(Webhook.id == webhook_id, Webhook.user_id == user_id, Webhook.revoked_at.is_(None))
-        .values(revoked_at=func.clock_timestamp())
-        .returning(Webhook)
-    )
+    own = {"id": webhook_id, "user_id": user_id}
+    revoked = update(Webhook).filter_by(**own, revoked_at=None).values(revoked_at=func.clock_timestamp())
+    done: Webhook | None = await session.scalar(revoked.returning(Webhook))
     if done is not None:
         audit.append_entry(session, actor, "webhook.revoked", f"webhook:{webhook_id}")
         return done
-    return await session.scalar(select(Webhook).where(Webhook.id == webhook_id, Webhook.user_id == user_id))
+    return await session.scalar(select(Webhook).filter_by(**own))
 
 
 async def find_alert(session: AsyncSession, webhook_id: uuid.UUID, digest: str) -> WebhookAlert | None:
@@ -129,14 +107,9 @@ async def note_refusal(session: AsyncSession, webhook_id: uuid.UUID, digest: str
     refused = f"{error.code}: {error.detail}"[:_LONGEST]
     await session.execute(update(WebhookAlert).where(*alert).values(refused=refused, held_until=None))
     if promised is not None:
+        about = {"id": digest, "code": error.code, "detail": error.detail}
         await audit.append_entry_once(
-            session,
-            "alerts",
-            "webhook.alert_failed",
-            f"webhook:{webhook_id}",
-            id=digest,
-            code=error.code,
-            detail=error.detail,
+            session, "alerts", "webhook.alert_failed", f"webhook:{webhook_id}", **about
         )
 
 
@@ -149,15 +122,10 @@ async def promise_alert(
     has set one. Returns the alert as it is now, without a lease if it was refused or done meanwhile, or None
     if it was deleted.
     """
-    now = func.clock_timestamp()
-    until = case((WebhookAlert.held_until.is_(None), now + timedelta(seconds=left)), else_=WebhookAlert.until)
-    await session.execute(
-        update(WebhookAlert)
-        .where(WebhookAlert.webhook_id == webhook_id, WebhookAlert.digest == digest)
-        .where(WebhookAlert.refused.is_(None), WebhookAlert.order_id.is_(None))
-        .values(until=until, held_until=now + timedelta(seconds=lease))
-        .execution_options(synchronize_session=False)
-    )
+    until = case((WebhookAlert.held_until.is_(None), seconds_from_now(left)), else_=WebhookAlert.until)
+    alert = update(WebhookAlert).filter_by(webhook_id=webhook_id, digest=digest, refused=None, order_id=None)
+    promised = alert.values(until=until, held_until=seconds_from_now(lease))
+    await session.execute(promised.execution_options(synchronize_session=False))
     return await find_alert(session, webhook_id, digest)
 
 
@@ -166,7 +134,7 @@ async def hold_alerts(session: AsyncSession, digests: Collection[str], lease: fl
     await session.execute(
         update(WebhookAlert)
         .where(WebhookAlert.digest.in_(digests), WebhookAlert.held_until.is_not(None))
-        .values(held_until=func.clock_timestamp() + timedelta(seconds=lease))
+        .values(held_until=seconds_from_now(lease))
         .execution_options(synchronize_session=False)
     )
 
@@ -213,8 +181,5 @@ async def note_alert(
 async def note_order_of_alert(
     session: AsyncSession, webhook_id: uuid.UUID, digest: str, order_id: uuid.UUID
 ) -> None:
-    await session.execute(
-        update(WebhookAlert)
-        .where(WebhookAlert.webhook_id == webhook_id, WebhookAlert.digest == digest)
-        .values(order_id=order_id, held_until=None)
-    )
+    alert = update(WebhookAlert).filter_by(webhook_id=webhook_id, digest=digest)
+    await session.execute(alert.values(order_id=order_id, held_until=None))

@@ -1,7 +1,7 @@
 """The timeline of users' workers: every change of state, once and in order."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.dialects.postgresql import insert
@@ -19,25 +19,13 @@ _REASON = 1000
 _NAME = 128
 
 
-@dataclass(frozen=True, kw_only=True)
-class NewTransition:
-    """One change of state. Times are Unix seconds."""
-
-    #: Grows by one within a chain of runs.
-    number: int
-    at: float
-    before: str
-    after: str
-    reason: str = ""
-    worker_id: str = ""
-    epoch: int = 0
-    deadline: float | None = None
-
-
 async def record_transitions(
-    session: AsyncSession, *, user_id: str, chain: str, transitions: Sequence[NewTransition]
+    session: AsyncSession, *, user_id: str, chain: str, transitions: Sequence[Mapping[str, Any]]
 ) -> int:
-    """Adds the changes that are new and notifies `TIMELINE_CHANNEL`; returns how many were new."""
+    """Adds the changes that are new and notifies `TIMELINE_CHANNEL`; returns how many were new.
+
+    `transitions`: the fields of `workflows.user_worker.messages.Transition`.
+    """
     if not transitions:
         return 0
     # One writer per user at a time: ids are assigned before the commit, so without the lock a reader that
@@ -57,38 +45,25 @@ async def record_transitions(
 
 
 async def transitions_of_user(
-    session: AsyncSession, user_id: str, *, after: int = 0, limit: int = 100
+    session: AsyncSession, user_id: str, *, after: int | None, limit: int
 ) -> list[WorkerTransition]:
-    """Returns at most `limit` changes with an id above `after`, oldest first."""
-    found = await session.scalars(
-        select(WorkerTransition)
-        .where(WorkerTransition.user_id == user_id, WorkerTransition.id > after)
-        .order_by(WorkerTransition.id)
-        .limit(limit)
-    )
-    return list(found)
+    """Returns at most `limit` changes, oldest first: the next above the id `after`, or, without, the last."""
+    found, number = select(WorkerTransition).filter_by(user_id=user_id).limit(limit), WorkerTransition.id
+    if after is None:
+        return list(await session.scalars(found.order_by(number.desc())))[::-1]
+    return list(await session.scalars(found.where(number > after).order_by(number)))
 
 
-async def latest_transitions(session: AsyncSession, user_id: str, limit: int = 1) -> list[WorkerTransition]:
-    """Returns the last `limit` changes, oldest first."""
-    found = await session.scalars(
-        select(WorkerTransition)
-        .where(WorkerTransition.user_id == user_id)
-        .order_by(WorkerTransition.id.desc())
-        .limit(limit)
-    )
-    return list(found)[::-1]
-
-
-def _values(user_id: str, chain: str, transition: NewTransition) -> dict[str, object]:
+def _values(user_id: str, chain: str, transition: Mapping[str, Any]) -> dict[str, object]:
+    deadline = transition["deadline"]
     return {
-        **asdict(transition),
+        **transition,
         "user_id": user_id,
         "chain": chain,
-        "at": at_unix(transition.at),
-        "reason": _clean(transition.reason, _REASON),
-        "worker_id": _clean(transition.worker_id, _NAME),
-        "deadline": None if transition.deadline is None else at_unix(transition.deadline),
+        "at": at_unix(transition["at"]),
+        "reason": _clean(transition["reason"], _REASON),
+        "worker_id": _clean(transition["worker_id"], _NAME),
+        "deadline": None if deadline is None else at_unix(deadline),
     }
 
 

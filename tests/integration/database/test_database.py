@@ -29,6 +29,7 @@ from infra.database.trading import limits
 from infra.database.trading import models as trading_models
 from infra.database.workers import launches
 from infra.database.workers import sessions as worker_sessions
+from infra.jobs import kept
 from infra.local.process import free_port
 from infra.local.servers import PostgresServer
 from infra.vault import vault
@@ -85,7 +86,7 @@ def new_order(client_order_id: str = "c-1", fingerprint: str = "f", account_id: 
 async def test_models_and_migrations_agree(database: Database) -> None:
     def difference(connection: Connection) -> list[object]:
         # Their tables are known, too.
-        for elsewhere in (trading_models.Switch, reports.DailyReport, startup.StartupTaskRow):
+        for elsewhere in (trading_models.Switch, reports.DailyReport, startup.StartupTaskRow, kept.KeptJob):
             assert elsewhere.metadata is Base.metadata
         return list(compare_metadata(MigrationContext.configure(connection), Base.metadata))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 import asyncpg
@@ -15,7 +16,6 @@ from activities.events.recorder import TimelineActivity
 from infra.database.engine import Database
 from infra.database.models import WorkerTransition
 from infra.database.workers import timeline
-from infra.database.workers.timeline import NewTransition
 from workflows.user_worker import messages as m
 
 
@@ -26,15 +26,14 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
     await database.close()
 
 
-def row(number: int, reason: str = "") -> NewTransition:
-    return NewTransition(
-        number=number, at=1_000.5 + number, before="PoolIdle", after="Claimed", reason=reason
-    )
+def row(number: int, reason: str = "") -> m.Transition:
+    return m.Transition(number=number, at=1_000.5 + number, before="PoolIdle", after="Claimed", reason=reason)
 
 
-async def record(database: Database, user_id: str, chain: str, *rows: NewTransition) -> int:
+async def record(database: Database, user_id: str, chain: str, *rows: m.Transition) -> int:
     async with database.session() as session:
-        return await timeline.record_transitions(session, user_id=user_id, chain=chain, transitions=rows)
+        changes = [asdict(one) for one in rows]
+        return await timeline.record_transitions(session, user_id=user_id, chain=chain, transitions=changes)
 
 
 async def stored(

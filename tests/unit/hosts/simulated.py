@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infra.hosts.scaling import Host, HostKind, HostPlan, HostsUnreachable
+from infra.hosts.scaling import WORKERS_A_HOST, Host, HostPlan, HostsUnreachable
 
 #: Seconds until a new host takes workers, from and to.
 COLD = (48.0, 63.0)
@@ -29,10 +29,7 @@ class _Machine:
 class SimulatedHosts:
     """Implements `HostScaler`."""
 
-    def __init__(
-        self, kind: HostKind, *, clock: Callable[[], float] = time.monotonic, seed: int | None = None
-    ) -> None:
-        self.kind = kind
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, seed: int | None = None) -> None:
         #: While True, every call raises `HostsUnreachable`.
         self.unreachable = False
         #: Hosts started in all.
@@ -85,7 +82,7 @@ class SimulatedHosts:
         room = [
             one
             for one in self._machines.values()
-            if one.ready_at <= now and not one.draining and one.workers < self.kind.workers
+            if one.ready_at <= now and not one.draining and one.workers < WORKERS_A_HOST
         ]
         if not room:
             return None

@@ -12,7 +12,7 @@ from moto import mock_aws
 from moto.ec2.utils import generate_instance_identity_document
 
 from infra.hosts.ecs import EcsHosts
-from infra.hosts.scaling import HostKind, HostsUnreachable, plan_hosts
+from infra.hosts.scaling import HostsUnreachable, plan_hosts
 
 REGION = "ap-northeast-1"
 CLUSTER, PROVIDER, GROUP = "berth", "berth-hosts", "berth-group"
@@ -74,7 +74,7 @@ def group() -> dict[str, Any]:
 
 
 async def test_a_plan_becomes_the_target_capacity_and_the_group_s_minimum(hosts: EcsHosts) -> None:
-    made = plan_hosts(HostKind(), 150, await hosts.hosts(), warm=1)
+    made = plan_hosts(150, await hosts.hosts(), warm=1)
     assert await hosts.scale(made)
     assert provider()["targetCapacity"] == 83  # 5 of 6 hosts in use
     assert provider()["maximumScalingStepSize"] == 5, "what an operator set is kept"
@@ -83,12 +83,12 @@ async def test_a_plan_becomes_the_target_capacity_and_the_group_s_minimum(hosts:
 
 
 async def test_no_more_hosts_are_asked_for_than_the_group_allows(hosts: EcsHosts) -> None:
-    await hosts.scale(plan_hosts(HostKind(), 3000, warm=2))
+    await hosts.scale(plan_hosts(3000, warm=2))
     assert group()["MinSize"] == 10
 
 
 async def test_hosts_tell_whether_they_start_serve_or_drain(hosts: EcsHosts) -> None:
-    await hosts.scale(plan_hosts(HostKind(), 60, warm=1))
+    await hosts.scale(plan_hosts(60, warm=1))
     instances = [one["InstanceId"] for one in group()["Instances"]]
     assert len(instances) == 3
     ecs, ec2 = boto3.client("ecs", REGION), boto3.resource("ec2", REGION)
@@ -101,7 +101,7 @@ async def test_hosts_tell_whether_they_start_serve_or_drain(hosts: EcsHosts) -> 
         arns.append(registered["containerInstance"]["containerInstanceArn"])
     ecs.update_container_instances_state(cluster=CLUSTER, containerInstances=arns[:1], status="DRAINING")
     found = await hosts.hosts()
-    made = plan_hosts(HostKind(), 60, found, warm=1)
+    made = plan_hosts(60, found, warm=1)
     assert (len(found), made.ready, made.draining) == (3, 1, 1)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from activities.pool.snapshot import HostProvisioner, PoolSnapshot
 from infra.cli.fleet import explain_hosts, workers_of_pool
-from infra.hosts.scaling import HostKind, HostsUnreachable
+from infra.hosts.scaling import HostsUnreachable
 from infra.launchers.registry import create_host_scaler
 from infra.settings import EcsSettings, Settings
 from infra.worker_task import LaunchSpec
@@ -14,8 +14,6 @@ from tests.contract.launchers.fake import FakeLauncher
 from tests.unit.hosts.simulated import COLD, SimulatedHosts
 from tests.unit.hosts.test_simulated import HostClock
 from worker_runtime.protocol.launch import WorkerConfig
-
-KIND = HostKind()
 
 
 class ScriptedPools:
@@ -45,7 +43,7 @@ def keeping(
 
 async def test_hosts_follow_the_workers_that_run_and_those_that_are_missing() -> None:
     clock, launcher, pools = HostClock(), FakeLauncher(), ScriptedPools(0)
-    hosts = SimulatedHosts(KIND, clock=clock, seed=1)
+    hosts = SimulatedHosts(clock=clock, seed=1)
     loop = keeping(hosts, launcher, pools)
     assert (await loop.round()).wanted == 1  # the warm one
     for number in range(30):
@@ -60,13 +58,13 @@ async def test_hosts_follow_the_workers_that_run_and_those_that_are_missing() ->
 
 
 async def test_spare_hosts_cover_the_workers_of_one_period_and_a_cold_start() -> None:
-    hosts = SimulatedHosts(KIND, seed=1)
+    hosts = SimulatedHosts(seed=1)
     made = await keeping(hosts, FakeLauncher(), ScriptedPools(0), rate=2.0).round()
     assert made.warm == 5  # 2 a second for 63 and 10 s are 146 workers
 
 
 async def test_a_platform_that_does_not_answer_is_not_scaled() -> None:
-    hosts = SimulatedHosts(KIND, seed=1)
+    hosts = SimulatedHosts(seed=1)
     hosts.unreachable = True
     with pytest.raises(HostsUnreachable):
         await keeping(hosts, FakeLauncher(), ScriptedPools(100)).round()

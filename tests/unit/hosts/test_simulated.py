@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from infra.hosts.scaling import HostKind, HostsUnreachable, plan_hosts, warm_hosts
+from infra.hosts.scaling import HostsUnreachable, plan_hosts, warm_hosts
 from tests.unit.hosts.simulated import COLD, SimulatedHosts
-
-KIND = HostKind()
 
 
 class HostClock:
@@ -22,8 +20,8 @@ async def test_a_morning_finds_room_for_every_worker_with_the_margin_and_not_wit
     async def unplaced(warm: int) -> int:
         """2,000 users in half an hour, hosts scaled every 10 s."""
         clock = HostClock()
-        hosts = SimulatedHosts(KIND, clock=clock, seed=1)
-        await hosts.scale(plan_hosts(KIND, 0, warm=warm))
+        hosts = SimulatedHosts(clock=clock, seed=1)
+        await hosts.scale(plan_hosts(0, warm=warm))
         clock.now += COLD[1]  # the first ones are warm when it begins
         placed = late = 0
         for second in range(1800):
@@ -32,26 +30,26 @@ async def test_a_morning_finds_room_for_every_worker_with_the_margin_and_not_wit
                 late += hosts.place() is None
                 placed += 1
             if second % 10 == 0:
-                await hosts.scale(plan_hosts(KIND, placed, await hosts.hosts(), warm=warm))
+                await hosts.scale(plan_hosts(placed, await hosts.hosts(), warm=warm))
         return late
 
     rate = 2000 / 1800
     # The ten seconds between two checks are part of the time until a cold host is there.
-    assert await unplaced(warm_hosts(KIND, rate, least=1, cold_start=COLD[1] + 10)) == 0
+    assert await unplaced(warm_hosts(rate, least=1, cold_start=COLD[1] + 10)) == 0
     assert await unplaced(0) > 50
 
 
 async def test_a_draining_host_is_not_refilled_and_goes_with_its_last_worker() -> None:
     clock = HostClock()
-    hosts = SimulatedHosts(KIND, clock=clock, seed=1)
-    await hosts.scale(plan_hosts(KIND, 30, warm=0))
+    hosts = SimulatedHosts(clock=clock, seed=1)
+    await hosts.scale(plan_hosts(30, warm=0))
     assert hosts.place() is None  # cold
     clock.now += COLD[1]
     old = hosts.place()
     assert old == "host-1"
     hosts.drain(old)
     assert hosts.place() is None
-    made = plan_hosts(KIND, 1, await hosts.hosts(), warm=0)
+    made = plan_hosts(1, await hosts.hosts(), warm=0)
     assert (made.wanted, made.ready, made.draining) == (1, 0, 1)
     assert await hosts.scale(made)
     clock.now += COLD[1]
@@ -62,16 +60,16 @@ async def test_a_draining_host_is_not_refilled_and_goes_with_its_last_worker() -
 
 async def test_no_host_with_a_worker_is_ended_by_a_smaller_plan() -> None:
     clock = HostClock()
-    hosts = SimulatedHosts(KIND, clock=clock, seed=1)
-    await hosts.scale(plan_hosts(KIND, 90, warm=0))
+    hosts = SimulatedHosts(clock=clock, seed=1)
+    await hosts.scale(plan_hosts(90, warm=0))
     clock.now += COLD[1]
     assert hosts.place() == "host-1"
-    await hosts.scale(plan_hosts(KIND, 0, warm=0))
+    await hosts.scale(plan_hosts(0, warm=0))
     assert [host.host_id for host in await hosts.hosts()] == ["host-1"]
 
 
 async def test_an_unreachable_platform_raises() -> None:
-    hosts = SimulatedHosts(KIND, seed=1)
+    hosts = SimulatedHosts(seed=1)
     hosts.unreachable = True
     with pytest.raises(HostsUnreachable):
         await hosts.hosts()

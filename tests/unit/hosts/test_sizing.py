@@ -6,35 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infra.hosts.scaling import Host, HostKind, plan_hosts, warm_hosts
-
-KIND = HostKind()
+from infra.hosts.scaling import WORKERS_A_HOST, Host, plan_hosts, warm_hosts
+from infra.worker_task import CPU_UNITS, MEMORY_SOFT
 
 
 def test_a_host_takes_32_workers_by_cpu_and_42_by_memory_and_gets_30() -> None:
-    assert (KIND.by_cpu, KIND.by_memory, KIND.workers, KIND.limit) == (32, 42, 30, "plan")
-    assert HostKind(planned=40).workers == 32
-    assert HostKind(planned=40).limit == "cpu"
-    assert HostKind(planned=40, memory=8 * 1024**3).limit == "memory"
+    assert (2048 // CPU_UNITS, 16 * 1024**3 // MEMORY_SOFT, WORKERS_A_HOST) == (32, 42, 30)
 
 
 @given(
     workers=st.integers(0, 20_000),
     warm=st.integers(0, 20),
-    planned=st.integers(1, 60),
     hosts=st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 30)), max_size=20),
 )
 def test_wanted_hosts_have_room_for_all_workers_and_the_margin_and_no_more(
-    workers: int, warm: int, planned: int, hosts: list[tuple[bool, bool, int]]
+    workers: int, warm: int, hosts: list[tuple[bool, bool, int]]
 ) -> None:
-    kind = HostKind(planned=planned)
     seen = [
         Host(host_id=str(number), ready=ready, draining=draining, workers=count)
         for number, (ready, draining, count) in enumerate(hosts)
     ]
-    made = plan_hosts(kind, workers, seen, warm=warm)
-    assert made.needed * kind.workers >= workers
-    assert (made.needed - 1) * kind.workers < workers or not made.needed
+    made = plan_hosts(workers, seen, warm=warm)
+    assert made.needed * WORKERS_A_HOST >= workers
+    assert (made.needed - 1) * WORKERS_A_HOST < workers or not made.needed
     assert made.wanted == made.needed + warm
     # Draining hosts are no answer to what is wanted: others are started for their workers.
     assert made.ready == sum(host.ready and not host.draining for host in seen)
@@ -43,17 +37,17 @@ def test_wanted_hosts_have_room_for_all_workers_and_the_margin_and_no_more(
 
 @given(workers=st.integers(1, 20_000), warm=st.integers(0, 50))
 def test_the_percentage_given_to_a_platform_keeps_at_least_the_margin(workers: int, warm: int) -> None:
-    made = plan_hosts(KIND, workers, warm=warm)
+    made = plan_hosts(workers, warm=warm)
     assert 1 <= made.target_capacity <= 100
     kept = made.needed * 100 / made.target_capacity
     assert kept >= min(made.needed + warm, 100 * made.needed) - 1e-9
 
 
 def test_the_reason_says_how_many_hosts_are_for_what() -> None:
-    assert plan_hosts(KIND, 300, warm=2).reason == "10 for 300 workers, 30 a host (plan), and 2 warm"
+    assert plan_hosts(300, warm=2).reason == "10 for 300 workers, 30 a host, and 2 warm"
 
 
 @pytest.mark.parametrize(("rate", "hosts"), [(0.0, 1), (0.4, 1), (1.2, 3), (20.0, 42)])
 def test_the_margin_lasts_until_a_cold_host_is_there(rate: float, hosts: int) -> None:
-    assert warm_hosts(KIND, rate, least=1) == hosts
-    assert hosts * KIND.workers >= rate * 63
+    assert warm_hosts(rate, least=1) == hosts
+    assert hosts * WORKERS_A_HOST >= rate * 63

@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 from infra.valkey.client import reply_of
 from infra.vault import key_file
 from infra.vault.key_file import KeyFileCorrupt, KeyFileExposed, KeyFileMissing
-from infra.vault.message_secret import MessageSecretFile, MessageSecrets, new_version
-from infra.vault.secret_versions import add_version, create_versions, load_versions
+from infra.vault.message_secret import MessageSecretFile, MessageSecrets
+from infra.vault.secret_versions import add_version, create_versions, load_versions, new_version
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.authentication import sign, verify
 

@@ -20,7 +20,8 @@ from infra.lab.bench.starvation.cpu_group import CpuGroup
 from infra.local.process import ServerFailed
 from infra.node.worker import clean_environment
 from infra.processes import end_with_parent
-from infra.vault.message_secret import MessageSecrets, new_version
+from infra.vault.message_secret import MessageSecrets
+from infra.vault.secret_versions import new_version
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.answers import read_answer
 from worker_runtime.protocol.launch import WorkerConfig

@@ -12,7 +12,8 @@ from prometheus_client import REGISTRY
 from redis.asyncio import Redis
 
 from infra.database.workers import sessions as worker_sessions
-from infra.vault.message_secret import MessageSecrets, new_version
+from infra.vault.message_secret import MessageSecrets
+from infra.vault.secret_versions import new_version
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order
 from tests.integration.api.scripted_worker import filled, silent, until
 from tests.signed import worker_answer

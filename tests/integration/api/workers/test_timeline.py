@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from api.http.streams import MOST_OF_ONE
 from infra.database.workers import timeline
 from tests.integration.api.conftest import ServedApi, served
 from tests.integration.api.scripted_worker import until
+from workflows.user_worker.messages import Transition
 
 #: Seconds; below the 15 s after which a stream reads without a notice.
 SOON = 12.0
@@ -26,7 +28,7 @@ SOON = 12.0
 async def note(api: ServedApi, *states: str, user: str = "", first: int = 0) -> None:
     """Writes one change for each step from state to state."""
     rows = [
-        timeline.NewTransition(
+        Transition(
             number=first + number,
             at=1_800_000_000.0 + number,
             before=before,
@@ -39,7 +41,10 @@ async def note(api: ServedApi, *states: str, user: str = "", first: int = 0) -> 
     ]
     async with api.services.database.session() as session:
         await timeline.record_transitions(
-            session, user_id=user or api.user, chain=f"chain-{user}", transitions=rows
+            session,
+            user_id=user or api.user,
+            chain=f"chain-{user}",
+            transitions=[asdict(one) for one in rows],
         )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, operator, served
 from tests.integration.api.lifecycle import LifecycleStub
 from tests.integration.api.scripted_worker import until
-from workflows.user_worker.messages import ReloadResult
+from workflows.user_worker.messages import ReloadResult, Transition
 
 BERTH = str(Path(sys.executable).with_name("berth"))
 
@@ -77,8 +78,8 @@ async def test_a_timeline_is_listed_and_followed(whole_api: ServedApi, key_file:
     api = whole_api
 
     async def note(number: int, before: str, after: str) -> None:
-        row = timeline.NewTransition(
-            number=number, at=1_800_000_000.0, before=before, after=after, reason="because"
+        row = asdict(
+            Transition(number=number, at=1_800_000_000.0, before=before, after=after, reason="because")
         )
         async with api.services.database.session() as session:
             await timeline.record_transitions(session, user_id=api.user, chain="chain", transitions=[row])

@@ -9,7 +9,8 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from infra.vault.message_secret import MessageSecrets, new_version
+from infra.vault.message_secret import MessageSecrets
+from infra.vault.secret_versions import new_version
 from tests.integration.worker.stage import WorkerStage
 from tests.integration.worker.worker import eventually
 from tests.signed import SECRETS
