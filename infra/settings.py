@@ -243,11 +243,7 @@ class Settings(BaseSettings):
             orders_per_10s=self.exchange_orders_per_10s,
             queries_per_5s=self.exchange_queries_per_5s,
         )
-        return Allowance(
-            share=self.budget_share,
-            egress_persons=self.egress_persons,
-            paper=paper,
-        )
+        return Allowance(share=self.budget_share, egress_persons=self.egress_persons, paper=paper)
 
 
 class LocalSettings(BaseSettings):

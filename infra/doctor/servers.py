@@ -70,10 +70,7 @@ async def log_problems(settings: Settings, *checks: Check) -> None:
 
 async def _postgresql(settings: Settings) -> None:
     try:
-        async with (
-            open_engine(settings.database_url, pool_size=1) as engine,
-            engine.connect() as connection,
-        ):
+        async with open_engine(settings.database_url, pool_size=1) as engine, engine.connect() as connection:
             await connection.execute(text("select 1"))
     except Exception as error:  # asyncpg's and SQLAlchemy's have no common class
         if sqlstate_of(error).startswith(_REFUSED):

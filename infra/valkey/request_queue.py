@@ -16,12 +16,7 @@ from infra.valkey.link import ValkeyLink
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, UnsupportedSchema
-from worker_runtime.protocol.messages import (
-    Answer,
-    OrderOutcome,
-    OrderState,
-    encode,
-)
+from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState, encode
 from worker_runtime.protocol.requests import Frame, Request, parse_frame, sign_request
 
 #: Seconds by which the clocks of PostgreSQL and Valkey may differ.

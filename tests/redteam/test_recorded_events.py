@@ -29,13 +29,8 @@ from infra.database.orders.changes import OrderChange
 from infra.database.trading import reconciliations
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import reply_of
-from infra.vault.message_secret import (
-    MessageSecretFile,
-    MessageSecrets,
-    load_versions,
-    new_version,
-)
-from infra.vault.secret_versions import add_version, create_versions
+from infra.vault.message_secret import MessageSecretFile, MessageSecrets
+from infra.vault.secret_versions import add_version, create_versions, load_versions, new_version
 from tests.databases import assign_launched_worker
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.events.test_events import (

@@ -7,7 +7,7 @@ import uuid
 from dataclasses import dataclass, replace
 from datetime import datetime
 from decimal import Decimal
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 from sqlalchemy import func, or_, select, update
@@ -50,19 +50,13 @@ async def note_change(
     asked = {"quantity": change.quantity, "price": None if change.price is None else str(change.price)}
     words = ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
     data = {**msgspec.to_builtins(change), "reason": f"change asked for: {words}"}
-    event_id = request_id_of(order.id, "replace", request_id)
-    inserted = await session.scalar(
-        insert(OrderEventRow)
-        .values(event_id=event_id, order_id=order.id, state=order.state, at=func.clock_timestamp(), data=data)
-        .on_conflict_do_nothing()
-        .returning(OrderEventRow.event_id)
-    )
-    if inserted is not None:
-        audit.append_entry(
-            session, actor, "order.replace_requested", f"order:{order.id}", request_id=request_id, **asked
-        )
-        return None
-    return await find_change(session, order.id, request_id)
+    if not await _add_event(
+        session, order.id, request_id_of(order.id, "replace", request_id), order.state, data
+    ):
+        return await find_change(session, order.id, request_id)
+    entry = {"request_id": request_id, **asked}
+    audit.append_entry(session, actor, "order.replace_requested", f"order:{order.id}", **entry)
+    return None
 
 
 async def find_change(session: AsyncSession, order_id: uuid.UUID, request_id: str) -> OrderChange | None:
@@ -106,19 +100,19 @@ async def confirm_changes(
         await apply_change(session, order_id, shown)
         if shown.asks_the_same(change):
             price_confirmed = price_confirmed or change.price is not None
-            await _note_confirmed(session, order_id, event_id)
+            made = {"reason": "change made"}
+            await _add_event(session, order_id, f"{event_id}{_CONFIRMED}", OrderState.SUBMITTED, made)
     return applied
 
 
-async def _note_confirmed(session: AsyncSession, order_id: uuid.UUID, event_id: str) -> None:
-    mark = insert(OrderEventRow).values(
-        event_id=f"{event_id}{_CONFIRMED}",
-        order_id=order_id,
-        state=OrderState.SUBMITTED,
-        at=func.clock_timestamp(),
-        data={"reason": "change made"},
-    )
-    await session.execute(mark.on_conflict_do_nothing())
+async def _add_event(
+    session: AsyncSession, order_id: uuid.UUID, event_id: str, state: str, data: dict[str, Any]
+) -> bool:
+    """Adds an event of now to an order; False if there is one with this id."""
+    now = func.clock_timestamp()
+    row = insert(OrderEventRow).values(event_id=event_id, order_id=order_id, state=state, at=now, data=data)
+    added = await session.scalar(row.on_conflict_do_nothing().returning(OrderEventRow.event_id))
+    return added is not None
 
 
 async def apply_change(session: AsyncSession, order_id: uuid.UUID, change: OrderChange) -> None:

@@ -68,14 +68,16 @@ def _select_matching(wanted: OrderSelection) -> Select[Order]:
     return found
 
 
+_WAITS_FOR_A_PERSON = and_(Order.state.in_(OPEN_STATES), Order.attention.is_not(None))
+
+
 def _in_state(state: str) -> ColumnElement[bool]:
     if state == OPEN:
         return Order.state.in_(OPEN_STATES)
     if state == FINAL:
         return Order.state.in_(FINAL_ORDER_STATES)
     if state == OrderState.NEEDS_ATTENTION:
-        raised = and_(Order.state.in_(OPEN_STATES), Order.attention.is_not(None))
-        return or_(Order.state == state, raised)
+        return or_(Order.state == state, _WAITS_FOR_A_PERSON)
     if state in FINAL_ORDER_STATES:
         return Order.state == state
     return and_(Order.state == state, Order.attention.is_(None))
@@ -86,11 +88,13 @@ async def orders_of_statement(
 ) -> list[OrderRow]:
     """Returns at most `limit` orders accepted at or after `since` and before `until`, by account and symbol.
 
-    Leaves out ids, times and reasons, which make up most of an order's bytes when packed.
+    States are as the API shows them. Leaves out ids, times and reasons, which make up most of an order's bytes
+    when packed.
     """
+    state = case((_WAITS_FOR_A_PERSON, OrderState.NEEDS_ATTENTION.value), else_=Order.state).label("state")
     columns = (
         *(Order.account_id, Order.symbol, Order.side, Order.quantity),
-        *(Order.state, Order.attention, Order.filled_quantity, Order.average_price, Order.lot),
+        *(state, Order.filled_quantity, Order.average_price, Order.lot),
     )
     rows = await session.execute(
         select(*columns)
@@ -98,31 +102,8 @@ async def orders_of_statement(
         .order_by(Order.account_id, Order.symbol, Order.side, Order.id)
         .limit(limit)
     )
-    return [
-        OrderRow(
-            accepted_at="",
-            id="",
-            client_order_id="",
-            account_id=row.account_id,
-            symbol=row.symbol,
-            side=row.side,
-            quantity=row.quantity,
-            price_type="",
-            price=None,
-            time_in_force="",
-            state=_shown_state(row.state, row.attention),
-            filled_quantity=row.filled_quantity,
-            average_price=row.average_price,
-            lot=row.lot,
-        )
-        for row in rows
-    ]
-
-
-def _shown_state(state: str, attention: str | None) -> str:
-    """The state as the API shows it: `needs_attention` for an order that waits for a person."""
-    waits = attention is not None and state not in FINAL_ORDER_STATES
-    return OrderState.NEEDS_ATTENTION.value if waits else state
+    left_out = dict.fromkeys(("accepted_at", "id", "client_order_id", "price_type", "time_in_force"), "")
+    return [OrderRow(**left_out, price=None, **row._mapping) for row in rows]
 
 
 #: Orders that go with a claim: 450 bytes each, and a signed message has at most 256 KiB.

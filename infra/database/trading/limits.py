@@ -35,14 +35,10 @@ async def account_usage(
         & (OrderTag.account_id == account.account_id)
         & (OrderTag.trading_day == day)
     )
-    found = (
-        await session.execute(
-            select(account, AccountLimits, func.coalesce(OrderTag.used, 0))
-            .outerjoin(AccountLimits, of_account)
-            .outerjoin(OrderTag, of_day)
-            .where(account.user_id == user_id, account.account_id == account_id)
-        )
-    ).one_or_none()
+    wanted = select(account, AccountLimits, func.coalesce(OrderTag.used, 0))
+    wanted = wanted.outerjoin(AccountLimits, of_account).outerjoin(OrderTag, of_day)
+    this = account.user_id == user_id, account.account_id == account_id
+    found = (await session.execute(wanted.where(*this))).one_or_none()
     if found is None:
         return None
     row, limits, tags = found
@@ -52,10 +48,8 @@ async def account_usage(
 
 
 async def count_orders_of_day(session: AsyncSession, user_id: str, account_id: str, day: date) -> int:
-    found = select(func.count()).where(
-        Order.user_id == user_id, Order.account_id == account_id, Order.trading_day == day
-    )
-    return int(await session.scalar(found) or 0)
+    orders = select(func.count(Order.id)).filter_by(user_id=user_id, account_id=account_id, trading_day=day)
+    return int(await session.scalar(orders) or 0)
 
 
 async def get_limits(session: AsyncSession, user_id: str, account_id: str) -> AccountLimits:

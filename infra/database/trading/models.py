@@ -5,15 +5,7 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
-from sqlalchemy import (
-    BigInteger,
-    CheckConstraint,
-    Identity,
-    Index,
-    String,
-    func,
-    text,
-)
+from sqlalchemy import BigInteger, CheckConstraint, Identity, Index, String, func, text
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -71,12 +63,7 @@ class Reconciliation(Base):
 
     __tablename__ = "reconciliations"
     __table_args__ = (
-        Index(
-            "reconciliations_open",
-            "user_id",
-            "account_id",
-            postgresql_where=text("resolved_at is null"),
-        ),
+        Index("reconciliations_open", "user_id", "account_id", postgresql_where=text("resolved_at is null")),
         # Each comparison reads the earlier ones of its account.
         Index("reconciliations_by_account", "user_id", "account_id"),
     )
