@@ -50,9 +50,8 @@ async def note_change(
     asked = {"quantity": change.quantity, "price": None if change.price is None else str(change.price)}
     words = ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
     data = {**msgspec.to_builtins(change), "reason": f"change asked for: {words}"}
-    if not await _add_event(
-        session, order.id, request_id_of(order.id, "replace", request_id), order.state, data
-    ):
+    event_id = request_id_of(order.id, "replace", request_id)
+    if not await _add_event(session, order.id, event_id, order.state, data):
         return await find_change(session, order.id, request_id)
     entry = {"request_id": request_id, **asked}
     audit.append_entry(session, actor, "order.replace_requested", f"order:{order.id}", **entry)

@@ -88,8 +88,8 @@ async def orders_of_statement(
 ) -> list[OrderRow]:
     """Returns at most `limit` orders accepted at or after `since` and before `until`, by account and symbol.
 
-    States are as the API shows them. Leaves out ids, times and reasons, which make up most of an order's bytes
-    when packed.
+    States are as the API shows them. Ids, times and reasons are left out, which make up most of an order's
+    bytes when packed.
     """
     state = case((_WAITS_FOR_A_PERSON, OrderState.NEEDS_ATTENTION.value), else_=Order.state).label("state")
     columns = (
