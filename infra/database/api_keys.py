@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from typing import Literal
 
-from sqlalchemy import ColumnElement, Text, cast, delete, func, or_, select, tuple_, update
+from sqlalchemy import Text, and_, cast, delete, func, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.models import ApiKey
@@ -33,11 +33,10 @@ def hash_token(token: str) -> str:
     return sha256(token.encode()).hexdigest()
 
 
-def _valid() -> ColumnElement[bool]:
-    """In SQL: neither revoked nor expired."""
-    return ApiKey.revoked_at.is_(None) & or_(
-        ApiKey.expires_at.is_(None), ApiKey.expires_at > func.clock_timestamp()
-    )
+#: In SQL: neither revoked nor expired.
+_VALID = and_(
+    ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.clock_timestamp())
+)
 
 
 async def create_api_key(
@@ -79,7 +78,7 @@ async def begin_session(session: AsyncSession, token: str, key_id: uuid.UUID, un
 
 async def find_api_key(session: AsyncSession, token: str) -> ApiKey | None:
     """Returns the key of this token, if it is valid; notes that it was used."""
-    key = await session.scalar(select(ApiKey).where(ApiKey.key_hash == hash_token(token), _valid()))
+    key = await session.scalar(select(ApiKey).where(ApiKey.key_hash == hash_token(token), _VALID))
     if key is None:
         return None
     if key.last_used_at is None or datetime.now(UTC) - key.last_used_at > USE_NOTED_EVERY:
@@ -92,7 +91,7 @@ async def find_owner(session: AsyncSession, key: ApiKey) -> ApiKey | None:
     """The key itself, or of a session the key that logged in, if that is still valid."""
     if key.session_of is None:
         return key
-    return await session.scalar(select(ApiKey).where(ApiKey.id == key.session_of, _valid()))
+    return await session.scalar(select(ApiKey).where(ApiKey.id == key.session_of, _VALID))
 
 
 async def list_api_keys(
@@ -113,19 +112,16 @@ async def list_api_keys(
     if user_id is not None:
         wanted = wanted.where(ApiKey.user_id == user_id)
     if not revoked:
-        wanted = wanted.where(_valid())
+        wanted = wanted.where(_VALID)
     return (await session.scalars(wanted)).all()
 
 
 async def revoke_api_key(session: AsyncSession, key_id: uuid.UUID) -> ApiKey:
     """Ends a key or session in all API processes; one that is revoked keeps its time, and the key that began
     a session goes on. Raises `ApiKeyNotFound`."""
-    key: ApiKey | None = await session.scalar(
-        update(ApiKey)
-        .where(ApiKey.id == key_id)
-        .values(revoked_at=func.coalesce(ApiKey.revoked_at, func.clock_timestamp()))
-        .returning(ApiKey)
-    )
+    revoked_at = func.coalesce(ApiKey.revoked_at, func.clock_timestamp())
+    revoked = update(ApiKey).where(ApiKey.id == key_id).values(revoked_at=revoked_at)
+    key: ApiKey | None = await session.scalar(revoked.returning(ApiKey))
     if key is None:
         raise ApiKeyNotFound(f"there is no API key {key_id}")
     # Processes remember a session under the key that logged in.
@@ -150,7 +146,7 @@ async def rotate_api_key(
     The new key is valid for as long as the old one was made for. Raises `ApiKeyNotFound`, also for a key
     that has ended, and for a session of the fleet page.
     """
-    wanted = select(ApiKey).where(ApiKey.id == key_id, ApiKey.session_of.is_(None), _valid())
+    wanted = select(ApiKey).where(ApiKey.id == key_id, ApiKey.session_of.is_(None), _VALID)
     old = await session.scalar(wanted.with_for_update())
     if old is None:
         raise ApiKeyNotFound(f"there is no valid API key {key_id}")
@@ -166,14 +162,14 @@ async def rotate_api_key(
 async def revoked_among(session: AsyncSession, key_ids: Collection[str]) -> set[str]:
     """Those of these keys that have ended or are unknown."""
     wanted = select(ApiKey.id).where(ApiKey.id.in_([uuid.UUID(one) for one in key_ids]))
-    valid = await session.scalars(wanted.where(_valid()))
+    valid = await session.scalars(wanted.where(_VALID))
     return set(key_ids) - {str(one) for one in valid}
 
 
 async def count_made_before(session: AsyncSession, at: float) -> int:
     """Valid API keys and webhooks that were made before this Unix time."""
     before = func.to_timestamp(at)
-    kept = select(func.count()).select_from(ApiKey).where(_valid(), ApiKey.created_at < before)
+    kept = select(func.count()).select_from(ApiKey).where(_VALID, ApiKey.created_at < before)
     hooks = select(func.count()).select_from(Webhook)
     hooks = hooks.where(Webhook.revoked_at.is_(None), Webhook.created_at < before)
     return int(await session.scalar(kept) or 0) + int(await session.scalar(hooks) or 0)

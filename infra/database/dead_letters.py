@@ -94,8 +94,6 @@ def sqlstate_of(error: Exception) -> str:
 
 
 class DeadLetterRow(Base):
-    """A letter as it stands."""
-
     __tablename__ = "dead_letters"
     __table_args__ = (Index("dead_letters_by_source", "source"), Index("dead_letters_by_time", "last_at"))
 

@@ -27,12 +27,9 @@ class UserDisabled(BerthError, code="USER_DISABLED", status=403):
 
 async def create_user(session: AsyncSession, user_id: str) -> User:
     """Raises `UserExists`, also for a user that was removed: its orders are kept under this id."""
-    made: User | None = await session.scalar(
-        insert(User)
-        .values(id=user_id, epoch=text("(select last_value from epoch_floor)"))  # of `berth restore`
-        .on_conflict_do_nothing()
-        .returning(User)
-    )
+    floor = text("(select last_value from epoch_floor)")  # of `berth restore`
+    row = insert(User).values(id=user_id, epoch=floor).on_conflict_do_nothing()
+    made: User | None = await session.scalar(row.returning(User))
     if made is None:
         raise UserExists(f"user {user_id} exists already, or was removed")
     return made
@@ -126,10 +123,6 @@ async def addresses_after(
     session: AsyncSession, *, email: bool, webhook: bool, after: str, limit: int
 ) -> Sequence[StatementAddress]:
     """Returns the next `limit` such users after the id `after`, by id."""
-    rows = (
-        select(StatementAddress)
-        .where(_has_address(email=email, webhook=webhook), StatementAddress.user_id > after)
-        .order_by(StatementAddress.user_id)
-        .limit(limit)
-    )
+    wanted, user_id = _has_address(email=email, webhook=webhook), StatementAddress.user_id
+    rows = select(StatementAddress).where(wanted, user_id > after).order_by(user_id).limit(limit)
     return (await session.scalars(rows)).all()

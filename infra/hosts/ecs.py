@@ -9,7 +9,8 @@ https://docs.aws.amazon.com/AmazonECS/latest/developerguide/cluster-auto-scaling
 """
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import boto3
 import structlog
@@ -22,6 +23,8 @@ from infra.hosts.scaling import Host, HostPlan, HostsUnreachable
 PAGE = 100
 #: Seconds to connect, and for an answer. The caller repeats in its next round.
 _CONFIG = Config(connect_timeout=5, read_timeout=10, retries={"mode": "standard", "total_max_attempts": 3})
+
+T = TypeVar("T")
 
 log = structlog.get_logger()
 
@@ -36,19 +39,17 @@ class EcsHosts:
         self._groups = boto3.client("autoscaling", region_name=region, config=_CONFIG)
 
     async def hosts(self) -> list[Host]:
-        found: list[Host] = await self._call(self._hosts)
-        return found
+        return await self._call(self._hosts)
 
     async def scale(self, plan: HostPlan) -> bool:
-        changed: bool = await self._call(self._scale, plan)
-        return changed
+        return await self._call(self._scale, plan)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._ecs.close)
         await asyncio.to_thread(self._groups.close)
 
     @staticmethod
-    async def _call(call: Any, *given: Any) -> Any:
+    async def _call(call: Callable[..., T], *given: Any) -> T:
         try:
             return await asyncio.to_thread(call, *given)
         except (BotoCoreError, ClientError, LookupError) as error:
@@ -63,11 +64,9 @@ class EcsHosts:
                 cluster=self._cluster, status=status, PaginationConfig={"PageSize": PAGE}
             )
             for page in pages:
-                arns = page["containerInstanceArns"]
-                if arns:
-                    answer = self._ecs.describe_container_instances(
-                        cluster=self._cluster, containerInstances=arns
-                    )
+                if arns := page["containerInstanceArns"]:
+                    about = {"cluster": self._cluster, "containerInstances": arns}
+                    answer = self._ecs.describe_container_instances(**about)
                     found += [self._host(one) for one in answer["containerInstances"]]
         known = {host.host_id for host in found}
         # Instances that the group has started and that are not in the cluster yet.

@@ -73,16 +73,13 @@ def make_backup(settings: Settings, folder: Path) -> Path:
 
 def _key_files(settings: Settings) -> list[Path]:
     """Those that are files here; AWS keeps its own."""
-    private = sorted(settings.orchestrator_key_dir.glob("*.key"))
-    named = (settings.temporal_codec_key_file, settings.webhook_key_file)
-    fixed = (settings.master_key_file, settings.master_public_file)
     found = {
-        *private,
-        *fixed,
+        *settings.orchestrator_key_dir.glob("*.key"),
         settings.message_key_file,
         settings.api_secret_file,
-        *map(Path, filter(None, named)),
     }
+    found |= {settings.master_key_file, settings.master_public_file}
+    found |= set(map(Path, filter(None, (settings.temporal_codec_key_file, settings.webhook_key_file))))
     return sorted(path for path in found if path.is_file())
 
 

@@ -93,7 +93,6 @@ class ValkeyLink(asyncio.Protocol):
         return made
 
     async def execute(self, *command: Argument) -> Any:
-        """Sends a command and returns its reply."""
         return await self._send(command)
 
     async def run(self, script: Script, key_names: list[str], args: list[Any]) -> Any:

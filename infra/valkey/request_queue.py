@@ -160,7 +160,6 @@ class RequestQueue:
         return int(await self._client.pttl(keys.seen(user_id, request_id))) <= SEEN_AFTER_DEADLINE
 
     async def generation(self) -> str:
-        """Returns Valkey's present generation."""
         return await valkey.ensure_generation(self._client, uuid4().hex)
 
     async def answer(self, user_id: str, request_id: str, order_id: str, first_epoch: int) -> Answer | None:

@@ -131,7 +131,8 @@ def write_public(key: PublicMasterKey, path: Path) -> None:
     key_file.write_key_file(path, _PUBLIC + key.public.hex().encode() + b"\n", private=False)
 
 
-def _parse(data: bytes, header: bytes, path: Path) -> bytes:
+def _read_key(path: Path, header: bytes, *, private: bool) -> bytes:
+    data = key_file.read_key_file(path, private=private)
     try:
         if not data.startswith(header):
             raise ValueError
@@ -145,18 +146,13 @@ def _parse(data: bytes, header: bytes, path: Path) -> bytes:
 
 def load_public(path: Path) -> PublicMasterKey:
     """Raises `KeyFileMissing` or `KeyFileCorrupt`."""
-    return PublicMasterKey(_parse(key_file.read_key_file(path, private=False), _PUBLIC, path))
+    return PublicMasterKey(_read_key(path, _PUBLIC, private=False))
 
 
 def load_ring(present: Path, *retired: Path) -> MasterKeyRing:
     """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
-    keys = [
-        X25519PrivateKey.from_private_bytes(
-            _parse(key_file.read_key_file(path, private=True), _PRIVATE, path)
-        )
-        for path in (present, *retired)
-    ]
-    return MasterKeyRing(keys[0], *keys[1:])
+    keys = [_read_key(path, _PRIVATE, private=True) for path in (present, *retired)]
+    return MasterKeyRing(*map(X25519PrivateKey.from_private_bytes, keys))
 
 
 class OrchestratorKey(StrEnum):

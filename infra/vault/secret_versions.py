@@ -113,7 +113,6 @@ def drop_before(path: Path, version: int) -> None:
 
 
 def new_version(number: int) -> SecretVersion:
-    """A fresh secret."""
     return SecretVersion(number, secrets.token_bytes(KEY_SIZE), int(time.time()))
 
 

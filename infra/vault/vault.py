@@ -74,13 +74,9 @@ async def rewrap_data_key(
 
 async def count_under_other_keys(database: Database, key_id: str) -> int:
     """Counts the stored credentials that another master key than `key_id` wraps."""
+    others = select(func.count(StoredCredentials.version)).where(StoredCredentials.master_key_id != key_id)
     async with database.session() as session:
-        count = await session.scalar(
-            select(func.count())
-            .select_from(StoredCredentials)
-            .where(StoredCredentials.master_key_id != key_id)
-        )
-    return int(count or 0)
+        return int(await session.scalar(others) or 0)
 
 
 async def rewrap_all_data_keys(database: Database, unwrapper: KeyUnwrapper, wrapper: KeyWrapper) -> int:
@@ -91,12 +87,9 @@ async def rewrap_all_data_keys(database: Database, unwrapper: KeyUnwrapper, wrap
     count = 0
     while True:
         async with database.session() as session:
-            row = await session.scalar(
-                select(StoredCredentials)
-                .where(StoredCredentials.master_key_id != wrapper.key_id)
-                .limit(1)
-                .with_for_update(of=StoredCredentials, skip_locked=True)
-            )
+            others = select(StoredCredentials).where(StoredCredentials.master_key_id != wrapper.key_id)
+            one = others.limit(1).with_for_update(of=StoredCredentials, skip_locked=True)
+            row = await session.scalar(one)
             if row is None:
                 return count
             row.encrypted = await rewrap_data_key(

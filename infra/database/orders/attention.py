@@ -118,12 +118,9 @@ def next_step(order: Order) -> str:
 
 async def recheck_order(session: AsyncSession, order_id: uuid.UUID, *, actor: str) -> Order:
     """Has the sweeper check an order at once. Raises `OrderNotFound`, `OrderSettled`."""
-    order: Order | None = await session.scalar(
-        update(Order)
-        .where(Order.id == order_id, Order.state.in_(OPEN_STATES))
-        .values(verify_at=func.clock_timestamp())
-        .returning(Order)
-    )
+    open_one = update(Order).where(Order.id == order_id, Order.state.in_(OPEN_STATES))
+    due = open_one.values(verify_at=func.clock_timestamp()).returning(Order)
+    order: Order | None = await session.scalar(due)
     if order is None:
         await get_order(session, order_id)
         raise OrderSettled

@@ -118,10 +118,7 @@ async def apply_change(session: AsyncSession, order_id: uuid.UUID, change: Order
     """Updates an order after the broker has changed it; safe to repeat. The quantity only falls."""
     quantity = Order.quantity if change.quantity is None else func.least(Order.quantity, change.quantity)
     price = Order.price if change.price is None else change.price
-    await session.execute(
-        update(Order)
-        .where(Order.id == order_id)
-        .where(or_(Order.quantity != quantity, Order.price.is_distinct_from(price)))
-        .values(quantity=quantity, price=price, updated_at=func.clock_timestamp())
-        .execution_options(synchronize_session=False)
-    )
+    differs = or_(Order.quantity != quantity, Order.price.is_distinct_from(price))
+    changed = update(Order).where(Order.id == order_id, differs)
+    changed = changed.values(quantity=quantity, price=price, updated_at=func.clock_timestamp())
+    await session.execute(changed.execution_options(synchronize_session=False))

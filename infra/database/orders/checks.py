@@ -144,24 +144,15 @@ async def conflicting_order(
     Ignores orders whose client order id is in `but`.
     """
     is_open = Order.state.in_(OPEN_STATES)
-    order: Order | None = await session.scalar(
-        select(Order)
-        .where(Order.user_id == user_id, Order.account_id == account_id, Order.symbol == symbol)
-        .where(Order.client_order_id.not_in(but))
-        .where(
-            or_(
-                and_(is_open, Order.side == side) if side else is_open,
-                and_(Order.updated_at >= since, Order.filled_quantity > 0),
-            )
-        )
-        .order_by(Order.created_at.desc())
-        .limit(1)
-    )
+    if side:
+        is_open = and_(is_open, Order.side == side)
+    filled_since = and_(Order.updated_at >= since, Order.filled_quantity > 0)
+    orders = select(Order).filter_by(user_id=user_id, account_id=account_id, symbol=symbol)
+    orders = orders.where(Order.client_order_id.not_in(but), or_(is_open, filled_since))
+    order: Order | None = await session.scalar(orders.order_by(Order.created_at.desc()).limit(1))
     return order
 
 
 async def orders_by_client_ids(session: AsyncSession, user_id: str, ids: Collection[str]) -> dict[str, Order]:
-    found = await session.scalars(
-        select(Order).filter_by(user_id=user_id).where(Order.client_order_id.in_(ids))
-    )
-    return {order.client_order_id: order for order in found}
+    found = select(Order).filter_by(user_id=user_id).where(Order.client_order_id.in_(ids))
+    return {order.client_order_id: order for order in await session.scalars(found)}

@@ -40,12 +40,8 @@ async def changes_behind(
     session: AsyncSession, user_id: str, last: int, *, limit: int = 100
 ) -> Sequence[Order]:
     """Returns changed orders after the number `last`: about `limit`, since equal numbers stay together."""
-    rows = await session.scalars(
-        select(Order)
-        .where(Order.user_id == user_id, Order.changed > last, Order.changed < _HORIZON)
-        .order_by(Order.changed)
-        .fetch(limit, with_ties=True)
-    )
+    changed = select(Order).where(Order.user_id == user_id, Order.changed > last, Order.changed < _HORIZON)
+    rows = await session.scalars(changed.order_by(Order.changed).fetch(limit, with_ties=True))
     return sorted(rows, key=lambda order: (order.changed, order.updated_at))
 
 

@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, time, timedelta
+from typing import Any
 
 import msgspec
 from sqlalchemy import ColumnElement, Select, Time, and_, case, cast, func, not_, or_, select, tuple_
@@ -102,7 +103,9 @@ async def orders_of_statement(
         .order_by(Order.account_id, Order.symbol, Order.side, Order.id)
         .limit(limit)
     )
-    left_out = dict.fromkeys(("accepted_at", "id", "client_order_id", "price_type", "time_in_force"), "")
+    left_out: dict[str, Any] = dict.fromkeys(
+        ("accepted_at", "id", "client_order_id", "price_type", "time_in_force"), ""
+    )
     return [OrderRow(**left_out, price=None, **row._mapping) for row in rows]
 
 

@@ -41,9 +41,6 @@ async def take_due_orders(session: AsyncSession, *, most: int, lease: float, gra
 
 async def postpone(session: AsyncSession, due: DueOrder, seconds: float) -> None:
     """Has the order checked in `seconds`, unless it is final or is to be checked sooner."""
-    await session.execute(
-        update(Order)
-        .where(Order.id == due.order.id, Order.verify_at == due.lease)
-        .values(verify_at=seconds_from_now(seconds))
-        .execution_options(synchronize_session=False)
-    )
+    leased = update(Order).filter_by(id=due.order.id, verify_at=due.lease)
+    later = leased.values(verify_at=seconds_from_now(seconds))
+    await session.execute(later.execution_options(synchronize_session=False))

@@ -41,8 +41,6 @@ class ReconciliationNotFound(BerthError, code="RECONCILIATION_NOT_FOUND", status
 
 @dataclass(frozen=True)
 class EarlierComparisons:
-    """The results of earlier comparisons of an account."""
-
     #: There was a complete comparison.
     begun: bool = False
     #: Whether a complete comparison had shares beyond full lots.

@@ -46,11 +46,8 @@ class TradingScope:
     def name(self) -> str:
         if not self.user_id:
             return EVERYBODY
-        if self.by_user:
-            return ":".join(("self", self.user_id, *filter(None, [self.account_id])))
-        if self.account_id:
-            return f"account:{self.user_id}:{self.account_id}"
-        return f"user:{self.user_id}"
+        kind = "self" if self.by_user else "account" if self.account_id else "user"
+        return ":".join(filter(None, (kind, self.user_id, self.account_id)))
 
     @classmethod
     def parse(cls, name: str) -> TradingScope:

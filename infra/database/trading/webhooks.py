@@ -131,12 +131,9 @@ async def promise_alert(
 
 async def hold_alerts(session: AsyncSession, digests: Collection[str], lease: float) -> None:
     """Renews the lease of alerts that this process carries out, for `lease` seconds."""
-    await session.execute(
-        update(WebhookAlert)
-        .where(WebhookAlert.digest.in_(digests), WebhookAlert.held_until.is_not(None))
-        .values(held_until=seconds_from_now(lease))
-        .execution_options(synchronize_session=False)
-    )
+    held = update(WebhookAlert).where(WebhookAlert.digest.in_(digests), WebhookAlert.held_until.is_not(None))
+    renewed = held.values(held_until=seconds_from_now(lease))
+    await session.execute(renewed.execution_options(synchronize_session=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,5 +108,5 @@ async def leave_epoch(session: AsyncSession, claim_id: str) -> tuple[int, float 
 
 async def set_fenced(session: AsyncSession, claim_id: str) -> None:
     """Notes that the owner key names this assignment no longer; the first time counts."""
-    mine = WorkerSession.claim_id == claim_id, WorkerSession.fenced_at.is_(None)
-    await session.execute(update(WorkerSession).where(*mine).values(fenced_at=func.clock_timestamp()))
+    mine = update(WorkerSession).filter_by(claim_id=claim_id, fenced_at=None)
+    await session.execute(mine.values(fenced_at=func.clock_timestamp()))

@@ -127,13 +127,9 @@ async def confirmed_batch(session: AsyncSession, number: int, first: int, count:
 
 async def finish_pass(session: AsyncSession, number: int, outcomes: dict[str, int]) -> float:
     """Records what came of a pass; returns the seconds that it took."""
-    row = await session.scalar(
-        update(MaintenancePass)
-        .where(MaintenancePass.id == number)
-        .values(outcomes=outcomes, finished_at=func.clock_timestamp())
-        .returning(MaintenancePass)
-        .execution_options(populate_existing=True)
-    )
+    finished = update(MaintenancePass).where(MaintenancePass.id == number).returning(MaintenancePass)
+    finished = finished.values(outcomes=outcomes, finished_at=func.clock_timestamp())
+    row = await session.scalar(finished.execution_options(populate_existing=True))
     return (row.total_seconds if row else None) or 0.0
 
 

@@ -187,11 +187,8 @@ async def assign_worker(
 
 async def set_connected(session: AsyncSession, *, claim_id: str, at: float) -> None:
     """`at` in Unix seconds; the first call counts."""
-    await session.execute(
-        update(WorkerSession)
-        .where(WorkerSession.claim_id == claim_id, WorkerSession.connected_at.is_(None))
-        .values(connected_at=at_unix(at))
-    )
+    mine = update(WorkerSession).filter_by(claim_id=claim_id, connected_at=None)
+    await session.execute(mine.values(connected_at=at_unix(at)))
 
 
 async def end_session(session: AsyncSession, *, claim_id: str, reason: str, crashed: bool = False) -> str:

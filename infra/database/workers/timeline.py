@@ -32,13 +32,9 @@ async def record_transitions(
     # continues after an id could miss a lower one that is committed later.
     await session.execute(select(func.pg_advisory_xact_lock(_TIMELINE_LOCKS, func.hashtext(user_id))))
     rows = [_values(user_id, chain, transition) for transition in transitions]
-    added = await session.scalars(
-        insert(WorkerTransition)
-        .values(rows)
-        .on_conflict_do_nothing(constraint="worker_transitions_number")
-        .returning(WorkerTransition.id)
-    )
-    new = len(added.all())
+    row = insert(WorkerTransition).values(rows)
+    row = row.on_conflict_do_nothing(constraint="worker_transitions_number")
+    new = len((await session.scalars(row.returning(WorkerTransition.id))).all())
     if new:
         await session.execute(select(func.pg_notify(TIMELINE_CHANNEL, user_id)))
     return new
