@@ -37,7 +37,7 @@ from api.webhooks.alerts import Alert
 from infra.database.engine import Database
 from infra.database.orders import checks as closing
 from infra.database.trading import webhooks
-from infra.database.trading.models import Webhook
+from infra.database.trading.models import Webhook, WebhookAlert
 from infra.settings import Settings
 from infra.tasks import SharedTasks
 from infra.tracing import Traces
@@ -214,7 +214,7 @@ class AlertProcessor:
         and the refusal that it met before."""
         placed = await self._orders(webhook, plan)
         async with self.database.session() as session:
-            before = await webhooks.find_alert(session, webhook.id, plan.digest)
+            before = await session.get(WebhookAlert, (webhook.id, plan.digest))
             if before is not None and before.refused is not None:
                 raise webhooks.refusal_of(before)
             left = self.settings.order_deadline

@@ -59,10 +59,7 @@ log = structlog.get_logger()
 
 
 async def purge(database: Database, settings: Settings) -> dict[str, int]:
-    """Deletes what is too old; table → rows. May be repeated, and run twice at once.
-
-    Raises `DatabaseUnavailable`.
-    """
+    """Deletes what is too old; table → rows. Safe to repeat, also at once. Raises `DatabaseUnavailable`."""
     counts = {}
     for table, (setting, what) in PURGED.items():
         before = datetime.now(UTC) - timedelta(days=getattr(settings, setting))

@@ -97,10 +97,7 @@ async def write_switches(
 async def users_behind(
     client: Redis, signer: SwitchSigner, server: str, snapshot: SwitchSnapshot, users: Sequence[str]
 ) -> dict[str, SeenSwitch]:
-    """Returns users whose switch in Valkey is not exactly the snapshot's, signed for this server.
-
-    Raises `RedisError`.
-    """
+    """Users whose switch in Valkey is not the snapshot's, signed for this server. Raises `RedisError`."""
     behind = {}
     for start in range(0, len(users), CHUNK):
         chunk = [

@@ -94,10 +94,7 @@ def create_versions(path: Path) -> None:
 
 
 def add_version(path: Path, *, keep: int) -> int:
-    """Adds a version; of all with it, the newest `keep` stay. Returns its number.
-
-    Raises what `load_versions` does.
-    """
+    """Adds a version, keeps the newest `keep`; returns its number. Raises what `load_versions` does."""
     load_versions(path)  # says what is missing, before there is a folder to lock
     with key_file.locked(path.parent):
         versions = load_versions(path)

@@ -93,10 +93,6 @@ async def revoke_webhook(
     return await session.scalar(select(Webhook).filter_by(**own))
 
 
-async def find_alert(session: AsyncSession, webhook_id: uuid.UUID, digest: str) -> WebhookAlert | None:
-    return await session.get(WebhookAlert, (webhook_id, digest))
-
-
 async def note_refusal(session: AsyncSession, webhook_id: uuid.UUID, digest: str, error: BerthError) -> None:
     """Records why an alert was refused before it became an order: a repeat gets the same answer.
 
@@ -126,7 +122,7 @@ async def promise_alert(
     alert = update(WebhookAlert).filter_by(webhook_id=webhook_id, digest=digest, refused=None, order_id=None)
     promised = alert.values(until=until, held_until=seconds_from_now(lease))
     await session.execute(promised.execution_options(synchronize_session=False))
-    return await find_alert(session, webhook_id, digest)
+    return await session.get(WebhookAlert, (webhook_id, digest))
 
 
 async def hold_alerts(session: AsyncSession, digests: Collection[str], lease: float) -> None:
