@@ -12,7 +12,7 @@ import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from infra.vault.key_pairs import UnknownMasterKey, UnwrapFailed
+from infra.vault.key_pairs import KeyUnwrapper, UnknownMasterKey, UnwrapFailed
 from worker_runtime.protocol.errors import BerthError
 
 
@@ -29,19 +29,23 @@ _CONFIG = Config(connect_timeout=3, read_timeout=5, retries={"mode": "standard",
 
 
 class KmsMasterKey:
-    """Wraps and unwraps with one KMS key. `client` is `boto3.client("kms")`."""
+    """Wraps and unwraps with one KMS key. `client` is `boto3.client("kms")`.
 
-    def __init__(self, client: Any, key_arn: str) -> None:
+    `earlier` unwraps what key files have wrapped before the move to KMS.
+    """
+
+    def __init__(self, client: Any, key_arn: str, earlier: KeyUnwrapper | None = None) -> None:
         self._client = client
         self._arn = key_arn
+        self._earlier = earlier
 
     @classmethod
-    def of_arn(cls, arn: str) -> Self:
+    def of_arn(cls, arn: str, earlier: KeyUnwrapper | None = None) -> Self:
         """Calls nothing of AWS yet. Raises `KmsKeyUnknown`."""
         parts = arn.split(":")
         if len(parts) != 6 or parts[2] != "kms" or not parts[5].startswith("key/"):
             raise KmsKeyUnknown
-        return cls(boto3.client("kms", region_name=parts[3], config=_CONFIG), arn)
+        return cls(boto3.client("kms", region_name=parts[3], config=_CONFIG), arn, earlier)
 
     @property
     def key_id(self) -> str:
@@ -54,6 +58,8 @@ class KmsMasterKey:
 
     async def unwrap(self, wrapped: bytes, context: bytes, key_id: str) -> bytes:
         """Raises `UnwrapFailed`, `UnknownMasterKey` or `KmsUnavailable`."""
+        if self._earlier is not None and not key_id.startswith("kms:"):
+            return await self._earlier.unwrap(wrapped, context, key_id)
         if key_id != self.key_id:
             raise UnknownMasterKey(f"{key_id} is not {self.key_id}")
         answer = await self._call(self._client.decrypt, context, CiphertextBlob=wrapped)

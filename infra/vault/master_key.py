@@ -16,19 +16,6 @@ class MasterKeyRefused(BerthError, code="MASTER_KEY_REFUSED"):
     """AWS KMS refuses what this process does with the master key."""
 
 
-class MasterKeys:
-    """Unwraps by the key in KMS, and by key files what was stored before the move to KMS."""
-
-    def __init__(self, kms: KeyUnwrapper, files: KeyUnwrapper) -> None:
-        self._kms = kms
-        self._files = files
-
-    async def unwrap(self, wrapped: bytes, context: bytes, key_id: str) -> bytes:
-        """Raises what both do."""
-        chosen = self._kms if key_id.startswith("kms:") else self._files
-        return await chosen.unwrap(wrapped, context, key_id)
-
-
 def master_wrapper(settings: Settings) -> KeyWrapper:
     """The half that encrypts. Raises `KmsKeyUnknown`, or what `load_public` does."""
     if not settings.master_kms_key:
@@ -45,8 +32,8 @@ def master_unwrapper(settings: Settings) -> KeyUnwrapper:
         return MasterKeyFiles(present, *retired)
     from infra.vault.kms import KmsMasterKey
 
-    kms = KmsMasterKey.of_arn(settings.master_kms_key)
-    return MasterKeys(kms, MasterKeyFiles(present, *retired)) if present.exists() else kms
+    earlier = MasterKeyFiles(present, *retired) if present.exists() else None
+    return KmsMasterKey.of_arn(settings.master_kms_key, earlier)
 
 
 async def check_wrapper(settings: Settings) -> None:

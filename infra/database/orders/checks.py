@@ -13,7 +13,7 @@ from datetime import date, datetime
 from decimal import Decimal
 from typing import Self
 
-from sqlalchemy import String, and_, bindparam, func, or_, select, text
+from sqlalchemy import ColumnElement, String, and_, bindparam, func, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.accounts import rejection_of
@@ -143,7 +143,7 @@ async def conflicting_order(
 
     Ignores orders whose client order id is in `but`.
     """
-    is_open = Order.state.in_(OPEN_STATES)
+    is_open: ColumnElement[bool] = Order.state.in_(OPEN_STATES)
     if side:
         is_open = and_(is_open, Order.side == side)
     filled_since = and_(Order.updated_at >= since, Order.filled_quantity > 0)
