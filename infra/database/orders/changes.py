@@ -85,22 +85,21 @@ async def confirm_changes(
         if event_id.endswith(_CONFIRMED):
             continue
         change = msgspec.convert(data, OrderChange)
-        if f"{event_id}{_CONFIRMED}" in found:
-            price_confirmed = price_confirmed or change.price is not None
-            continue
-        shown = replace(
-            change,
-            quantity=change.quantity if change.quantity == quantity else None,
-            price=change.price if change.price == price and not price_confirmed else None,
-        )
-        if shown.quantity is None and shown.price is None:
-            continue
-        applied = True
-        await apply_change(session, order_id, shown)
-        if shown.asks_the_same(change):
-            price_confirmed = price_confirmed or change.price is not None
-            made = {"reason": "change made"}
-            await _add_event(session, order_id, f"{event_id}{_CONFIRMED}", OrderState.SUBMITTED, made)
+        confirmed = f"{event_id}{_CONFIRMED}" in found
+        if not confirmed:
+            shown = replace(
+                change,
+                quantity=change.quantity if change.quantity == quantity else None,
+                price=change.price if change.price == price and not price_confirmed else None,
+            )
+            if shown.quantity is None and shown.price is None:
+                continue
+            applied = True
+            await apply_change(session, order_id, shown)
+            if confirmed := shown.asks_the_same(change):
+                made = {"reason": "change made"}
+                await _add_event(session, order_id, f"{event_id}{_CONFIRMED}", OrderState.SUBMITTED, made)
+        price_confirmed = price_confirmed or (confirmed and change.price is not None)
     return applied
 
 
