@@ -41,13 +41,13 @@ async def count_running(client: Redis, name: str) -> int:
 
 async def put_limits(database: Database, client: Redis, name: str, limits: JobLimits) -> None:
     """Sets all limits of a type, from the next claim on. Raises `RedisError`, `DatabaseUnavailable`."""
-    rate = None if limits.per_second is None else repr(1000.0 / limits.per_second)
-    fields = {
-        job_calls.limit_field(name): _text(limits.running),
-        job_calls.node_limit_field(name): _text(limits.per_node),
-        job_calls.rate_field(name): rate,
-        job_calls.rate_burst_field(name): _text(limits.burst),
+    numbers = {
+        job_calls.limit_field(name): limits.running,
+        job_calls.node_limit_field(name): limits.per_node,
+        job_calls.rate_field(name): None if limits.per_second is None else 1000.0 / limits.per_second,
+        job_calls.rate_burst_field(name): limits.burst,
     }
+    fields = {field: None if number is None else repr(number) for field, number in numbers.items()}
     async with database.session() as session:
         await keep_settings(session, "", fields)
     await valkey.run_script(client, *job_calls.configure(fields))
@@ -65,7 +65,3 @@ def _limits(name: str, fields: Mapping[str, str]) -> JobLimits:
 
 def _number(text: str | None) -> int | None:
     return None if text is None else int(float(text))
-
-
-def _text(number: int | None) -> str | None:
-    return None if number is None else str(number)
