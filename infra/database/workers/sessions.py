@@ -213,7 +213,7 @@ async def end_session(session: AsyncSession, *, claim_id: str, reason: str, cras
     return worker_id or ""
 
 
-async def latest_session(session: AsyncSession, **of: Any) -> WorkerSession | None:
+async def latest_session(session: AsyncSession, /, **of: Any) -> WorkerSession | None:
     """Returns the last assignment of a user, worker or claim: `of` are columns and their values."""
     latest = select(WorkerSession).filter_by(**of).order_by(WorkerSession.epoch.desc()).limit(1)
     return await session.scalar(latest)
