@@ -16,19 +16,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from worker_runtime.brokers.port import ConnectionKey, Listing, OnOrderChanged
-from worker_runtime.brokers.shioaji import mapping
+from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.files import private_folder, session_files
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
-from worker_runtime.brokers.shioaji.sdk import (
-    SECURITY,
-    CallTimedOut,
-    build_order,
-    call_within,
-    find_contract,
-    find_trade,
-    queries_first,
-    to_milliseconds,
-)
 from worker_runtime.process.log import Log
 from worker_runtime.protocol.errors import (
     BerthError,
@@ -109,15 +99,17 @@ class ShioajiBroker:
                 if not self._key.simulation:
                     _activate_certificate(api, credentials)
                 left = max(1, int((deadline - time.monotonic()) * 1000))
-                api.contracts.preload(list(SECURITY[self._key.broker_type]), timeout=left)
+                api.contracts.preload(list(sdk.SECURITY[self._key.broker_type]), timeout=left)
                 return api, account
             except BaseException:  # the login itself may have succeeded, and nobody may be waiting any more
                 threading.Thread(target=self._log_out, args=(api,), daemon=True).start()
                 raise
 
         try:
-            self._api, self._account = call_within(timeout, open_session, lambda made: self._log_out(made[0]))
-        except CallTimedOut as error:
+            self._api, self._account = sdk.call_within(
+                timeout, open_session, lambda made: self._log_out(made[0])
+            )
+        except sdk.CallTimedOut as error:
             raise BrokerUnreachable(f"login: {error}") from None
         except BerthError:
             raise
@@ -129,12 +121,12 @@ class ShioajiBroker:
         deadline = time.monotonic() + timeout - _RETURN
 
         def submit() -> ExchangeOrder:
-            contract, native = build_order(self._load(), api, account, self._key.broker_type, order)
+            contract, native = sdk.build_order(self._load(), api, account, self._key.broker_type, order)
             left = deadline - time.monotonic()
             if left <= 0:  # the caller has given up or is about to: nothing may be sent after that
                 raise OrderRejected("no time was left to send the order; it was not sent")
             return self._reported.merge_trade(
-                api.place_order(contract, native, timeout=to_milliseconds(left))
+                api.place_order(contract, native, timeout=sdk.to_milliseconds(left))
             )
 
         return self._call_once(timeout, submit)
@@ -144,7 +136,7 @@ class ShioajiBroker:
         session."""
         today = time.strftime("%Y/%m/%d", time.gmtime(time.time() + _TAIPEI))
         try:
-            contract = find_contract(self._api, self._key.broker_type, symbol)
+            contract = sdk.find_contract(self._api, self._key.broker_type, symbol)
             return (
                 Decimal(str(contract.reference)) or None
                 if contract.update_date.replace("-", "/") == today
@@ -156,7 +148,7 @@ class ShioajiBroker:
 
     def queries_before_change(self, broker_order_id: str) -> bool:
         api, _ = self._session()
-        return queries_first(api, self._key.broker_type, broker_order_id)
+        return sdk.queries_first(api, self._key.broker_type, broker_order_id)
 
     def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
         def cancel(api: Any, trade: Any, left: int) -> Any:
@@ -186,7 +178,7 @@ class ShioajiBroker:
         api, account = self._session()
 
         def read() -> list[ExchangeOrder]:
-            api.update_status(account, timeout=to_milliseconds(timeout))
+            api.update_status(account, timeout=sdk.to_milliseconds(timeout))
             return [self._reported.merge_trade(trade) for trade in api.list_trades() if self._is_ours(trade)]
 
         orders = self._query(timeout, read)
@@ -196,7 +188,7 @@ class ShioajiBroker:
 
     def positions(self, timeout: float) -> list[Position]:
         api, account = self._session()
-        limit = to_milliseconds(timeout)
+        limit = sdk.to_milliseconds(timeout)
         stock = self._key.broker_type == "stock"
         unit = "Share" if stock else "Common"
         found = self._query(timeout, lambda: api.list_positions(account, unit=unit, timeout=limit))
@@ -204,7 +196,7 @@ class ShioajiBroker:
 
     def balance(self, timeout: float) -> Balance:
         api, account = self._session()
-        limit = to_milliseconds(timeout)
+        limit = sdk.to_milliseconds(timeout)
         if self._key.broker_type == "stock":
             return mapping.balance_of(
                 self._query(timeout, lambda: api.account_balance(account, timeout=limit))
@@ -215,7 +207,7 @@ class ShioajiBroker:
         """Queries the usage, which is a real round trip. The SDK's own view of its session can be wrong for
         hours (Sinotrade/Shioaji #215)."""
         api, _ = self._session()
-        self._query(timeout, lambda: api.usage(timeout=to_milliseconds(timeout)))
+        self._query(timeout, lambda: api.usage(timeout=sdk.to_milliseconds(timeout)))
 
     def alive(self) -> bool:
         """False once the session-down callback has come. The SDK misses some ends, which the ping finds."""
@@ -228,8 +220,8 @@ class ShioajiBroker:
             used, self._uses_files = self._uses_files, False
         if api is not None:
             try:
-                call_within(_LOGOUT_WAIT, lambda: self._log_out(api), lambda _: None)
-            except CallTimedOut:
+                sdk.call_within(_LOGOUT_WAIT, lambda: self._log_out(api), lambda _: None)
+            except sdk.CallTimedOut:
                 self._log.warning("shioaji.logout_unanswered")
         if used:
             try:
@@ -258,15 +250,15 @@ class ShioajiBroker:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise OrderRejected("no time was left for the change; it was not sent")
-            return self._reported.merge_trade(call(api, trade, to_milliseconds(left)))
+            return self._reported.merge_trade(call(api, trade, sdk.to_milliseconds(left)))
 
         return self._call_once(timeout, run)
 
     def _call_once(self, timeout: float, call: Callable[[], ExchangeOrder]) -> ExchangeOrder:
         """Makes a call that places or changes an order; says what its failure means."""
         try:
-            return call_within(timeout, call, self._report_late)
-        except CallTimedOut as error:
+            return sdk.call_within(timeout, call, self._report_late)
+        except sdk.CallTimedOut as error:
             raise OutcomeUnknown(str(error)) from None
         except BerthError:
             raise
@@ -276,7 +268,7 @@ class ShioajiBroker:
     def _find_working(self, api: Any, account: Any, broker_order_id: str, deadline: float) -> Any:
         """The SDK's object of a working order. Whatever this raises, nothing was changed."""
         try:
-            trade = find_trade(api, account, self._key.broker_type, broker_order_id, deadline)
+            trade = sdk.find_trade(api, account, self._key.broker_type, broker_order_id, deadline)
         except Exception as error:
             reason = mapping.query_error(error, self._blank)
             raise (
@@ -302,8 +294,8 @@ class ShioajiBroker:
 
     def _query(self, timeout: float, call: Callable[[], T]) -> T:
         try:
-            return call_within(timeout, call, lambda _: None)
-        except CallTimedOut as error:
+            return sdk.call_within(timeout, call, lambda _: None)
+        except sdk.CallTimedOut as error:
             raise BrokerUnreachable(str(error)) from None
         except Exception as error:
             raise mapping.query_error(error, self._blank) from None

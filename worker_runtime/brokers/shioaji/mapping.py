@@ -9,15 +9,7 @@ from collections.abc import Callable, Iterable
 from decimal import Decimal
 from typing import Any
 
-from worker_runtime.protocol.errors import (
-    BrokerError,
-    BrokerUnreachable,
-    LoginLimited,
-    LoginRejected,
-    OrderRejected,
-    OutcomeUnknown,
-    SessionDown,
-)
+from worker_runtime.protocol import errors
 from worker_runtime.protocol.exchange import Balance, ExchangeOrder, Position
 from worker_runtime.protocol.messages import Credentials, Fill, OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
@@ -79,7 +71,7 @@ def redactor_of(credentials: Credentials) -> Redactor:
     return lambda text: words.sub("***", text) if secrets else text
 
 
-def login_error(error: BaseException) -> BrokerError:
+def login_error(error: BaseException) -> errors.BrokerError:
     """What an error of the constructor, the login or the certificate means.
 
     Its text stays here, but for an HTTP status: it may quote credentials, even in other words.
@@ -88,29 +80,29 @@ def login_error(error: BaseException) -> BrokerError:
     status = _STATUS.search(said)
     text = f"{type(error).__name__} {status.group()}" if status else type(error).__name__
     if "451" in said.split() or "Too Many Connections" in said:
-        return LoginLimited(text)  # the sixth connection of this person
+        return errors.LoginLimited(text)  # the sixth connection of this person
     if "SystemMaintenance" in names:
-        return LoginLimited(text)  # 503: maintenance, or the ban of a minute after too many calls
+        return errors.LoginLimited(text)  # 503: maintenance, or the ban of a minute after too many calls
     if names & _REFUSES_LOGIN:
-        return LoginRejected(text)
-    return BrokerUnreachable(text)
+        return errors.LoginRejected(text)
+    return errors.BrokerUnreachable(text)
 
 
-def place_error(error: BaseException, blank: Redactor = str) -> BrokerError:
+def place_error(error: BaseException, blank: Redactor = str) -> errors.BrokerError:
     """What an error of `place_order` means. Unless it proves that no order came to be, it is
     `OutcomeUnknown`: timeouts, connection errors, unreadable responses, server errors and surprises."""
     names, text = _class_names(error), _redacted_text(error, blank)
     if "AuthError" in names:
-        return SessionDown(text)  # not logged in (any more): the order was not taken
+        return errors.SessionDown(text)  # not logged in (any more): the order was not taken
     if names & _REFUSES_ORDER:
-        return OrderRejected(text)
-    return OutcomeUnknown(text)
+        return errors.OrderRejected(text)
+    return errors.OutcomeUnknown(text)
 
 
-def query_error(error: BaseException, blank: Redactor = str) -> BrokerError:
+def query_error(error: BaseException, blank: Redactor = str) -> errors.BrokerError:
     """What an error of a call that changes nothing means."""
     text = _redacted_text(error, blank)
-    return SessionDown(text) if "AuthError" in _class_names(error) else BrokerUnreachable(text)
+    return errors.SessionDown(text) if "AuthError" in _class_names(error) else errors.BrokerUnreachable(text)
 
 
 def state_of(status: str, filled: int, quantity: int) -> OrderState:

@@ -6,7 +6,7 @@ Nothing here sends anything that changes an order. The SDK comes in as an argume
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from worker_runtime.brokers.shioaji import mapping
 from worker_runtime.protocol.errors import BerthError, OrderRejected
@@ -19,50 +19,34 @@ class CallTimedOut(Exception):
     """The call has not returned in time. It goes on, and its outcome is unknown."""
 
 
-class _TimedCall(Generic[T]):
-    def __init__(self, work: Callable[[], T], late: Callable[[T], None]) -> None:
-        self._work = work
-        self._late = late
-        self._lock = threading.Lock()
-        self._abandoned = False
-        self.done = threading.Event()
-        self.result: list[T] = []
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            result = self._work()
-        except BaseException as error:  # passed to the waiting thread, if there still is one
-            self.error = error
-            self.done.set()
-            return
-        with self._lock:
-            self.result.append(result)
-            abandoned = self._abandoned
-            self.done.set()
-        if abandoned:
-            self._late(result)
-
-    def abandon(self) -> bool:
-        """False if the call has just ended after all."""
-        with self._lock:
-            self._abandoned = not self.done.is_set()
-            return self._abandoned
-
-
 def call_within(seconds: float, work: Callable[[], T], late: Callable[[T], None]) -> T:
     """Runs `work` in a thread of its own and returns its result, or raises its error.
 
     Raises `CallTimedOut` after `seconds`; a result that comes later is given to `late`, in that thread.
     SDKs have calls without a timeout (Shioaji's constructor and login), and none keeps its own to the point.
     """
-    call = _TimedCall(work, late)
-    threading.Thread(target=call.run, name="broker-call", daemon=True).start()
-    if not call.done.wait(max(0.0, seconds)) and call.abandon():
+    result: list[T] = []
+    errors: list[BaseException] = []
+    # Taken by what comes first: the end of the call, or that of its caller's patience.
+    first, done = threading.Lock(), threading.Event()
+
+    def run() -> None:
+        try:
+            result.append(work())
+        except BaseException as error:  # passed to the waiting thread, if there still is one
+            errors.append(error)
+        if first.acquire(blocking=False):
+            done.set()
+        elif result:
+            late(result[0])
+
+    threading.Thread(target=run, name="broker-call", daemon=True).start()
+    if not done.wait(max(0.0, seconds)) and first.acquire(blocking=False):
         raise CallTimedOut(f"no answer within {seconds:.1f} s")
-    if call.error is not None:
-        raise call.error
-    return call.result[0]
+    done.wait()
+    if errors:
+        raise errors[0]
+    return result[0]
 
 
 #: Kinds of contracts that an account of this type trades.
