@@ -23,6 +23,7 @@ from worker_runtime.jobs.child_process import MAX_PACKET, ChildProcess, receive_
 from worker_runtime.jobs.protocol.messages import RUNNER_TTL, Job
 from worker_runtime.jobs.queue import ClaimedJob
 from worker_runtime.jobs.types.job_registry import JobRegistry
+from worker_runtime.process import kernel
 from worker_runtime.process.clock import wall_ms
 from worker_runtime.protocol.errors import BerthError
 
@@ -115,32 +116,6 @@ class JobChild:
             os.kill(self.pid, number)
 
 
-class _ChildLink:
-    """Connects the runner with one child: a socket for messages, a pipe for its output."""
-
-    def __init__(self) -> None:
-        """Raises `OSError`."""
-        self.near, self.far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            for end in (self.near, self.far):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_PACKET)
-            self.near.setblocking(False)
-            self.reader, self.writer = os.pipe2(os.O_CLOEXEC)
-        except OSError:
-            self.near.close()
-            self.far.close()
-            raise
-        os.set_blocking(self.reader, False)
-
-    def close_runner_ends(self) -> None:
-        self.near.close()
-        os.close(self.reader)
-
-    def close_child_ends(self) -> None:
-        self.far.close()
-        os.close(self.writer)
-
-
 @dataclass(eq=False, repr=False)
 class ChildPool:
     """All children of one runner. `recycle`: the number of jobs that one child runs."""
@@ -179,17 +154,11 @@ class ChildPool:
     def reap(self) -> list[tuple[JobChild, int]]:
         """The children that have ended, each with its exit status (negative: the signal)."""
         ended = []
-        while True:
-            try:
-                info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                break
-            if info is None:
-                break
-            child = self._all.pop(info.si_pid, None)
+        for pid in kernel.ended_children():
+            child = self._all.pop(pid, None)
             if child is not None:
                 child.kill(signal.SIGKILL)  # what it has started, while its process id is still its own
-            _, status = os.waitpid(info.si_pid, 0)
+            _, status = os.waitpid(pid, 0)
             if child is not None:
                 if child in self._free:
                     self._free.remove(child)
@@ -221,25 +190,31 @@ class ChildPool:
         self._free.clear()
 
     def _fork(self) -> JobChild:
+        """A child with a socket for messages and a pipe for its output; raises `NotForked`."""
         parent = os.getpid()
         try:
-            link = _ChildLink()
+            with contextlib.ExitStack() as runner_ends, contextlib.ExitStack() as child_ends:
+                near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                runner_ends.callback(near.close)
+                child_ends.callback(far.close)
+                for end in (near, far):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_PACKET)
+                near.setblocking(False)
+                reader, writer = os.pipe2(os.O_CLOEXEC)
+                runner_ends.callback(os.close, reader)
+                child_ends.callback(os.close, writer)
+                os.set_blocking(reader, False)
+                size = _address_space()
+                pid = os.fork()
+                if pid == 0:
+                    ChildProcess(far, writer, self.registry, self.recycle, size).main(parent)
+                runner_ends.pop_all()  # they stay open
         except OSError as error:
             raise NotForked(errno.errorcode.get(error.errno or 0, "")) from None
-        try:
-            size = _address_space()
-            pid = os.fork()
-            if pid == 0:
-                ChildProcess(link.far, link.writer, self.registry, self.recycle, size).main(parent)
-        except OSError as error:
-            link.close_runner_ends()
-            raise NotForked(errno.errorcode.get(error.errno or 0, "")) from None
-        finally:
-            link.close_child_ends()
-        child = JobChild(pid, link.near, OutputCapture(link.reader), self.recycle)
+        child = JobChild(pid, near, OutputCapture(reader), self.recycle)
         self._all[pid] = child
-        self.selector.register(link.near.fileno(), selectors.EVENT_READ, lambda: self.on_packet(child))
-        self.selector.register(link.reader, selectors.EVENT_READ, lambda: self._on_output(child))
+        self.selector.register(near.fileno(), selectors.EVENT_READ, lambda: self.on_packet(child))
+        self.selector.register(reader, selectors.EVENT_READ, lambda: self._on_output(child))
         return child
 
     def _on_output(self, child: JobChild) -> None:

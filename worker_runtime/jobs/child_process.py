@@ -158,17 +158,14 @@ class ChildProcess:
 
     def _failed(self, fence: int, kind: JobType | None, error: BaseException, took: float) -> RunOutcome:
         text = "".join(traceback.format_exception(error))[-_TRACEBACK:]
-        if isinstance(error, BerthError):
-            code, detail = error.code, error.detail
-        else:
-            code, detail = JobFailed.code, f"{type(error).__name__}: {error}"
+        known = error if isinstance(error, BerthError) else JobFailed(f"{type(error).__name__}: {error}")
         retryable = kind is not None and kind.retryable(error)
         return RunOutcome(
             fence=fence,
-            failure=Failure(code=code, detail=detail[:_DETAIL], retryable=retryable),
+            failure=Failure(code=known.code, detail=known.detail[:_DETAIL], retryable=retryable),
             took=took,
             traceback=text,
-            delay=getattr(error, "delay", None) if isinstance(error, BerthError) else None,
+            delay=getattr(known, "delay", None),
             # Out of memory, or asked to exit: this process is not to be trusted any more.
             last=self._uses == 0 or not isinstance(error, Exception) or isinstance(error, MemoryError),
         )

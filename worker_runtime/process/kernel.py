@@ -5,6 +5,7 @@ import math
 import os
 import resource
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 from worker_runtime.process.clock import SECOND
@@ -54,6 +55,18 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ended_children() -> Iterator[int]:
+    """Process ids of children that have ended. Reap each before the next: until then the id is its own."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None:
+            return
+        yield ended.si_pid
 
 
 def rename_process(name: str) -> None:

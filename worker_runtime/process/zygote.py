@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from worker_runtime.brokers.port import BrokerFactory
 from worker_runtime.process import kernel
@@ -38,14 +39,15 @@ _CRASH_WINDOW = 60.0
 _JOBS_PAUSE = 300.0
 
 
+@dataclass(eq=False, repr=False)
 class ForkedProcess:
-    """A child process: its main function, its pid and its crashes."""
+    """A child process: its main function, what its exit status means, its pid and its crashes."""
 
-    def __init__(self, name: str, main: Callable[[], ExitCode]) -> None:
-        self.name = name
-        self.main = main
-        self.pid = 0
-        self.crashes = CrashCounter(_MAX_CRASHES, _CRASH_WINDOW)
+    name: str
+    main: Callable[[], ExitCode]
+    ended: Callable[[int], None]
+    pid: int = 0
+    crashes: CrashCounter = field(default_factory=lambda: CrashCounter(_MAX_CRASHES, _CRASH_WINDOW))
 
 
 class Zygote:
@@ -57,9 +59,9 @@ class Zygote:
         self._shared_state = SharedState()
         self._shared_state.launched_at_ms = wall_ms()
         self._load_factory = load_factory
-        self._supervisor = ForkedProcess("supervisor", self.supervisor_main)
-        self._session = ForkedProcess("session", self.session_main)
-        self._jobs = ForkedProcess("jobs", self.jobs_main)
+        self._supervisor = ForkedProcess("supervisor", self.supervisor_main, self._supervisor_ended)
+        self._session = ForkedProcess("session", self.session_main, self._session_ended)
+        self._jobs = ForkedProcess("jobs", self.jobs_main, self._jobs_ended)
         self._replacements = CrashCounter(MAX_REPLACEMENTS, REPLACEMENT_WINDOW)
         #: Set once: the code with which the whole worker ends.
         self._end: ExitCode | None = None
@@ -167,29 +169,16 @@ class Zygote:
                 os.kill(child.pid, signal.SIGTERM)
 
     def _reap(self) -> None:
-        while True:
-            try:
-                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                return
-            if ended is None:
-                return
-            if ended.si_pid == self._session.pid:
+        for pid in kernel.ended_children():
+            if pid == self._session.pid:
                 # Before the process is reaped, while its number cannot be given to another.
                 self._shared_state.session_pid = 0
-            _, status = os.waitpid(ended.si_pid, 0)
-            self._ended(ended.si_pid, os.waitstatus_to_exitcode(status))
-
-    def _ended(self, pid: int, status: int) -> None:
-        if pid == self._session.pid:
-            self._session.pid = 0
-            self._session_ended(status)
-        elif pid == self._supervisor.pid:
-            self._supervisor.pid = 0
-            self._supervisor_ended(status)
-        elif pid == self._jobs.pid:
-            self._jobs.pid = 0
-            self._jobs_ended(status)
+            _, status = os.waitpid(pid, 0)
+            for child in (self._session, self._supervisor, self._jobs):
+                if child.pid == pid:
+                    child.pid = 0
+                    child.ended(os.waitstatus_to_exitcode(status))
+                    break  # it may have been forked anew, perhaps under the same number
 
     def _session_ended(self, status: int) -> None:
         shared_state = self._shared_state
