@@ -19,6 +19,7 @@ from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.health import HealthMonitor
+from worker_runtime.trading.login_attempts import LoginAttempts
 from worker_runtime.trading.order_changer import OrderChanger
 from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter, UnknownOutcomes
 from worker_runtime.trading.order_tracker import OrderTracker
@@ -44,14 +45,20 @@ class RequestLoop:
         self._unknown_outcomes = UnknownOutcomes(self._tracker)
         self.health = HealthMonitor(shared_state, send_buffer.add_worker_event)
         rate_limiter = SharedRateLimiter(parts.client, config, shared_state, log)
-        self.broker_sessions = BrokerSessions(
+        attempts = LoginAttempts(
             parts.load_brokers,
             client=f"{config.worker_id}/{shared_state.epoch}",
+            lease=self._lease,
+            on_order=self._on_order_changed,
+            wake=parts.wake,
+            log=log,
+        )
+        self.broker_sessions = BrokerSessions(
+            attempts,
             lease=self._lease,
             shared_state=shared_state,
             health=self.health,
             rate_limiter=rate_limiter,
-            on_order=self._on_order_changed,
             reconcile=AccountReconciler(
                 self._tracker,
                 worker_id=config.worker_id,
@@ -60,7 +67,6 @@ class RequestLoop:
                 log=log,
             ).reconcile,
             login_pause=config.login_pause,
-            wake=parts.wake,
             log=log,
         )
         self._postponed = PostponedOrder(self._queue_reader, self.broker_sessions, log)

@@ -13,26 +13,15 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from worker_runtime.brokers.port import Broker, ConnectionKey
 from worker_runtime.process.clock import Backoff, wall_ms
 from worker_runtime.process.shared_state import SharedState
+from worker_runtime.protocol import errors
 from worker_runtime.protocol.authentication import AssignmentKeys
-from worker_runtime.protocol.errors import (
-    BerthError,
-    BrokerMaintenance,
-    BrokerUnreachable,
-    Fenced,
-    InvalidSeal,
-    LeaseLost,
-    LoginLimited,
-    LoginRejected,
-    MalformedMessage,
-    SessionDown,
-)
 from worker_runtime.protocol.messages import AccountLogin, Credentials, SealedAccount, decode
 from worker_runtime.protocol.sealing import open_message_keys, unseal
 
 #: Characters of what a broker says that are told about a login.
 DETAIL = 500
 #: Login errors that are no fault of this process: it tries again, however long that takes.
-_BROKER_AWAY = (BrokerUnreachable, LoginLimited, LeaseLost, Fenced)
+_BROKER_AWAY = (errors.BrokerUnreachable, errors.LoginLimited, errors.LeaseLost, errors.Fenced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +48,16 @@ class AccountSession:
         #: Whether a call ended without a clear answer, so that it is pinged before its next use.
         self.suspect = False
         #: Set when the broker refused these credentials: trying again could get the person banned.
-        self.refused: LoginRejected | None = None
+        self.refused: errors.LoginRejected | None = None
         #: The newest version of the credentials that the broker refused, and why: these, or newer ones that
         #: came while these have a session.
-        self.rejected: tuple[int, BerthError] | None = None
+        self.rejected: tuple[int, errors.BerthError] | None = None
         #: Stands for the login under way in another thread.
         self.attempt: object = None
         #: CLOCK_MONOTONIC seconds of the last login's end, or of the begin of the one under way.
         self.changed_at = 0.0
         #: The error of the last login.
-        self.error: BerthError | None = None
+        self.error: errors.BerthError | None = None
         #: Logins in a row that failed although the broker could be reached.
         self.failures = 0
         #: Whether this process has had a session of this account.
@@ -109,7 +98,7 @@ class AccountSession:
     @property
     def limited(self) -> bool:
         """Whether another login now would only count against the limit again."""
-        return isinstance(self.error, LoginLimited) and not self.login_backoff.due()
+        return isinstance(self.error, errors.LoginLimited) and not self.login_backoff.due()
 
     @property
     def settled(self) -> bool:
@@ -152,7 +141,7 @@ class AccountSession:
         if self.broker is None:
             if error is None and not self.was_open:
                 return None
-            code = error.code if error else SessionDown.code
+            code = error.code if error else errors.SessionDown.code
         elif not self.listed:
             code = self.listing_error
         version, why = self.rejected or (0, error)
@@ -186,18 +175,20 @@ class AccountSession:
         self.used_at = time.monotonic()
         self.login_backoff.reset()
 
-    def failed(self, error: BerthError) -> None:
+    def failed(self, error: errors.BerthError) -> None:
         self.error = error
         self.attempt = None
         self.changed_at = time.monotonic()
-        if isinstance(error, LoginRejected):
+        if isinstance(error, errors.LoginRejected):
             self.refused = error
             self.rejected = self.account.version, error
             return
         self.login_backoff.failed()
         if not self.away:
             self.failures += 1
-        unreachable = isinstance(error, BrokerUnreachable) and not isinstance(error, BrokerMaintenance)
+        unreachable = isinstance(error, errors.BrokerUnreachable) and not isinstance(
+            error, errors.BrokerMaintenance
+        )
         if self.away and not unreachable:
             self._failing_since = None  # a limit, maintenance or our own lease is no fault of this process
         elif self._failing_since is None:
@@ -237,9 +228,9 @@ class CredentialOpener:
         )
         try:
             credentials: Credentials = decode(clear, Credentials)
-        except MalformedMessage:
+        except errors.MalformedMessage:
             # Without the cause: its text comes from what was sealed.
-            raise InvalidSeal("what was sealed is no set of credentials") from None
+            raise errors.InvalidSeal("what was sealed is no set of credentials") from None
         key = ConnectionKey(
             sealed.broker, sealed.broker_type, sealed.simulation, sealed.account_id, sealed.number
         )

@@ -32,7 +32,7 @@ from worker_runtime.protocol.messages import Answer
 from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.trading.account_session import AccountSession
 from worker_runtime.trading.broker_sessions import BrokerSessions
-from worker_runtime.trading.rate_limiter import CallKind, RateLimiter
+from worker_runtime.trading.rate_limiter import CallKind, SharedRateLimiter
 
 #: Errors of a changing call after which it certainly changed nothing (see `brokers/port.py`).
 _NOT_DONE = (OrderRejected, SessionDown, LoginRejected, LoginLimited, RateLimited, BrokerMaintenance)
@@ -48,7 +48,7 @@ T = TypeVar("T")
 @dataclass(eq=False, repr=False)
 class BrokerCalls:
     broker_sessions: BrokerSessions
-    rate_limiter: RateLimiter
+    rate_limiter: SharedRateLimiter
     _: KW_ONLY
     lease: Lease
     shared_state: SharedState

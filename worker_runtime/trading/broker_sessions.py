@@ -8,8 +8,9 @@ seconds.
 import math
 import time
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import KW_ONLY, dataclass, field
 
-from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey
+from worker_runtime.brokers.port import Broker, ConnectionKey
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease, SharedState, WorkerActivity
 from worker_runtime.protocol.errors import (
@@ -21,11 +22,10 @@ from worker_runtime.protocol.errors import (
     RateLimited,
     UnknownAccount,
 )
-from worker_runtime.protocol.exchange import OrderChanged
 from worker_runtime.trading.account_session import AccountSession, OpenedAccount
 from worker_runtime.trading.health import HealthMonitor
 from worker_runtime.trading.login_attempts import LoginAttempts
-from worker_runtime.trading.rate_limiter import CallKind, RateLimiter, WaitLimit
+from worker_runtime.trading.rate_limiter import CallKind, SharedRateLimiter, WaitLimit
 
 #: Seconds that a health ping may take.
 PING_TIMEOUT = 5.0
@@ -39,31 +39,18 @@ _OTHERS_WAIT = 5.0
 _LOGIN_END = 1.0
 
 
+@dataclass(eq=False, repr=False)
 class BrokerSessions:
-    def __init__(
-        self,
-        load_factory: Callable[[], BrokerFactory],
-        *,
-        client: str,
-        lease: Lease,
-        shared_state: SharedState,
-        health: HealthMonitor,
-        rate_limiter: RateLimiter,
-        on_order: Callable[[ConnectionKey, OrderChanged], None],
-        reconcile: Callable[[ConnectionKey, Broker, float], bool],
-        login_pause: float,
-        wake: Callable[[], None],
-        log: Log,
-    ) -> None:
-        self._lease = lease
-        self._shared_state = shared_state
-        self._health = health
-        self._rate_limiter = rate_limiter
-        self._reconcile = reconcile
-        self._login_pause = login_pause
-        self._log = log
-        self._attempts = LoginAttempts(load_factory, client, lease, on_order, wake, log)
-        self._account_sessions: dict[str, AccountSession] = {}
+    attempts: LoginAttempts
+    _: KW_ONLY
+    lease: Lease
+    shared_state: SharedState
+    health: HealthMonitor
+    rate_limiter: SharedRateLimiter
+    reconcile: Callable[[ConnectionKey, Broker, float], bool]
+    login_pause: float
+    log: Log
+    _account_sessions: dict[str, AccountSession] = field(default_factory=dict, init=False)
 
     @property
     def loaded(self) -> bool:
@@ -85,7 +72,7 @@ class BrokerSessions:
     def load(self, accounts: Iterable[OpenedAccount]) -> None:
         """Sets the accounts of a claim, unconnected."""
         self._account_sessions = {
-            account.key.account_id: AccountSession(account, self._login_pause) for account in accounts
+            account.key.account_id: AccountSession(account, self.login_pause) for account in accounts
         }
 
     def versions(self) -> dict[str, int]:
@@ -100,7 +87,7 @@ class BrokerSessions:
         for session in missing:
             self._begin(session, until - time.monotonic(), here=len(missing) == 1)
         last = until
-        while self._attempts.under_way and (left := last - time.monotonic()) > 0:
+        while self.attempts.under_way and (left := last - time.monotonic()) > 0:
             self.collect_logins(left)
             if self._connected():
                 last = min(last, time.monotonic() + _TOGETHER)
@@ -113,20 +100,20 @@ class BrokerSessions:
     def collect_logins(self, wait: float = 0.0) -> bool:
         """Takes up logins that have ended in their threads; waits up to `wait` seconds for the first one."""
         found = False
-        while self._attempts.under_way:
-            with self._shared_state.busy(wait):
-                session = self._attempts.collect(0.0 if found else wait)
+        while self.attempts.under_way:
+            with self.shared_state.busy(wait):
+                session = self.attempts.collect(0.0 if found else wait)
             if session is None:
                 break
             found = True
             if session.broker is None:
-                self._rate_limiter.release_connections([session.account])
+                self.rate_limiter.release_connections([session.account])
             self._show_open()
         return found
 
     def _show_open(self) -> None:
         """A login under way may succeed: the supervisor ends it with the lease."""
-        self._shared_state.broker_open = int(self._connected() or self._attempts.under_way > 0)
+        self.shared_state.broker_open = int(self._connected() or self.attempts.under_way > 0)
 
     def retry(self, session: AccountSession, timeout: float, at_most: float = math.inf) -> None:
         """Tries a login again, in at most `at_most` seconds after the wait for room within the limits; in its
@@ -146,19 +133,19 @@ class BrokerSessions:
             session.failed(error)
             raise
         finally:
-            self._health.update(self.account_sessions(), session.name)
+            self.health.update(self.account_sessions(), session.name)
 
     def _connected(self) -> bool:
         return any(session.broker for session in self.account_sessions())
 
     def _begin(self, session: AccountSession, timeout: float, *, here: bool = False) -> None:
         """Begins a login in its own thread, or makes it `here`. Waits for room only if nobody else would."""
-        wait = 0.0 if self._connected() or self._attempts.under_way else timeout
+        wait = 0.0 if self._connected() or self.attempts.under_way else timeout
         try:
             if here:
                 session.opened(self._login(session.account, timeout))
             else:
-                self._attempts.begin(session, self._reserve(session.account, timeout, wait))
+                self.attempts.begin(session, self._reserve(session.account, timeout, wait))
         except BerthError as error:
             session.failed(error)
 
@@ -189,7 +176,7 @@ class BrokerSessions:
         while session.attempt is not None:
             if not self.collect_logins(last_try - time.monotonic()):
                 raise BrokerUnreachable("the login of this account is under way")
-            self._health.update(self.account_sessions(), session.name)
+            self.health.update(self.account_sessions(), session.name)
         if listed:
             self._await_listing(session, until, at_most)
         if session.broker is None:
@@ -200,7 +187,7 @@ class BrokerSessions:
     def relist(self, session: AccountSession, timeout: float) -> BerthError | None:
         """Tries again to list the orders and positions of a live session; returns the error, if it failed."""
         error = self._list(session, timeout)
-        self._health.update(self.account_sessions(), session.name)
+        self.health.update(self.account_sessions(), session.name)
         return error
 
     def session(self, account_id: str) -> AccountSession:
@@ -209,7 +196,7 @@ class BrokerSessions:
 
     def renew_leases(self) -> None:
         """Renews the leases of the person's broker connections when due."""
-        self._rate_limiter.renew_connections(
+        self.rate_limiter.renew_connections(
             [session.account for session in self.account_sessions() if session.broker is not None]
         )
 
@@ -221,15 +208,15 @@ class BrokerSessions:
 
     def ping(self, session: AccountSession, timeout: float) -> None:
         """Checks a session; closes it if it is dead. Raises `RateLimited` if no query may be made in time."""
-        if session.broker is None or min(timeout, self._lease.usable()) <= 0:
+        if session.broker is None or min(timeout, self.lease.usable()) <= 0:
             return
         until = time.monotonic() + timeout
-        self._rate_limiter.spend(session.account, CallKind.QUERY, self._patience(timeout))
-        limit = min(until - time.monotonic(), PING_TIMEOUT, self._lease.usable())
+        self.rate_limiter.spend(session.account, CallKind.QUERY, self._patience(timeout))
+        limit = min(until - time.monotonic(), PING_TIMEOUT, self.lease.usable())
         if limit <= 0:
             return
         try:
-            with self._shared_state.busy(limit):
+            with self.shared_state.busy(limit):
                 session.broker.ping(limit)
         except Exception as error:  # whatever it is, the session cannot be trusted
             self.drop(session, type(error).__name__)
@@ -269,19 +256,19 @@ class BrokerSessions:
                     self.retry(session, until - time.monotonic())
                 except BerthError as error:
                     errors += [] if self.has_other_session(session.name) else [error]
-        self._health.update(self.account_sessions(), "new credentials")
+        self.health.update(self.account_sessions(), "new credentials")
         if errors:
             raise errors[0]
 
     def close_all(self) -> None:
         """Closes every session; the shared state says so when none is left open."""
         held = [one for one in self.account_sessions() if one.broker is not None or one.attempt is not None]
-        self._attempts.close(*[session.lost("closed") for session in self.account_sessions()])
+        self.attempts.close(*[session.lost("closed") for session in self.account_sessions()])
         until = time.monotonic() + _LOGIN_END
-        while self._attempts.under_way and until > time.monotonic():
+        while self.attempts.under_way and until > time.monotonic():
             self.collect_logins(until - time.monotonic())
         self._show_open()
-        self._rate_limiter.release_connections([session.account for session in held])
+        self.rate_limiter.release_connections([session.account for session in held])
 
     def _renew(self, account: OpenedAccount, timeout: float) -> None:
         name = account.key.account_id
@@ -290,7 +277,7 @@ class BrokerSessions:
             return
         if old is not None:
             old.attempt = None  # whatever comes of it is closed
-        new = AccountSession(account, self._login_pause)
+        new = AccountSession(account, self.login_pause)
         until = time.monotonic() + timeout
         try:
             new.opened(self._login(account, timeout))
@@ -309,25 +296,25 @@ class BrokerSessions:
     def _login(self, account: OpenedAccount, timeout: float, at_most: float = math.inf) -> Broker:
         limit = min(self._reserve(account, timeout, timeout), at_most)
         try:
-            with self._shared_state.busy(limit):
-                return self._attempts.open(account, limit)
+            with self.shared_state.busy(limit):
+                return self.attempts.open(account, limit)
         except BerthError:
-            self._rate_limiter.release_connections([account])
+            self.rate_limiter.release_connections([account])
             raise
 
     def _reserve(self, account: OpenedAccount, timeout: float, wait: float) -> float:
         """Takes the room for one login, for which it waits up to `wait`; returns the seconds it may take."""
         until = time.monotonic() + timeout
-        if self._lease.usable() <= 0:
+        if self.lease.usable() <= 0:
             raise LeaseLost
         if timeout <= 0:
             raise BrokerUnreachable("no time was left to connect")
-        self._rate_limiter.connect(account, self._patience(wait))
-        limit = min(until - time.monotonic(), self._lease.usable())
+        self.rate_limiter.connect(account, self._patience(wait))
+        limit = min(until - time.monotonic(), self.lease.usable())
         if limit <= 0:
-            self._rate_limiter.release_connections([account])
+            self.rate_limiter.release_connections([account])
             raise LoginLimited("no time was left to connect after the wait for the budget")
-        self._shared_state.broker_open = 1  # before the attempt, which may succeed at the broker alone
+        self.shared_state.broker_open = 1  # before the attempt, which may succeed at the broker alone
         return limit
 
     def _await_listing(self, session: AccountSession, until: float, at_most: float) -> None:
@@ -342,7 +329,7 @@ class BrokerSessions:
                 )
             wait = min(left, session.listing_backoff.left())
             if wait > 0:
-                with self._shared_state.busy(wait):
+                with self.shared_state.busy(wait):
                     time.sleep(wait)
             if session.suspect:
                 self.ping(session, until - time.monotonic())
@@ -353,24 +340,24 @@ class BrokerSessions:
     def _list(self, session: AccountSession, timeout: float) -> BerthError | None:
         """Lists the orders once; keeps, logs and returns the error if that fails. Only a ping can tell that a
         session is dead."""
-        if session.broker is None or min(timeout, self._lease.usable()) <= 0:
+        if session.broker is None or min(timeout, self.lease.usable()) <= 0:
             return None
         until = time.monotonic() + timeout
         try:
-            self._rate_limiter.spend(session.account, CallKind.QUERY, self._patience(timeout), cost=2)
+            self.rate_limiter.spend(session.account, CallKind.QUERY, self._patience(timeout), cost=2)
         except BerthError as error:
-            self._log.warning("listing_postponed", account=session.name, code=error.code)
+            self.log.warning("listing_postponed", account=session.name, code=error.code)
             session.listing_failed(error.code)
             return error
-        limit = min(until - time.monotonic(), LISTING_TIMEOUT, self._lease.usable())
+        limit = min(until - time.monotonic(), LISTING_TIMEOUT, self.lease.usable())
         if limit <= 0:  # the wait for room took all of it
             return None
         try:
-            with self._shared_state.busy(limit):
-                positions_known = self._reconcile(session.account.key, session.broker, limit)
+            with self.shared_state.busy(limit):
+                positions_known = self.reconcile(session.account.key, session.broker, limit)
         except Exception as error:  # an adapter's fault must not end the session
             code = error.code if isinstance(error, BerthError) else type(error).__name__
-            self._log.warning("listing_failed", account=session.name, code=code)
+            self.log.warning("listing_failed", account=session.name, code=code)
             session.listing_failed(code)
             session.suspect = not isinstance(error, RateLimited)  # a ping would be one call more
             return error if isinstance(error, BerthError) else None
@@ -382,16 +369,16 @@ class BrokerSessions:
         broker = session.lost(reason)
         if broker is not None:
             self._end(broker, session.account)
-            self._log.warning("broker_session_lost", account=session.name, reason=reason)
+            self.log.warning("broker_session_lost", account=session.name, reason=reason)
             if tell:
-                self._health.update(self.account_sessions())
+                self.health.update(self.account_sessions())
 
     def _patience(self, seconds: float) -> WaitLimit:
         """Seconds that a call may wait for room, out of `seconds` from now; 0 when the lease is not
         renewed."""
         until = time.monotonic() + seconds
-        return lambda: until - time.monotonic() if self._lease.usable() > 0 else 0.0
+        return lambda: until - time.monotonic() if self.lease.usable() > 0 else 0.0
 
     def _end(self, broker: Broker | None, account: OpenedAccount) -> None:
-        self._attempts.close(broker)
-        self._rate_limiter.release_connections([account])
+        self.attempts.close(broker)
+        self.rate_limiter.release_connections([account])

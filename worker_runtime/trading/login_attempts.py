@@ -6,7 +6,7 @@ The lease is checked in the thread that calls the SDK (invariant *one-owner*), a
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -22,6 +22,8 @@ from worker_runtime.trading.account_session import AccountSession, OpenedAccount
 @dataclass(eq=False, repr=False)
 class LoginAttempts:
     load_factory: Callable[[], BrokerFactory]
+    _: KW_ONLY
+    #: Names this worker in the exchange's ledger.
     client: str
     lease: Lease
     on_order: Callable[[ConnectionKey, OrderChanged], None]

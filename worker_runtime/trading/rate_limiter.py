@@ -12,7 +12,7 @@ newer.
 import time
 from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
@@ -54,29 +54,6 @@ class CallKind(StrEnum):
 
 class CountUnavailable(RateLimited):
     """Valkey, which counts the calls, cannot be reached or is starting; nothing was sent."""
-
-
-class RateLimiter(Protocol):
-    """What the session needs of a rate limiter. Times in seconds."""
-
-    #: Permille of the fullest limit that were in use after the last granted call.
-    limit_used: int | None
-
-    def grant_is_fresh(self) -> bool:
-        """Whether the last granted call may still be sent."""
-
-    def spend(self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1) -> None:
-        """Waits for room for `cost` calls. Raises `RateLimited` (`LoginLimited` for a login) if there is none
-        in time, `CountUnavailable` if Valkey cannot count; nothing may be sent then."""
-
-    def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None:
-        """Takes one of the person's connections and the room for one login. Raises `LoginLimited`."""
-
-    def release_connections(self, accounts: Iterable[OpenedAccount]) -> None:
-        """Frees the connections of ended broker sessions. Never raises: a lease ends by itself."""
-
-    def renew_connections(self, open_accounts: Iterable[OpenedAccount]) -> None:
-        """Renews the leases of the open connections when due. Called about once a second; never raises."""
 
 
 class _BudgetWindow(NamedTuple):
@@ -133,7 +110,7 @@ class _BudgetQuery(NamedTuple):
 
 
 class SharedRateLimiter:
-    """Counts one session's calls in Valkey. Implements `RateLimiter`."""
+    """Counts one session's calls in Valkey. Times in seconds."""
 
     def __init__(self, client: Valkey, config: WorkerConfig, shared_state: SharedState, log: Log) -> None:
         self._client = client
@@ -143,6 +120,7 @@ class SharedRateLimiter:
         self._log = log
         self._holder = f"{config.worker_id}:{shared_state.session_number}"
         self._calls = 0
+        #: Permille of the fullest limit that were in use after the last granted call.
         self.limit_used: int | None = None
         #: The count id under which a window was granted last, and the first count id of each owner.
         self._known: dict[tuple[str, str], str] = {}
@@ -154,9 +132,12 @@ class SharedRateLimiter:
         self._lost_seen = shared_state.owner_missing
 
     def grant_is_fresh(self) -> bool:
+        """Whether the last granted call may still be sent."""
         return time.monotonic() - self._granted_at < GRANT_LIFETIME
 
     def spend(self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1) -> None:
+        """Waits for room for `cost` calls. Raises `RateLimited` (`LoginLimited` for a login) if there is none
+        in time, `CountUnavailable` if Valkey cannot count; nothing may be sent then."""
         error = LoginLimited if what is CallKind.LOGIN else RateLimited
         self._calls += 1
         call = f"{self._holder}:{self._calls}"
@@ -173,6 +154,7 @@ class SharedRateLimiter:
         self._granted_at = self._asked_at
 
     def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None:
+        """Takes one of the person's connections and the room for one login. Raises `LoginLimited`."""
         words: list[Argument] = [self._connection(account), self._holder, _ms(CONNECTION_LEASE)]
         words += [self._limits(account).connections, _ms(2 * self._mark_period)]
         try:
@@ -188,9 +170,11 @@ class SharedRateLimiter:
             raise
 
     def release_connections(self, accounts: Iterable[OpenedAccount]) -> None:
+        """Frees the connections of ended broker sessions. Never raises: a lease ends by itself."""
         self._renew_leases(accounts, 0.0)
 
     def renew_connections(self, open_accounts: Iterable[OpenedAccount]) -> None:
+        """Renews the leases of the open connections when due. Called about once a second; never raises."""
         lost = self._shared_state.owner_missing
         if lost == self._lost_seen and time.monotonic() - self._renewed_at < CONNECTION_RENEWAL:
             return

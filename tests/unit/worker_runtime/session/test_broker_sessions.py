@@ -15,6 +15,7 @@ from worker_runtime.protocol.messages import Credentials
 from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.health import HealthMonitor
+from worker_runtime.trading.login_attempts import LoginAttempts
 
 NAMES = ("a1", "a2", "a3")
 
@@ -41,18 +42,24 @@ def test_all_sessions_are_closed_at_once_and_the_board_says_so_afterwards() -> N
     def factory(key: ConnectionKey, client: str, on_order: OnOrderChanged) -> SlowToClose:
         return SlowToClose(market, key, client, on_order, together)
 
-    broker_sessions = BrokerSessions(
+    lease, log = Lease(shared_state), Log("ERROR")
+    attempts = LoginAttempts(
         lambda: factory,
         client="w1/1",
-        lease=Lease(shared_state),
+        lease=lease,
+        on_order=lambda key, change: None,
+        wake=lambda: None,
+        log=log,
+    )
+    broker_sessions = BrokerSessions(
+        attempts,
+        lease=lease,
         shared_state=shared_state,
         reconcile=lambda key, broker, timeout: True,
-        on_order=lambda key, change: None,
         login_pause=2.0,
-        wake=lambda: None,
         health=HealthMonitor(shared_state, lambda kind, detail, logins: None),
         rate_limiter=UnlimitedRateLimiter(),
-        log=Log("ERROR"),
+        log=log,
     )
     for name in NAMES:
         market.register(name, "key", "secret")

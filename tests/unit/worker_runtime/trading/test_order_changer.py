@@ -39,6 +39,7 @@ class Looked(MarketConnections):
 
 class Spent(UnlimitedRateLimiter):
     def __init__(self) -> None:
+        super().__init__()
         self.spent: list[CallKind] = []
 
     def spend(self, account: OpenedAccount, what: CallKind, patience: WaitLimit, *, cost: int = 1) -> None:

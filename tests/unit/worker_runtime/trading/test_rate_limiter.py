@@ -135,10 +135,11 @@ def test_an_order_is_asked_for_once_for_the_person_and_once_for_the_address() ->
     assert len(client.calls) == 2
 
 
-class UnlimitedRateLimiter:
+class UnlimitedRateLimiter(SharedRateLimiter):
     """Grants every call at once."""
 
-    limit_used: int | None = None
+    def __init__(self) -> None:
+        self.limit_used = None
 
     def grant_is_fresh(self) -> bool:
         return True

@@ -27,6 +27,7 @@ from worker_runtime.protocol.messages import AccountLogin, Credentials, Failure,
 from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.health import HealthMonitor
+from worker_runtime.trading.login_attempts import LoginAttempts
 from worker_runtime.trading.rate_limiter import CallKind, WaitLimit
 from worker_runtime.trading.session_recovery import SessionRecovery
 
@@ -37,6 +38,7 @@ class CountingBudget(UnlimitedRateLimiter):
     """A rate limiter that writes down how long its callers would wait, and may be used up."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.waits: list[float] = []
         self.asked: list[WaitLimit] = []
         self.full = False
@@ -71,18 +73,24 @@ class MarketConnections:
         self.timeouts: list[float] = []
         self.budget = CountingBudget()
         self.health = HealthMonitor(self.shared_state, self._tell)
-        self.broker_sessions = BrokerSessions(
+        lease, log = Lease(self.shared_state), Log("ERROR")
+        attempts = LoginAttempts(
             lambda: self._broker,
             client="w1/1",
-            lease=Lease(self.shared_state),
+            lease=lease,
+            on_order=lambda key, change: None,
+            wake=lambda: None,
+            log=log,
+        )
+        self.broker_sessions = BrokerSessions(
+            attempts,
+            lease=lease,
             shared_state=self.shared_state,
             health=self.health,
             rate_limiter=self.budget,
             reconcile=lambda key, broker, timeout: True,
-            on_order=lambda key, change: None,
             login_pause=2.0,
-            wake=lambda: None,
-            log=Log("ERROR"),
+            log=log,
         )
         self.recovery = SessionRecovery(
             self.broker_sessions,
