@@ -90,12 +90,7 @@ class RequestQueue:
         now_ms = await valkey.read_clock(self._client) if link is None else link.server_ms()
         deadline_ms = now_ms + max(1, int(ttl * 1000))
         payload = encode(request)
-        key_names = [
-            keys.seen(user, request.request_id),
-            keys.requests(user),
-            keys.doorbell(user),
-            keys.mark(user),
-        ]
+        key_names = keys.enqueueing(user, request.request_id)
         mac = sign_request(self._secrets.request_keys(user), user, request.request_id, deadline_ms, payload)
         args = [request.request_id, payload, deadline_ms, SEEN_AFTER_DEADLINE, mac]
         if order is not None:

@@ -117,6 +117,11 @@ pool_inbox = _many("pool", "inbox")
 pool_born = _many("pool", "born")
 
 
+def enqueueing(user_id: str, request_id: str) -> list[str]:
+    """KEYS of `enqueue.lua`, but for that of a client order id."""
+    return [seen(user_id, request_id), requests(user_id), doorbell(user_id), mark(user_id)]
+
+
 def answering(user_id: str, request_id: str) -> list[str]:
     """KEYS of `answer.lua`."""
     return [response(user_id, request_id), processing(user_id), requests(user_id), control(user_id)]

@@ -4,7 +4,7 @@ No client is imported here. Servers run a call with redis-py (`run_script(client
 own client (`client.run(*call)`). All are safe to repeat.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -112,26 +112,15 @@ def halt_field(queue: str, runner: str) -> str:
     return f"halt_runner:{runner}" if runner else "halt"
 
 
-def weight_field(queue: str) -> str:
-    """Field of the settings: turns of this queue for each turn of a queue with weight 1."""
-    return f"weight:{queue}"
+def _field(setting: str) -> Callable[[str], str]:
+    """Builds the field of this setting from the name of a queue or of a type of job."""
+    return lambda name: f"{setting}:{name}"
 
 
-def limit_field(name: str) -> str:
-    """Field of the settings: jobs of this type that may run at once, everywhere."""
-    return f"limit:{name}"
-
-
-def rate_field(name: str) -> str:
-    """Field of the settings: ms between two jobs of this type with the same rate key, in the long run."""
-    return f"rate:{name}"
-
-
-def rate_burst_field(name: str) -> str:
-    """Field of the settings: how many of them may come at once after a rest (1 by default)."""
-    return f"rate_burst:{name}"
-
-
-def node_limit_field(name: str) -> str:
-    """Field of the settings: jobs of this type that may run at once on one node."""
-    return f"node_limit:{name}"
+# Fields of the settings.
+weight_field = _field("weight")  # turns of this queue for each turn of a queue with weight 1
+limit_field = _field("limit")  # jobs of this type that may run at once, everywhere
+node_limit_field = _field("node_limit")  # the same on one node
+#: Ms between two jobs of this type with the same rate key, in the long run.
+rate_field = _field("rate")
+rate_burst_field = _field("rate_burst")  # how many of them may come at once after a rest (1 by default)

@@ -6,13 +6,9 @@ from worker_runtime.protocol.scripts import Script
 
 _FOLDER = Path(__file__).parent
 
-_LOADED: list[Script] = []
-
 
 def _load(name: str) -> Script:
-    script = Script.of(f"jobs/{name}", _FOLDER / "queue_lib.lua", _FOLDER / "lua" / f"{name}.lua")
-    _LOADED.append(script)
-    return script
+    return Script.of(f"jobs/{name}", _FOLDER / "queue_lib.lua", _FOLDER / "lua" / f"{name}.lua")
 
 
 ENQUEUE = _load("enqueue")
@@ -30,4 +26,4 @@ SCAN = _load("scan")
 CONFIGURE = _load("configure")
 
 #: All of them: a runner loads them when it joins.
-ALL = tuple(_LOADED)
+ALL = tuple(script for script in list(globals().values()) if isinstance(script, Script))

@@ -73,12 +73,7 @@ def _ask_session(valkey_url: str, arguments: SnapshotPositions, message_keys: As
         mac = sign_request(message_keys.request, user_id, request_id, deadline_ms, payload)
         _, item, mark = client.run(
             scripts.ENQUEUE,
-            [
-                keys.seen(user_id, request_id),
-                keys.requests(user_id),
-                keys.doorbell(user_id),
-                keys.mark(user_id),
-            ],
+            keys.enqueueing(user_id, request_id),
             [request_id, payload, deadline_ms, _REMEMBERED, mac],
         )
         heard = _receive_answer(subscriber, until) if mark else None

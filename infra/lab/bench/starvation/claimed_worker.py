@@ -200,12 +200,11 @@ class ClaimedWorker:
             reply_to="",
             generation=_GENERATION,
         )
-        names = [keys.seen(user_id, request_id), keys.requests(user_id), keys.doorbell(user_id)]
         payload, (seconds, micros) = encode(order), self._commands.redis.time()
         deadline_ms = int(seconds) * 1000 + int(micros) // 1000 + int(deadline * 1000)
         mac = sign_request(self._secrets.request_keys(user_id), user_id, request_id, deadline_ms, payload)
         args = [request_id, payload, deadline_ms, 3_600_000, mac]
-        self._commands.run(ENQUEUE, [*names, keys.mark(user_id)], args)
+        self._commands.run(ENQUEUE, keys.enqueueing(user_id, request_id), args)
         return request_id
 
     def answer(self, request_id: str) -> Answer | None:
