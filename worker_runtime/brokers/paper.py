@@ -18,6 +18,7 @@ import msgspec
 
 from worker_runtime.brokers.port import Listing, OnOrderChanged
 from worker_runtime.process.log import Log
+from worker_runtime.protocol import exchange
 from worker_runtime.protocol.errors import (
     BrokerMaintenance,
     BrokerUnreachable,
@@ -30,25 +31,7 @@ from worker_runtime.protocol.errors import (
     SessionDown,
     from_code,
 )
-from worker_runtime.protocol.exchange import (
-    Balance,
-    Cancel,
-    ClientRequest,
-    ExchangeOrder,
-    ExchangePing,
-    ExchangeReply,
-    GetBalance,
-    ListOrders,
-    ListPositions,
-    Login,
-    Logout,
-    OrderChanged,
-    Place,
-    Position,
-    Replace,
-    ServerMessage,
-    SessionEnded,
-)
+from worker_runtime.protocol.exchange import Balance, ExchangeOrder, ExchangeReply, OrderChanged, Position
 from worker_runtime.protocol.messages import Credentials, PlaceOrder
 
 #: Seconds `close()` waits for the exchange to confirm the logout; the port allows a second in all.
@@ -67,12 +50,12 @@ _REMEMBERED = 4096
 #: Seconds to wait for the reader thread to end.
 _READER_WAIT = 0.4
 #: What the exchange takes of our request as it is.
-_TERMS = tuple(name for name in Place.__struct_fields__ if name in PlaceOrder.__struct_fields__)
+_TERMS = tuple(name for name in exchange.Place.__struct_fields__ if name in PlaceOrder.__struct_fields__)
 
 #: Makes a request from its `id`.
-MakeRequest = Callable[..., ClientRequest]
+MakeRequest = Callable[..., exchange.ClientRequest]
 
-_decoder: msgspec.json.Decoder[ServerMessage] = msgspec.json.Decoder(ServerMessage)
+_decoder: msgspec.json.Decoder[exchange.ServerMessage] = msgspec.json.Decoder(exchange.ServerMessage)
 _encoder = msgspec.json.Encoder()
 
 
@@ -199,7 +182,7 @@ class PaperConnection:
             self._dispatch(_decoder.decode(line))
         return True
 
-    def _dispatch(self, message: ServerMessage) -> None:
+    def _dispatch(self, message: exchange.ServerMessage) -> None:
         if isinstance(message, ExchangeReply):
             waiting = self._waiting.pop(message.id, None)
             if waiting is not None:
@@ -211,7 +194,7 @@ class PaperConnection:
                 self._report(OrderChanged(event_id=event_id, order=order))
         elif isinstance(message, OrderChanged):
             self._report(message)
-        elif isinstance(message, SessionEnded):
+        elif isinstance(message, exchange.SessionEnded):
             self.down_reason = f"the exchange ended the session: {message.reason}"
 
     def _report(self, change: OrderChanged) -> None:
@@ -266,7 +249,7 @@ class PaperBroker:
         link = self._link = PaperConnection(self._connect(timeout), self._on_order, self._log)
 
         request = partial(
-            Login,
+            exchange.Login,
             account=self._account,
             api_key=credentials.api_key,
             secret_key=credentials.secret_key,
@@ -289,23 +272,23 @@ class PaperBroker:
         if timeout <= 0:
             raise OrderRejected("no time was left to send the order; it was not sent")
         terms = {name: getattr(order, name) for name in _TERMS}
-        request = partial(Place, client_note=order.order_id, **terms)
+        request = partial(exchange.Place, client_note=order.order_id, **terms)
         return self._change(request, timeout)
 
     def queries_before_change(self, broker_order_id: str) -> bool:
         return False
 
     def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
-        return self._change(partial(Cancel, broker_order_id=broker_order_id), timeout)
+        return self._change(partial(exchange.Cancel, broker_order_id=broker_order_id), timeout)
 
     def replace(
         self, broker_order_id: str, quantity: int | None, price: Decimal | None, timeout: float
     ) -> ExchangeOrder:
-        request = partial(Replace, broker_order_id=broker_order_id, quantity=quantity, price=price)
+        request = partial(exchange.Replace, broker_order_id=broker_order_id, quantity=quantity, price=price)
         return self._change(request, timeout)
 
     def orders(self, timeout: float) -> Listing:
-        reply = self._ask(ListOrders, timeout)
+        reply = self._ask(exchange.ListOrders, timeout)
         coverage = reply.coverage
         if coverage is None or not coverage.all_sessions:
             return Listing(reply.orders)
@@ -313,16 +296,16 @@ class PaperBroker:
         return Listing(reply.orders, behind=behind, reaches=reaches, positions_agree=True)
 
     def positions(self, timeout: float) -> list[Position]:
-        return self._ask(ListPositions, timeout).positions
+        return self._ask(exchange.ListPositions, timeout).positions
 
     def balance(self, timeout: float) -> Balance:
-        balance = self._ask(GetBalance, timeout).balance
+        balance = self._ask(exchange.GetBalance, timeout).balance
         if balance is None:
             raise BrokerUnreachable("the exchange answered without a balance")
         return balance
 
     def ping(self, timeout: float) -> None:
-        self._ask(ExchangePing, timeout)
+        self._ask(exchange.ExchangePing, timeout)
 
     def reference_price(self, symbol: str) -> Decimal | None:
         """The exchange has none: the price of the session's last fill stands for it."""
@@ -338,7 +321,7 @@ class PaperBroker:
         if link is None:
             return
         try:
-            link.call(Logout, time.monotonic() + _LOGOUT_WAIT)
+            link.call(exchange.Logout, time.monotonic() + _LOGOUT_WAIT)
         except (NothingSent, ConnectionLost, NoReply) as error:
             self._log.debug("paper.logout_unanswered", reason=str(error))
         link.drop("closed")

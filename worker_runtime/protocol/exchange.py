@@ -10,18 +10,7 @@ from typing import Annotated, Self
 
 import msgspec
 
-from worker_runtime.protocol.bounds import (
-    LISTED,
-    EventId,
-    Id,
-    Lots,
-    Sentence,
-    SignedLots,
-    SpanMs,
-    Word,
-    check_amounts,
-    check_prices,
-)
+from worker_runtime.protocol import bounds
 from worker_runtime.protocol.messages import Fill, OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import ODD_LOTS, SHARES_PER_LOT, OpenClose, OrderCondition, OrderLot
 
@@ -98,33 +87,33 @@ ClientRequest = (
 class ExchangeOrder(msgspec.Struct, frozen=True, kw_only=True):
     """An order as the exchange sees it; `fills` are those so far."""
 
-    broker_order_id: Id
-    tag: Word
-    symbol: Word
+    broker_order_id: bounds.Id
+    tag: bounds.Word
+    symbol: bounds.Word
     side: Side
-    quantity: Lots
+    quantity: bounds.Lots
     price_type: PriceType
     price: Decimal | None
     time_in_force: TimeInForce
     state: OrderState
-    fills: Annotated[list[Fill], LISTED] = []
-    reason: Sentence | None = None
+    fills: Annotated[list[Fill], bounds.LISTED] = []
+    reason: bounds.Sentence | None = None
 
     def __post_init__(self) -> None:
-        check_prices(price=self.price)
+        bounds.check_prices(price=self.price)
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    symbol: Word
+    symbol: bounds.Word
     #: Lots; negative when short.
-    quantity: SignedLots
+    quantity: bounds.SignedLots
     average_price: Decimal
     #: Shares beyond the lots, with their sign.
-    odd_shares: SignedLots = 0
+    odd_shares: bounds.SignedLots = 0
     condition: OrderCondition = OrderCondition.CASH
 
     def __post_init__(self) -> None:
-        check_prices(average_price=self.average_price)
+        bounds.check_prices(average_price=self.average_price)
 
     @classmethod
     def of_shares(
@@ -154,13 +143,13 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 class Balance(msgspec.Struct, frozen=True, kw_only=True):
     """Money of an account, in the account's currency."""
 
-    currency: Word
+    currency: bounds.Word
     cash: Decimal
     #: Available for new orders.
     available: Decimal
 
     def __post_init__(self) -> None:
-        check_amounts(cash=self.cash, available=self.available)
+        bounds.check_amounts(cash=self.cash, available=self.available)
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,9 +158,9 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     #: Whether orders of all sessions are listed, not only of the one that asks.
     all_sessions: bool
     #: Orders that the exchange took less than this many ms before the answer may be missing.
-    behind_ms: SpanMs
+    behind_ms: bounds.SpanMs
     #: Orders that it took more than this many ms before the answer may be missing.
-    reaches_ms: SpanMs
+    reaches_ms: bounds.SpanMs
 
 
 class ExchangeReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="reply"):
@@ -192,7 +181,7 @@ class ExchangeReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 class OrderChanged(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="order_changed"):
     """Sent by the exchange: an order's state changed, with the fill that did it if there is one."""
 
-    event_id: EventId
+    event_id: bounds.EventId
     order: ExchangeOrder
     fill: Fill | None = None
 
