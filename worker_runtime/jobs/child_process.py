@@ -66,7 +66,7 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     #: Seconds that the job ran.
     took: float = 0.0
     traceback: str = ""
-    #: Seconds until another attempt, if the job asked for that.
+    #: Seconds until another attempt, if the error said so.
     delay: float | None = None
     #: The child takes no further job.
     last: bool = False
@@ -165,7 +165,7 @@ class ChildProcess:
             failure=Failure(code=known.code, detail=known.detail[:_DETAIL], retryable=retryable),
             took=took,
             traceback=text,
-            delay=getattr(known, "delay", None),
+            delay=known.retry_after,
             # Out of memory, or asked to exit: this process is not to be trusted any more.
             last=self._uses == 0 or not isinstance(error, Exception) or isinstance(error, MemoryError),
         )

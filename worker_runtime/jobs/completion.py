@@ -31,12 +31,22 @@ from worker_runtime.protocol.messages import Failure
 _JITTER = 0.25
 
 
-class RunVerdict(msgspec.Struct, frozen=True):
-    """How one run ended. `delay`: seconds until a retry."""
+@dataclass(slots=True)
+class RunEnd:
+    """How one run ended. `job` is None if it is not readable, or of an unknown type."""
 
+    claimed: ClaimedJob
+    job: Job | None
     result: JobResult
+    #: Seconds until a retry.
     delay: float = 0.0
     crashed: bool = False
+    #: False if the job has not started.
+    ran: bool = True
+    #: The queue's answer.
+    outcome: str = ""
+    #: How often it was sent: it is sent again after a lost reply.
+    sent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,7 @@ class RunJudge:
 
     def reported(
         self, claimed: ClaimedJob, job: Job, outcome: RunOutcome, output: str, started_ms: int
-    ) -> RunVerdict:
+    ) -> RunEnd:
         failure, delay = outcome.failure, 0.0
         if failure is None:
             status = JobStatus.DONE
@@ -54,11 +64,10 @@ class RunJudge:
             delay = jittered(job.retry_delay if outcome.delay is None else outcome.delay)
         else:
             status = JobStatus.FAILED
-        return RunVerdict(self._result(claimed, status, failure, output, started_ms, outcome), delay)
+        result = self._result(claimed, status, failure, output, started_ms, outcome)
+        return RunEnd(claimed, job, result, delay)
 
-    def died(
-        self, claimed: ClaimedJob, job: Job, why: str, how: str, output: str, started_ms: int
-    ) -> RunVerdict:
+    def died(self, claimed: ClaimedJob, job: Job, why: str, how: str, output: str, started_ms: int) -> RunEnd:
         """The child ended without a report: it crashed, or was killed (`why`: 'timeout' or 'cancelled')."""
         error: BerthError = JobTimeout(f"killed after {job.timeout:g} s") if why else JobCrashed(how)
         status, delay, crashed = JobStatus.FAILED, 0.0, False
@@ -71,18 +80,20 @@ class RunJudge:
             if claimed.crashes + 1 < MAX_CRASHES and claimed.attempt < job.attempts:
                 status, delay = JobStatus.RETRY, jittered(job.retry_delay)
         result = self._result(claimed, status, Failure.of(error), output, started_ms)
-        return RunVerdict(result, delay, crashed)
+        return RunEnd(claimed, job, result, delay, crashed)
 
-    def refused(self, claimed: ClaimedJob, job: Job | None, error: BerthError) -> RunVerdict:
+    def refused(self, claimed: ClaimedJob, job: Job | None, error: BerthError) -> RunEnd:
         """The job has not run here: it is unreadable (None), of an unknown type, or got no process."""
         status, delay = JobStatus.FAILED, 0.0
         if job is not None and error.retryable and claimed.attempt < job.attempts:
             status, delay = JobStatus.RETRY, jittered(job.retry_delay)
-        return RunVerdict(self._result(claimed, status, Failure.of(error), "", wall_ms()), delay)
+        result = self._result(claimed, status, Failure.of(error), "", wall_ms())
+        return RunEnd(claimed, None, result, delay, ran=False)
 
-    def cancelled(self, claimed: ClaimedJob) -> RunVerdict:
+    def cancelled(self, claimed: ClaimedJob, job: Job) -> RunEnd:
         failure = Failure.of(JobCancelled("cancelled before it ran"))
-        return RunVerdict(self._result(claimed, JobStatus.CANCELLED, failure, "", wall_ms()))
+        result = self._result(claimed, JobStatus.CANCELLED, failure, "", wall_ms())
+        return RunEnd(claimed, job, result, ran=False)
 
     def _result(
         self,
@@ -113,21 +124,6 @@ def jittered(delay: float) -> float:
     return delay * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311
 
 
-@dataclass(slots=True)
-class RunEnd:
-    """The end of one run. `outcome` is the queue's answer."""
-
-    claimed: ClaimedJob
-    job: Job | None
-    result: JobResult
-    finish: FinishedRun
-    #: False if the job has not started.
-    ran: bool
-    outcome: str = ""
-    #: How often it was sent: it is sent again after a lost reply.
-    sent: int = 0
-
-
 class PendingRunEnds:
     """The ends of one runner's runs, in their order: first written to the queue, then logged."""
 
@@ -142,19 +138,19 @@ class PendingRunEnds:
         """The number of ends still to be written."""
         return len(self._open)
 
-    def add(self, claimed: ClaimedJob, job: Job | None, verdict: RunVerdict, *, ran: bool = True) -> None:
-        ttl = RESULT_TTL if job is None else job.result_ttl
-        status, result = verdict.result.status, sign_result(verdict.result, self._message_keys)
-        finish = FinishedRun(
-            claimed.job_id, claimed.fence, status, result, ttl, verdict.delay, verdict.crashed
-        )
-        self._open.append(RunEnd(claimed, job, verdict.result, finish, ran))
+    def add(self, end: RunEnd) -> None:
+        self._open.append(end)
 
     def to_write(self) -> list[FinishedRun]:
         """All ends to send now, with those whose reply was lost."""
+        finished = []
         for end in self._open:
             end.sent += 1
-        return [end.finish for end in self._open]
+            ttl = RESULT_TTL if end.job is None else end.job.result_ttl
+            status, result = end.result.status, sign_result(end.result, self._message_keys)
+            job_id, fence = end.claimed.job_id, end.claimed.fence
+            finished.append(FinishedRun(job_id, fence, status, result, ttl, end.delay, end.crashed))
+        return finished
 
     def written(self, outcomes: list[str]) -> None:
         """Takes the queue's answers to all ends of `to_write`."""
@@ -170,7 +166,6 @@ class PendingRunEnds:
         """The jobs are no longer this runner's: no fencing number fits these ends."""
         for end in self._open:
             end.claimed = msgspec.structs.replace(end.claimed, fence=0)
-            end.finish = msgspec.structs.replace(end.finish, fence=0)
 
     def log_written(self) -> None:
         """Logs and counts written ends. It is called late, so that the next job starts first."""

@@ -200,8 +200,9 @@ class JobExecutor:
         self._runs.kill_all()
         self._killed.clear()
         for run in lost:
-            verdict = self._judge().died(run.claimed, run.job, "", "it was lost", "", run.started_ms)
-            self.pending_ends.add(run.claimed, run.job, verdict)
+            self.pending_ends.add(
+                self._judge().died(run.claimed, run.job, "", "it was lost", "", run.started_ms)
+            )
         self.pending_ends.disown()
         self.prefetched.clear()
 
@@ -257,8 +258,7 @@ class JobExecutor:
         self._start_prefetched()
         if self._registration.runner_id != runner_id:
             return  # the runner has lost all its jobs meanwhile, this one included
-        verdict = RunJudge(runner_id).reported(run.claimed, run.job, outcome, output, run.started_ms)
-        self.pending_ends.add(run.claimed, run.job, verdict)
+        self.pending_ends.add(self._judge().reported(run.claimed, run.job, outcome, output, run.started_ms))
 
     def _child_ended(self, child: JobChild, status: int) -> None:
         run = self._runs.find(child)
@@ -268,19 +268,19 @@ class JobExecutor:
         if run is not None and self._runs.find(child) is run:
             self._runs.remove(child)
             how = f"its process ended by signal {-status}" if status < 0 else f"its process exited {status}"
-            verdict = self._judge().died(
+            end = self._judge().died(
                 run.claimed, run.job, run.kill_reason, how, child.capture.text(), run.started_ms
             )
-            self.pending_ends.add(run.claimed, run.job, verdict)
-            if verdict.result.status is JobStatus.FAILED and run.kill_reason:
+            self.pending_ends.add(end)
+            if end.result.status is JobStatus.FAILED and run.kill_reason:
                 self._log.warning("job_killed", job=run.claimed.job_id, why=run.kill_reason)
         self._pool.forget(child)
 
     def _refuse(self, claimed: ClaimedJob, job: Job | None, error: BerthError) -> None:
-        self.pending_ends.add(claimed, None, self._judge().refused(claimed, job, error), ran=False)
+        self.pending_ends.add(self._judge().refused(claimed, job, error))
 
     def _end_as_cancelled(self, claimed: ClaimedJob, job: Job) -> None:
-        self.pending_ends.add(claimed, job, self._judge().cancelled(claimed), ran=False)
+        self.pending_ends.add(self._judge().cancelled(claimed, job))
 
     def _judge(self) -> RunJudge:
         return RunJudge(self._registration.runner_id)

@@ -8,7 +8,6 @@ import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from worker_runtime.jobs.child_pool import RunningJobs
 from worker_runtime.jobs.config import RunnerConfig
@@ -25,13 +24,6 @@ from worker_runtime.protocol.errors import MalformedMessage
 _RENEWALS_PER_LEASE = 3
 
 
-@dataclass(slots=True)
-class _ObservedBeat:
-    beat: bytes
-    #: Seconds for which it has not changed.
-    unchanged: float = 0.0
-
-
 class LeaseObserver:
     """Finds runners whose beat has not changed for a lease. Check the beats every `period` seconds.
 
@@ -45,7 +37,8 @@ class LeaseObserver:
         self._lease = lease
         self._max_step = 3 * self.period
         self._last: float | None = None
-        self._seen: dict[str, _ObservedBeat] = {}
+        #: Each runner's beat, and the seconds for which it has not changed.
+        self._seen: dict[str, tuple[bytes, float]] = {}
 
     @property
     def period(self) -> float:
@@ -61,13 +54,10 @@ class LeaseObserver:
         for runner, beat in beats.items():
             if runner == own:
                 continue
-            before = self._seen.get(runner)
-            if before is None or before.beat != beat:
-                before = _ObservedBeat(beat)
-            else:
-                before.unchanged += passed
-            seen[runner] = before
-            if before.unchanged >= self._lease:
+            before, unchanged = self._seen.get(runner, (b"", 0.0))
+            unchanged = unchanged + passed if beat == before else 0.0
+            seen[runner] = beat, unchanged
+            if unchanged >= self._lease:
                 dead.append((runner, beat))
         self._seen = seen
         return dead

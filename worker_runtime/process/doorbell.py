@@ -119,7 +119,11 @@ class Doorbell:
         return [reply[1]] if reply else []
 
     def close(self) -> None:
-        self._unregister()
+        # By number: a failed client has closed its socket already. Nothing else has been opened since, so the
+        # number is still ours.
+        if self._registered is not None:
+            self._selector.unregister(self._registered)
+            self._registered = None
         self._client.close()
         self._listening = False
 
@@ -132,13 +136,6 @@ class Doorbell:
         self._log.warning("doorbell_lost", reason=reason)
         self.close()
         self._backoff.failed()
-
-    def _unregister(self) -> None:
-        # By number: a failed client has closed its socket already. Nothing else has been opened since, so the
-        # number is still ours.
-        if self._registered is not None:
-            self._selector.unregister(self._registered)
-            self._registered = None
 
 
 class JobDoorbell:

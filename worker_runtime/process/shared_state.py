@@ -198,10 +198,6 @@ class SharedState:
         #: Calls under way → until when they may take (monotonic ns).
         self._calls: dict[object, int] = {}
 
-    def lease_end(self) -> int:
-        """The end of the lease by the latest renewal (CLOCK_BOOTTIME ns); 0 once fenced."""
-        return 0 if self.fenced else max(self.lease_session, self.lease_supervisor)
-
     @contextmanager
     def busy(self, seconds: float) -> Iterator[None]:
         """Surrounds a call that may take `seconds`: for that time a missing pulse does not count.
@@ -318,7 +314,7 @@ class Lease:
         self._shared_state = shared_state
 
     def left(self) -> float:
-        """Seconds until the lease ends; negative when it has."""
+        """Seconds until the lease ends by the latest renewal; negative when it has."""
         end = max(self._shared_state.lease_supervisor, self._shared_state.lease_session)
         return (end - boot_ns()) / SECOND
 
@@ -329,4 +325,4 @@ class Lease:
 
     def usable(self) -> float:
         """Seconds that a broker call may take from now. If zero or less, no call may be made."""
-        return (self._shared_state.lease_end() - boot_ns()) / SECOND - LEASE_MARGIN
+        return -math.inf if self._shared_state.fenced else self.left() - LEASE_MARGIN

@@ -117,10 +117,9 @@ def derive_key(secret: bytes, *parts: bytes) -> bytes:
 class RefusalCounter:
     """Counts refused messages, and says which are worth a line in the log: one a sender and minute."""
 
-    def __init__(self, on_refusal: Callable[[], object] | None = None, period: float = 60.0) -> None:
+    def __init__(self, on_refusal: Callable[[], object] | None = None) -> None:
         self.count = 0
         self._on_refusal = on_refusal
-        self._period = period
         self._logged: set[str] = set()
         self._since = time.monotonic()
 
@@ -129,7 +128,7 @@ class RefusalCounter:
         self.count += 1
         if self._on_refusal is not None:
             self._on_refusal()
-        if time.monotonic() - self._since > self._period:
+        if time.monotonic() - self._since > 60.0:
             self._logged.clear()
             self._since = time.monotonic()
         if sender in self._logged or len(self._logged) >= _MAX_SENDERS:

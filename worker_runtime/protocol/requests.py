@@ -16,18 +16,12 @@ from typing import Annotated, Any
 
 import msgspec
 
+from worker_runtime.protocol import messages
 from worker_runtime.protocol.authentication import MessageKeys, sign, verify
 from worker_runtime.protocol.bounds import LISTED, Counter, Id, Lots, SpanMs, TimeMs, Word, check_prices
 from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.exchange import Balance as Balance
 from worker_runtime.protocol.exchange import ExchangeOrder, Position
-from worker_runtime.protocol.messages import (
-    ControlHeader,
-    PlaceOrder,
-    ReloadCredentials,
-    RequestMessage,
-    Shutdown,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +63,7 @@ def parse_frame(raw: bytes) -> Frame:
     return Frame(raw, deadline_ms, parts[1].decode("ascii"), parts[2].decode("ascii"), parts[3])
 
 
-class ChangeMessage(RequestMessage, frozen=True, kw_only=True):
+class ChangeMessage(messages.RequestMessage, frozen=True, kw_only=True):
     """What a request carries that changes a working order."""
 
     order_id: Id
@@ -97,7 +91,7 @@ class ReplaceOrder(ChangeMessage, frozen=True, kw_only=True, tag="replace_order"
         check_prices(price=self.price, price_band=self.price_band)
 
 
-class QueryAccount(RequestMessage, frozen=True, kw_only=True, tag="query_account"):
+class QueryAccount(messages.RequestMessage, frozen=True, kw_only=True, tag="query_account"):
     """Asks what the broker knows of one account now. The answer carries an `AccountReport`."""
 
     orders: bool = True
@@ -107,7 +101,7 @@ class QueryAccount(RequestMessage, frozen=True, kw_only=True, tag="query_account
     balance: bool = False
 
 
-Request = PlaceOrder | CancelOrder | ReplaceOrder | QueryAccount
+Request = messages.PlaceOrder | CancelOrder | ReplaceOrder | QueryAccount
 
 
 class AccountReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -245,7 +239,7 @@ def switch_of(
     return found, False
 
 
-class BooksCompared(ControlHeader, frozen=True, kw_only=True, tag="books_compared"):
+class BooksCompared(messages.ControlHeader, frozen=True, kw_only=True, tag="books_compared"):
     """What the broker listed was compared with our books. It needs no number: a repeat says nothing new."""
 
     account_id: Id
@@ -255,4 +249,4 @@ class BooksCompared(ControlHeader, frozen=True, kw_only=True, tag="books_compare
     blocks: bool
 
 
-ControlMessage = Shutdown | ReloadCredentials | BooksCompared
+ControlMessage = messages.Shutdown | messages.ReloadCredentials | BooksCompared

@@ -64,7 +64,7 @@ def perform(script: JobScript, context: JobContext) -> object:
     if script.dies_by:
         os.kill(os.getpid(), script.dies_by)
     if context.attempt <= script.retries:
-        raise RetryLater("not yet", delay=0.0)
+        raise RetryLater("not yet", retry_after=0.0)
     if script.fails:
         raise RuntimeError(script.fails)
     return script.returns

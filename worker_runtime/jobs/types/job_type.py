@@ -30,11 +30,6 @@ class JobContext(msgspec.Struct, frozen=True):
 class RetryLater(JobFailed, code="JOB_RETRY", retryable=True):
     """The job could not do its work now; it asks for another attempt."""
 
-    def __init__(self, detail: str = "", *, delay: float | None = None) -> None:
-        """`delay` in seconds; None: the job's own delay between attempts."""
-        super().__init__(detail)
-        self.delay = delay
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobType:

@@ -76,9 +76,9 @@ def message_job(provider: MessageProvider) -> JobType:
         if pause is None:
             pause = min(kind.retry_delay * 2 ** (context.attempt - 1), _LONGEST_PAUSE)
         if status == 401:
-            raise ProviderLoginRefused(said, delay=pause)
+            raise ProviderLoginRefused(said, retry_after=pause)
         if status in _NOT_BEGUN or (status >= 500 and kind.idempotent):
-            raise MessageDeferred(said, delay=pause)
+            raise MessageDeferred(said, retry_after=pause)
         if status >= 500:
             raise JobOutcomeUnknown(f"{said}: the provider may have sent the message")
         raise MessageRefused(said)

@@ -81,7 +81,7 @@ class FcmProvider:
             self._token, self._valid_until = token, time.monotonic() + life - _MARGIN
             return token
         if status == 429 or status >= 500:
-            raise MessageDeferred(f"the login: status {status}", delay=pause)
+            raise MessageDeferred(f"the login: status {status}", retry_after=pause)
         raise ProviderLoginRefused(f"the login: status {status}")
 
     def _assertion(self) -> str:

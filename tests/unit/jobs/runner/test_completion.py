@@ -6,7 +6,7 @@ import pytest
 
 from worker_runtime.jobs.child_pool import NotForked
 from worker_runtime.jobs.child_process import RunOutcome
-from worker_runtime.jobs.completion import RunJudge, RunVerdict, jittered
+from worker_runtime.jobs.completion import RunEnd, RunJudge, jittered
 from worker_runtime.jobs.protocol.messages import Job, JobStatus, UnknownJob
 from worker_runtime.jobs.queue import ClaimedJob
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
@@ -19,37 +19,35 @@ def claimed(attempt: int = 1, crashes: int = 0) -> ClaimedJob:
     return ClaimedJob("j", b"", 7, attempt, crashes)
 
 
-def died(job: Job, run: ClaimedJob, why: str = "") -> RunVerdict:
+def died(job: Job, run: ClaimedJob, why: str = "") -> RunEnd:
     return JUDGE.died(run, job, why, "signal 11", "", 0)
 
 
-def code(verdict: RunVerdict) -> str:
-    assert verdict.result.failure is not None
-    return verdict.result.failure.code
+def code(end: RunEnd) -> str:
+    assert end.result.failure is not None
+    return end.result.failure.code
 
 
 @pytest.mark.parametrize(("attempt", "status"), [(1, JobStatus.RETRY), (9, JobStatus.RETRY), (10, "failed")])
 def test_a_retryable_error_is_tried_ten_times_in_all(attempt: int, status: str) -> None:
     failure = Failure(code="X", detail="", retryable=True)
-    verdict = JUDGE.reported(
+    end = JUDGE.reported(
         claimed(attempt), Job(job_id="j", name="n"), RunOutcome(fence=7, failure=failure), "", 0
     )
-    assert verdict.result.status == status
+    assert end.result.status == status
 
 
 def test_another_error_is_not_tried_again() -> None:
     failure = Failure(code="X", detail="")
-    verdict = JUDGE.reported(
-        claimed(), Job(job_id="j", name="n"), RunOutcome(fence=7, failure=failure), "", 0
-    )
-    assert verdict.result.status is JobStatus.FAILED
+    end = JUDGE.reported(claimed(), Job(job_id="j", name="n"), RunOutcome(fence=7, failure=failure), "", 0)
+    assert end.result.status is JobStatus.FAILED
 
 
 def test_a_retry_waits_as_long_as_the_job_asked_for() -> None:
     failure = Failure(code="X", detail="", retryable=True)
     outcome = RunOutcome(fence=7, failure=failure, delay=1000.0)
-    verdict = JUDGE.reported(claimed(), Job(job_id="j", name="n"), outcome, "", 0)
-    assert 750 <= verdict.delay <= 1250
+    end = JUDGE.reported(claimed(), Job(job_id="j", name="n"), outcome, "", 0)
+    assert 750 <= end.delay <= 1250
 
 
 @pytest.mark.parametrize(
@@ -67,8 +65,8 @@ def test_a_retry_waits_as_long_as_the_job_asked_for() -> None:
 def test_the_death_of_a_child(
     idempotent: bool, crashes: int, why: str, expected: tuple[JobStatus, str]
 ) -> None:
-    verdict = died(Job(job_id="j", name="n", idempotent=idempotent), claimed(crashes=crashes), why)
-    assert (verdict.result.status, code(verdict)) == expected
+    end = died(Job(job_id="j", name="n", idempotent=idempotent), claimed(crashes=crashes), why)
+    assert (end.result.status, code(end)) == expected
 
 
 @pytest.mark.parametrize(
@@ -83,9 +81,9 @@ def test_the_death_of_a_child(
 def test_what_has_not_run_here_may_run_elsewhere(
     error: BerthError, job: Job | None, attempt: int, status: JobStatus
 ) -> None:
-    verdict = JUDGE.refused(claimed(attempt), job, error)
-    assert (verdict.result.status, code(verdict)) == (status, error.code)
-    assert not verdict.crashed
+    end = JUDGE.refused(claimed(attempt), job, error)
+    assert (end.result.status, code(end)) == (status, error.code)
+    assert not end.crashed
 
 
 def test_retries_spread_out() -> None:
@@ -95,6 +93,6 @@ def test_retries_spread_out() -> None:
 
 
 def test_what_is_cancelled_before_it_begins_ends_as_cancelled() -> None:
-    verdict = JUDGE.cancelled(claimed())
-    assert (verdict.result.status, code(verdict)) == (JobStatus.CANCELLED, "JOB_CANCELLED")
-    assert not verdict.crashed
+    end = JUDGE.cancelled(claimed(), Job(job_id="j", name="n"))
+    assert (end.result.status, code(end)) == (JobStatus.CANCELLED, "JOB_CANCELLED")
+    assert not end.crashed

@@ -161,8 +161,8 @@ def test_too_many_messages_wait_as_long_as_the_provider_says(
     with pytest.raises(MessageDeferred, match="20429") as caught:
         send(sms(twilio), SMS, attempt)
     assert caught.value.retryable
-    assert caught.value.delay is not None
-    assert least <= caught.value.delay <= most
+    assert caught.value.retry_after is not None
+    assert least <= caught.value.retry_after <= most
 
 
 FAULTS: list[Answer | None] = [(500, {}, b"<html>"), (502, {}, b""), (504, {}, b"[1]"), None]
@@ -205,7 +205,7 @@ def test_a_login_that_is_refused_waits_for_a_person(twilio: TwilioServer, fcm: F
     fcm.faults = [(503, {"Retry-After": "9"}, b"")]
     with pytest.raises(MessageDeferred, match="the login: status 503") as deferred:
         send(push(fcm.url), PUSH)
-    assert deferred.value.delay == 9.0
+    assert deferred.value.retry_after == 9.0
     assert not [path for path, _, _ in fcm.got if path != "/token"]
 
 

@@ -66,14 +66,14 @@ def test_a_status_that_may_pass_asks_for_another_attempt(receiver: Receiver, sta
     with pytest.raises(WebhookDeferred) as caught:
         deliver(receiver.url)
     assert caught.value.retryable
-    assert caught.value.delay == 17.0
+    assert caught.value.retry_after == 17.0
 
 
 def test_a_receiver_does_not_hold_a_delivery_back_for_days(receiver: Receiver) -> None:
     receiver.answers = [(503, {"Retry-After": "864000"})]
     with pytest.raises(WebhookDeferred) as caught:
         deliver(receiver.url)
-    assert caught.value.delay is None
+    assert caught.value.retry_after is None
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 410])
