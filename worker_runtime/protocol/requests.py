@@ -20,8 +20,7 @@ from worker_runtime.protocol import messages
 from worker_runtime.protocol.authentication import MessageKeys, sign, verify
 from worker_runtime.protocol.bounds import LISTED, Counter, Id, Lots, SpanMs, TimeMs, Word, check_prices
 from worker_runtime.protocol.errors import MalformedMessage
-from worker_runtime.protocol.exchange import Balance as Balance
-from worker_runtime.protocol.exchange import ExchangeOrder, Position
+from worker_runtime.protocol.exchange import Balance, ExchangeOrder, Position
 
 
 @dataclass(frozen=True, slots=True)
