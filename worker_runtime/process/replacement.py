@@ -32,7 +32,14 @@ class KillReason(IntEnum):
     FENCED = 3
 
     def text(self) -> str:
-        return ("no pulse", "open broker sessions at the end of the lease", "fenced")[self - 1]
+        return _KILL_TEXTS[self]
+
+
+_KILL_TEXTS = {
+    KillReason.NO_PULSE: "no pulse",
+    KillReason.LEASE: "open broker sessions at the end of the lease",
+    KillReason.FENCED: "fenced",
+}
 
 
 class CrashCounter:

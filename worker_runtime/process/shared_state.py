@@ -325,4 +325,4 @@ class Lease:
 
     def usable(self) -> float:
         """Seconds that a broker call may take from now. If zero or less, no call may be made."""
-        return -math.inf if self._shared_state.fenced else self.left() - LEASE_MARGIN
+        return (0.0 if self._shared_state.fenced else self.left()) - LEASE_MARGIN
