@@ -11,6 +11,7 @@ from typing import Any
 
 import structlog
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 
 from api.attention import router as attention
@@ -116,6 +117,13 @@ def create_app(settings: Settings) -> FastAPI:
         # Not through a router of its own for /v1: all routes would be analysed twice, 80 ms of each start.
         app.include_router(router, prefix="/v1")
     app.include_router(pages.router)
+    app.state.right_of = {
+        route.endpoint: f"{method} {route.path}"
+        for router in ROUTERS
+        for route in router.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+    }
     app.mount("/page/static", StaticFiles(directory=HERE / "static"))
     app.mount("/page/swagger", StaticFiles(packages=[("fastapi_offline", "static")]))
     _document_more(app)

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from api.container import Call
 from api.http import problems
-from api.http.fields import Body, UserIdInPath, View
+from api.http.fields import Body, UserId, View
 from api.orders.outcomes import view_of
 from api.orders.router import own_order
 from api.orders.schemas import (
@@ -167,7 +167,7 @@ def _attention_view(row: models.Order) -> AttentionOrderView:
 
 
 @router.get("/users/{user_id}/reconciliations", summary="Differences with the broker")
-async def list_reconciliations(user_id: UserIdInPath, call: Call, limit: Most = 100) -> ReconciliationList:
+async def list_reconciliations(user_id: UserId, call: Call, limit: Most = 100) -> ReconciliationList:
     """What comparisons of our books with the broker's found after logins; the open ones first.
 
     A comparison closes what it shows to be in order again. An order that is not ours stays until an operator

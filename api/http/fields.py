@@ -5,7 +5,7 @@ from decimal import Decimal
 from importlib.resources import files
 from typing import Annotated, Any
 
-from fastapi import Path, Query, Response
+from fastapi import Query, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 #: What may stand in a Valkey key, a workflow id and a path: no braces, no bars, no slashes. It begins with
@@ -16,7 +16,6 @@ ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 Reason = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$")]
 UserId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["alice"])]
 AccountId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["9A95-0123456"])]
-UserIdInPath = Annotated[str, Path(pattern=ID_PATTERN, max_length=64, examples=["alice"])]
 OfUser = Annotated[str | None, Query(pattern=ID_PATTERN, max_length=64, description="Only of this user.")]
 UserPrefix = Annotated[
     str | None,
@@ -24,7 +23,6 @@ UserPrefix = Annotated[
 ]
 #: Most rows of a page.
 Rows = Annotated[int, Query(ge=1, le=1000, description="Most rows of a page.")]
-AccountIdInPath = Annotated[str, Path(pattern=ID_PATTERN, max_length=64, examples=["9A95-0123456"])]
 
 
 def _plain(price: Decimal) -> str:

@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 from api.container import Call
 from api.http import problems
 from api.http.errors import Forbidden, NotFound, TooManyJobs, ValkeyUnavailable
-from api.http.fields import ID_PATTERN, UserIdInPath
+from api.http.fields import ID_PATTERN, UserId
 from api.http.rights import Role
 from api.jobs import schemas
 from api.jobs.schemas import FleetJobRequest, JobStateView, UserJobRequest
@@ -37,7 +37,7 @@ Seconds = Annotated[
     status_code=202,
     responses=problems.responses(TooManyJobs, TooManyOrders, AccountNotFound, JobIdReused, ValkeyUnavailable),
 )
-async def put_user_job(user_id: UserIdInPath, body: UserJobRequest, call: Call) -> JobStateView:
+async def put_user_job(user_id: UserId, body: UserJobRequest, call: Call) -> JobStateView:
     """Runs beside the user's session, in a process of its own; the worker is started if there is none.
 
     Statement and export are made of the orders as they are now: about 700 fit into one job, `orders.csv` has
@@ -56,7 +56,7 @@ async def put_user_job(user_id: UserIdInPath, body: UserJobRequest, call: Call) 
     responses=problems.responses(ValkeyUnavailable),
 )
 async def get_user_job(
-    user_id: UserIdInPath, job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0
+    user_id: UserId, job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0
 ) -> JobStateView:
     """Its state and its result. With `wait`, as soon as it has ended. Results are kept for 500 s."""
     await call.require_known_user(user_id)
@@ -72,7 +72,7 @@ async def get_user_job(
         **problems.responses(ValkeyUnavailable),
     },
 )
-async def get_user_file(user_id: UserIdInPath, job_id: JobIdInPath, call: Call) -> Response:
+async def get_user_file(user_id: UserId, job_id: JobIdInPath, call: Call) -> Response:
     """The file that an `order_export` made."""
     await call.require_known_user(user_id)
     data = await call.services.jobs.file(job_id, user_id)
@@ -84,7 +84,7 @@ async def get_user_file(user_id: UserIdInPath, job_id: JobIdInPath, call: Call) 
     summary="Cancel a user's job",
     responses=problems.responses(ValkeyUnavailable),
 )
-async def cancel_user_job(user_id: UserIdInPath, job_id: JobIdInPath, call: Call) -> JobStateView:
+async def cancel_user_job(user_id: UserId, job_id: JobIdInPath, call: Call) -> JobStateView:
     """Ends a job that waits; has one that runs killed (`cancelling` until then). What has ended stays so."""
     await call.require_known_user(user_id)
     await call.audit("job.cancel_requested", f"user:{user_id}", job_id=job_id)

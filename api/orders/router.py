@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from api.container import AuthorizedCall, Call, Services
 from api.http import errors, problems
 from api.http.auth import HEADER, authenticate
-from api.http.fields import ID_PATTERN, UserIdInPath, view_response
+from api.http.fields import ID_PATTERN, UserId, view_response
 from api.orders import export, schemas
 from api.orders.export import OrderFeed
 from api.orders.outcomes import UNANSWERED, view_of
@@ -108,9 +108,7 @@ _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where th
         ),
     },
 )
-async def place_order(
-    user_id: UserIdInPath, body: schemas.OrderRequest, call: Call, wait: Wait = None
-) -> Response:
+async def place_order(user_id: UserId, body: schemas.OrderRequest, call: Call, wait: Wait = None) -> Response:
     """Places one order, and starts the user's worker if there is none.
 
     Answered as an order whatever the broker says of it, also when it rejects it. Answered as a problem when
@@ -143,7 +141,7 @@ async def get_order(order_id: UUID, call: Call) -> schemas.OrderDetailView:
 
 @router.get("/users/{user_id}/orders", summary="List orders")
 async def list_orders(
-    user_id: UserIdInPath, call: Call, query: Annotated[schemas.OrderQuery, Query()]
+    user_id: UserId, call: Call, query: Annotated[schemas.OrderQuery, Query()]
 ) -> schemas.OrderPage:
     """Orders as they are recorded, the newest first. An order's own page may be a moment ahead of it.
 
@@ -185,7 +183,7 @@ async def _page_of_orders(
     },
 )
 async def export_orders(
-    user_id: UserIdInPath, call: Call, query: Annotated[schemas.OrderFilter, Query()]
+    user_id: UserId, call: Call, query: Annotated[schemas.OrderFilter, Query()]
 ) -> StreamingResponse:
     """All orders that match, as one file. It is cut off when the database goes away while it is sent."""
     await call.require_known_user(user_id)
@@ -217,7 +215,7 @@ async def export_orders(
     },
 )
 async def follow_orders(
-    user_id: UserIdInPath, call: Call, after: After = None, last_event_id: LastEventId = None
+    user_id: UserId, call: Call, after: After = None, last_event_id: LastEventId = None
 ) -> StreamingResponse:
     """Orders as they change, behind `Last-Event-ID` or `after`.
 

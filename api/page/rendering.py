@@ -21,22 +21,12 @@ from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from redis.exceptions import RedisError
 
-from api.attention import router as attention
 from api.container import AuthorizedCall, InServices
-from api.dead_letters import router as dead_letters
-from api.fleet import router as fleet
 from api.http.auth import COOKIE, Principal, csrf_token, identify
 from api.http.errors import Forbidden, NotFound, Unauthenticated, ValkeyUnavailable
 from api.http.problems import problem_response, status_of
 from api.http.rights import RIGHTS
-from api.jobs import router as jobs
-from api.keys import router as keys
-from api.orders import router as orders
 from api.page.charts import WIDTH, pool_lines, timeline_spans
-from api.pools import router as pools
-from api.switches import router as switches
-from api.users import router as users
-from api.workers import router as workers
 from infra.database.audit import person_of
 from infra.database.orders.states import OrderNotFound
 from infra.database.reports import report_lines
@@ -59,14 +49,14 @@ _HEADERS = {
 }
 #: Rows of a table.
 ROWS = 50
-#: Address and name of each page in the menu, and the right that shows it.
+#: Address and name of each page in the menu, and the right without which nobody sees it.
 MENU = (
     ("/", "Fleet", "GET /workers"),
     ("/page/users", "Users", "GET /users"),
     ("/page/orders", "Orders", "GET /orders"),
     ("/page/attention", "For a person", "GET /attention"),
     ("/page/dead-letters", "Dead letters", "GET /dead-letters"),
-    ("/page/switches", "Switches", "GET /workers"),
+    ("/page/switches", "Switches", "GET /workers"),  # a user's own ones stand on the user's page
     ("/page/pools", "Pools", "GET /pools/{pool}"),
     ("/page/jobs", "Jobs", "GET /job-limits"),
     ("/page/servers", "Servers", "GET /fleet"),
@@ -74,18 +64,7 @@ MENU = (
     ("/page/keys", "API keys", "GET /api-keys"),
     ("/page/audit", "Audit trail", "GET /audit"),
 )
-_ROUTERS = (
-    *(attention.router, dead_letters.router, fleet.router, jobs.limit_router, keys.router, keys.audit_router),
-    *(orders.router, pools.router, pools.rollout_router, switches.router, users.router, workers.router),
-)
-#: The right that each function of a REST route needs.
-_RIGHT_OF: dict[Callable[..., Any], str] = {
-    route.endpoint: f"{method} {route.path}"
-    for router in _ROUTERS
-    for route in router.routes
-    if isinstance(route, APIRoute)
-    for method in route.methods or ()
-}
+_NAMES = {path: name for path, name, _ in MENU}
 T = TypeVar("T")
 
 
@@ -123,7 +102,7 @@ class Page(AuthorizedCall):
 
         Raises what fails the page as a whole: that its subject does not exist, or is not valid.
         """
-        if not self.may(_RIGHT_OF[function]):
+        if not self.may(self.request.app.state.right_of[function]):
             return PagePart(problem=Forbidden())
         return await self.read_part(function(call=self, **given))
 
@@ -138,13 +117,14 @@ class Page(AuthorizedCall):
                 raise
             return PagePart(problem=error)
 
-    async def show(self, template: str, title: str, /, **values: Any) -> HTMLResponse:
-        """A page of a template with these values; those that are awaited still are so together."""
+    async def show(self, template: str, title: str = "", /, **values: Any) -> HTMLResponse:
+        """A page of a template with these values; those that are awaited still are so together. Without a
+        title it has its name in the menu."""
         awaited = {name: value for name, value in values.items() if asyncio.iscoroutine(value)}
         values |= zip(awaited, await asyncio.gather(*awaited.values()), strict=True)
         values |= {
             "page": self,
-            "title": title,
+            "title": title or _NAMES[self.request.scope["route"].path],
             "filters": defaultdict(str, self.request.query_params),
             "menu": [(path, name) for path, name, right in MENU if self.may(right)],
             "csrf": csrf_token(self.request.cookies.get(COOKIE, "")),
@@ -155,7 +135,12 @@ class Page(AuthorizedCall):
 async def current_page(
     request: Request, services: InServices, caller: Annotated[Principal, Depends(identify)]
 ) -> Page:
-    return Page(caller, services, request)
+    """Raises `Forbidden` for a page of the menu that the caller has no right to."""
+    page = Page(caller, services, request)
+    for path, _, right in MENU:
+        if path == request.scope["route"].path:
+            page.require(right)
+    return page
 
 
 InPage = Annotated[Page, Depends(current_page)]

@@ -21,7 +21,7 @@ from api.dead_letters import router as dead_letters
 from api.fleet import router as fleet
 from api.http.auth import COOKIE
 from api.http.errors import Forbidden, Unauthenticated
-from api.http.fields import ID_PATTERN, UserIdInPath
+from api.http.fields import ID_PATTERN, UserId
 from api.http.notifications import ANY, NotificationListener
 from api.http.rights import Role
 from api.http.streams import ServerEvent
@@ -57,11 +57,9 @@ async def show_fleet(
     cursor: fleet.Cursor = None,
 ) -> HTMLResponse:
     """Workers by state, and a filtered table of them; a user's own key sees the user's page only."""
-    page.require("GET /workers")
     wanted = {"state": state or None, "user_id": user or None, "cursor": cursor, "limit": ROWS}
     return await page.show(
         "fleet.html",
-        "Fleet",
         summary=page.read(fleet.show_fleet),
         rows=page.read(fleet.list_workers, **wanted),
         states=WorkerState,
@@ -76,13 +74,12 @@ async def show_users(
     cursor: Annotated[str | None, Query(max_length=64)] = None,
 ) -> HTMLResponse:
     """All users, whether or not they ever had a worker."""
-    page.require("GET /users")
     wanted = {"prefix": prefix or None, "disabled": disabled, "limit": ROWS, "cursor": cursor}
-    return await page.show("users.html", "Users", found=page.read(users.list_users, **wanted))
+    return await page.show("users.html", found=page.read(users.list_users, **wanted))
 
 
 @router.get("/page/users/{user_id}")
-async def show_user(user_id: UserIdInPath, page: InPage) -> HTMLResponse:
+async def show_user(user_id: UserId, page: InPage) -> HTMLResponse:
     """A user's worker, its timeline as a picture, accounts, switches and orders."""
     page.require_user(user_id)
     return await page.show(
@@ -140,11 +137,9 @@ async def show_orders(
     cursor: PageCursor = None,
 ) -> HTMLResponse:
     """The last day's orders of all users, live."""
-    page.require("GET /orders")
     query = OrderQuery(state=[state] if state else [], symbol=symbol or None, cursor=cursor, limit=ROWS)
     return await page.show(
         "orders.html",
-        "Orders",
         placed=page.read(orders.list_all_orders, query=query),
         states=OrderStateFilter,
     )
@@ -164,10 +159,8 @@ async def show_attention(
     after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0,
 ) -> HTMLResponse:
     """Orders that wait for a person, and accounts whose books differ from the broker's."""
-    page.require("GET /attention")
     return await page.show(
         "attention.html",
-        "For a person",
         waiting=page.read(attention.list_attention, cursor=cursor, limit=ROWS, unknown=True),
         differences=page.read(attention.list_open_reconciliations, after=after, limit=ROWS),
         rows=ROWS,
@@ -182,11 +175,9 @@ async def show_switches(
     cursor: switches.Cursor = None,
 ) -> HTMLResponse:
     """Every switch that was ever set, and a form that sets one."""
-    page.require("GET /workers")  # a user's own switches stand on the user's page
     wanted = {"state": state or None, "prefix": prefix or None, "cursor": cursor, "limit": ROWS}
     return await page.show(
         "switches.html",
-        "Switches",
         switched=page.read(switches.list_switches, **wanted),
         states=SwitchState,
     )
@@ -197,7 +188,6 @@ async def show_pool(
     page: InPage, name: Annotated[str, Query(pattern=ID_PATTERN, max_length=64)] = ""
 ) -> HTMLResponse:
     """A pool: what it wants and has, the last hour as a chart, its policy and its rollout."""
-    page.require("GET /pools/{pool}")
     name = name or page.services.settings.pool
 
     async def read_names() -> list[str]:
@@ -218,10 +208,8 @@ async def show_pool(
 @router.get("/page/servers")
 async def show_servers(page: InPage) -> HTMLResponse:
     """The health of every server, the schedules, and the passes of maintenance."""
-    page.require("GET /fleet")
     return await page.show(
         "servers.html",
-        "Servers",
         servers=page.read(fleet.list_servers),
         schedules=page.read_part(page.services.fleet.list_schedules()),
         summary=page.read(fleet.show_fleet),
@@ -233,14 +221,12 @@ async def show_servers(page: InPage) -> HTMLResponse:
 @router.get("/page/report")
 async def show_report(page: InPage, day: fleet.ReportDay = None) -> HTMLResponse:
     """The figures of a trading day, by default of the latest."""
-    page.require("GET /reports/daily")
-    return await page.show("report.html", "Daily report", report=page.read(fleet.show_report, day=day))
+    return await page.show("report.html", report=page.read(fleet.show_report, day=day))
 
 
 @router.get("/page/jobs")
 async def show_jobs(page: InPage) -> HTMLResponse:
     """The fleet's queues, their runners, what runs and what failed."""
-    page.require("GET /job-limits")
 
     def look() -> QueueOverview:
         with JobInspector(page.services.settings.valkey_url) as jobs:
@@ -248,7 +234,6 @@ async def show_jobs(page: InPage) -> HTMLResponse:
 
     return await page.show(
         "jobs.html",
-        "Jobs",
         seen=page.read_part(asyncio.to_thread(look)),
         letters=page.read(dead_letters.list_dead_letters, kind="job", limit=ROWS),
     )
@@ -259,26 +244,23 @@ async def show_dead_letters(
     page: InPage, kind: dead_letters.Kind = None, cursor: PageCursor = None
 ) -> HTMLResponse:
     """What failed for good."""
-    page.require("GET /dead-letters")
     found = page.read(dead_letters.list_dead_letters, kind=kind, cursor=cursor, limit=ROWS)
-    return await page.show("dead_letters.html", "Dead letters", found=found)
+    return await page.show("dead_letters.html", found=found)
 
 
 @router.get("/page/keys")
 async def show_keys(page: InPage, revoked: bool = False, cursor: UUID | None = None) -> HTMLResponse:
     """API keys, which an administrator revokes here."""
-    page.require("GET /api-keys")
     found = page.read(keys.list_api_keys, revoked=revoked, limit=ROWS, cursor=cursor)
-    return await page.show("keys.html", "API keys", keys=found, revoked=revoked)
+    return await page.show("keys.html", keys=found, revoked=revoked)
 
 
 @router.get("/page/audit")
 async def show_audit(page: InPage, query: Annotated[AuditQuery, Query()]) -> HTMLResponse:
     """Who did what to whom."""
-    page.require("GET /audit")
     wanted = query.model_copy(update={name: None for name, given in query if given == ""})
     found = page.read(keys.list_audit_entries, query=wanted)
-    return await page.show("audit.html", "Audit trail", entries=found, query=query)
+    return await page.show("audit.html", entries=found, query=query)
 
 
 #: A working day; who works longer logs in anew.

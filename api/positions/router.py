@@ -6,7 +6,7 @@ from fastapi import APIRouter, Path, Query, Response
 
 from api.container import Call
 from api.http import errors, problems
-from api.http.fields import AccountIdInPath, UserIdInPath, view_response
+from api.http.fields import AccountId, UserId, view_response
 from api.orders.outcomes import UNANSWERED
 from api.orders.router import Wait
 from api.positions import schemas
@@ -40,7 +40,7 @@ _BROKER_PROBLEMS = (
 
 @router.get("/positions", summary="Look at positions", responses=problems.responses(*_BROKER_PROBLEMS))
 async def get_positions(
-    user_id: UserIdInPath, account_id: AccountIdInPath, call: Call, seconds: Seconds = BROKER_WAIT
+    user_id: UserId, account_id: AccountId, call: Call, seconds: Seconds = BROKER_WAIT
 ) -> schemas.PositionList:
     """Asks the broker through the user's worker, which is started if there is none."""
     await call.require_known_user(user_id)
@@ -56,7 +56,7 @@ async def get_positions(
 
 @router.get("/balance", summary="Look at the balance", responses=problems.responses(*_BROKER_PROBLEMS))
 async def get_balance(
-    user_id: UserIdInPath, account_id: AccountIdInPath, call: Call, seconds: Seconds = BROKER_WAIT
+    user_id: UserId, account_id: AccountId, call: Call, seconds: Seconds = BROKER_WAIT
 ) -> schemas.BalanceView:
     """Asks the broker through the user's worker, which is started if there is none."""
     await call.require_known_user(user_id)
@@ -98,8 +98,8 @@ _TRADING_PROBLEMS = (
     },
 )
 async def close_position(
-    user_id: UserIdInPath,
-    account_id: AccountIdInPath,
+    user_id: UserId,
+    account_id: AccountId,
     symbol: SymbolInPath,
     body: schemas.ClosePositionRequest,
     call: Call,
@@ -138,8 +138,8 @@ async def close_position(
     },
 )
 async def carry_out_intent(
-    user_id: UserIdInPath,
-    account_id: AccountIdInPath,
+    user_id: UserId,
+    account_id: AccountId,
     body: schemas.IntentRequest,
     call: Call,
     wait: Wait = None,

@@ -14,7 +14,7 @@ from pydantic import Field
 from api.container import Call, Services
 from api.http import problems
 from api.http.errors import Forbidden, InvalidRequest, NotFound, NoWorker, TemporalUnavailable
-from api.http.fields import ID_PATTERN, AccountIdInPath, Reason, Rows, UserIdInPath, UserPrefix
+from api.http.fields import ID_PATTERN, AccountId, Reason, Rows, UserId, UserPrefix
 from api.http.rights import Role
 from api.users import schemas
 from api.workers.schemas import ReasonBody
@@ -73,7 +73,7 @@ async def list_users(
 
 
 @router.get("/{user_id}", summary="Look at a user", responses=problems.responses(users.UserNotFound))
-async def get_user(user_id: UserIdInPath, call: Call) -> schemas.UserDetailView:
+async def get_user(user_id: UserId, call: Call) -> schemas.UserDetailView:
     """The user and its broker accounts with the state of their logins, without anything secret."""
     call.require_user(user_id)
     async with call.database.session(autocommit=True) as session:
@@ -89,7 +89,7 @@ async def get_user(user_id: UserIdInPath, call: Call) -> schemas.UserDetailView:
     summary="Disable a user",
     responses=problems.responses(users.UserNotFound, TemporalUnavailable),
 )
-async def disable_user(user_id: UserIdInPath, call: Call, body: ReasonBody | None = None) -> schemas.UserView:
+async def disable_user(user_id: UserId, call: Call, body: ReasonBody | None = None) -> schemas.UserView:
     """Refuses the user's keys, alerts and all new orders for it, and ends its worker.
 
     Open orders stay at the broker: operators cancel them. Without Temporal the answer is an error, but the
@@ -108,7 +108,7 @@ async def disable_user(user_id: UserIdInPath, call: Call, body: ReasonBody | Non
 
 
 @router.post("/{user_id}/enable", summary="Enable a user", responses=problems.responses(users.UserNotFound))
-async def enable_user(user_id: UserIdInPath, call: Call, body: ReasonBody | None = None) -> schemas.UserView:
+async def enable_user(user_id: UserId, call: Call, body: ReasonBody | None = None) -> schemas.UserView:
     """Takes the user's keys, alerts and orders again. For administrators."""
     reason = (body or ReasonBody()).reason
     async with call.database.session() as session:
@@ -122,7 +122,7 @@ async def enable_user(user_id: UserIdInPath, call: Call, body: ReasonBody | None
     summary="Remove a user",
     responses=problems.responses(users.UserNotFound, accounts.StillInUse),
 )
-async def remove_user(user_id: UserIdInPath, call: Call, reason: Why = "requested") -> None:
+async def remove_user(user_id: UserId, call: Call, reason: Why = "requested") -> None:
     """For good, with accounts, credentials, webhooks and keys, once it is disabled and nothing is open.
 
     Orders and the audit trail are kept, so the id is not given again. For administrators.
@@ -132,7 +132,7 @@ async def remove_user(user_id: UserIdInPath, call: Call, reason: Why = "requeste
 
 
 @router.get(_ADDRESSES_PATH, summary="Look at statement addresses")
-async def get_statement_addresses(user_id: UserIdInPath, call: Call) -> schemas.StatementAddressesView:
+async def get_statement_addresses(user_id: UserId, call: Call) -> schemas.StatementAddressesView:
     """Where the statement of each trading day goes."""
     await call.require_known_user(user_id)
     async with call.database.session() as session:
@@ -142,7 +142,7 @@ async def get_statement_addresses(user_id: UserIdInPath, call: Call) -> schemas.
 
 @router.put(_ADDRESSES_PATH, summary="Set statement addresses", responses=problems.responses(NotFound))
 async def put_statement_addresses(
-    user_id: UserIdInPath, body: schemas.StatementAddressesRequest, call: Call
+    user_id: UserId, body: schemas.StatementAddressesRequest, call: Call
 ) -> schemas.StatementAddressesView:
     """Sets both; without any the user gets no statements. For administrators, who have to know that the
     address is the user's: nothing is sent to confirm it."""
@@ -171,7 +171,7 @@ def _check_has_host(url: str) -> None:
     responses=problems.responses(accounts.TooManyAccounts, accounts.AccountDiffers),
 )
 async def store_credentials(
-    user_id: UserIdInPath, account_id: AccountIdInPath, body: schemas.CredentialsRequest, call: Call
+    user_id: UserId, account_id: AccountId, body: schemas.CredentialsRequest, call: Call
 ) -> schemas.CredentialsView:
     """Encrypts and stores the credentials of one account; they are never shown again.
 
@@ -212,7 +212,7 @@ async def store_credentials(
     summary="Try a rejected login again",
     responses=problems.responses(accounts.AccountNotFound),
 )
-async def retry_login(user_id: UserIdInPath, account_id: AccountIdInPath, call: Call) -> schemas.AccountView:
+async def retry_login(user_id: UserId, account_id: AccountId, call: Call) -> schemas.AccountView:
     """With what is stored, by the running worker or the next one. An account that was not rejected, and has
     no session, is only tried sooner."""
     call.require_user(user_id)
@@ -230,7 +230,7 @@ async def retry_login(user_id: UserIdInPath, account_id: AccountIdInPath, call: 
     responses=problems.responses(accounts.AccountNotFound, accounts.StillInUse),
 )
 async def remove_account(
-    user_id: UserIdInPath, account_id: AccountIdInPath, call: Call, reason: Why = "requested"
+    user_id: UserId, account_id: AccountId, call: Call, reason: Why = "requested"
 ) -> None:
     """For good, with its credentials, limits and webhooks, once no worker runs and no order of it is open."""
     call.require_user(user_id)
@@ -277,9 +277,7 @@ async def _signal_reload(services: Services, user_id: str) -> bool:
 
 
 @limit_router.get(_LIMITS_PATH, summary="Look at limits", responses=problems.responses(AccountNotFound))
-async def get_limits(
-    user_id: UserIdInPath, account_id: AccountIdInPath, call: Call
-) -> schemas.AccountLimitsView:
+async def get_limits(user_id: UserId, account_id: AccountId, call: Call) -> schemas.AccountLimitsView:
     """What the account may do, where that differs from the settings."""
     call.require_user(user_id)
     async with call.database.session() as session:
@@ -290,7 +288,7 @@ async def get_limits(
 
 @limit_router.put(_LIMITS_PATH, summary="Set limits", responses=problems.responses(AccountNotFound))
 async def put_limits(
-    user_id: UserIdInPath, account_id: AccountIdInPath, body: schemas.AccountLimitsRequest, call: Call
+    user_id: UserId, account_id: AccountId, body: schemas.AccountLimitsRequest, call: Call
 ) -> schemas.AccountLimitsView:
     """Sets all of them; what is left out is as the settings say. In force within 5 s. For operators, who set
     none that is wider than the settings or than the account's own one, and administrators."""

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Path, Request, Response
 
 from api.container import Call, InServices
 from api.http import errors, problems
-from api.http.fields import UserIdInPath, view_response
+from api.http.fields import UserId, view_response
 from api.orders.outcomes import UNANSWERED
 from api.orders.schemas import OrderView
 from api.webhooks import alerts
@@ -29,7 +29,7 @@ Token = Annotated[str, Path(description="The webhook's token.", max_length=256)]
     responses=problems.responses(UserNotFound, accounts.AccountNotFound),
 )
 async def create_webhook(
-    user_id: UserIdInPath, body: alerts.WebhookRequest, call: Call
+    user_id: UserId, body: alerts.WebhookRequest, call: Call
 ) -> alerts.WebhookWithSecretsView:
     """Makes an address for one account's alerts. Its token and secret are shown this once."""
     call.require_user(user_id)
@@ -52,7 +52,7 @@ async def create_webhook(
 
 
 @router.get("/users/{user_id}/webhooks", summary="List webhooks")
-async def list_webhooks(user_id: UserIdInPath, call: Call) -> alerts.WebhookList:
+async def list_webhooks(user_id: UserId, call: Call) -> alerts.WebhookList:
     """A user's webhooks, also those that were revoked."""
     call.require_user(user_id)
     async with call.database.session() as session:
@@ -61,7 +61,7 @@ async def list_webhooks(user_id: UserIdInPath, call: Call) -> alerts.WebhookList
 
 
 @router.delete("/users/{user_id}/webhooks/{webhook_id}", summary="Revoke a webhook")
-async def revoke_webhook(user_id: UserIdInPath, webhook_id: UUID, call: Call) -> alerts.WebhookView:
+async def revoke_webhook(user_id: UserId, webhook_id: UUID, call: Call) -> alerts.WebhookView:
     """From now on nothing is taken there. Its orders stay."""
     call.require_user(user_id)
     async with call.database.session() as session:

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.container import AuthorizedCall, Call
 from api.http import errors, problems
-from api.http.fields import UserIdInPath, view_response
+from api.http.fields import UserId, view_response
 from api.http.streams import ServerEvent
 from api.workers import schemas
 from infra.database import accounts
@@ -51,7 +51,7 @@ _INTERNAL = frozenset({"public_key", "proof", "claim", VALID_UNTIL})
         errors.TemporalUnavailable, errors.ValkeyUnavailable, errors.OrchestratorUnavailable
     ),
 )
-async def get_worker(user_id: UserIdInPath, call: Call) -> schemas.WorkerView:
+async def get_worker(user_id: UserId, call: Call) -> schemas.WorkerView:
     """The worker from both sides: its own mark and metadata, and what its workflow says.
 
     A mark counts as missing while the metadata beside it are not the worker's own.
@@ -97,7 +97,7 @@ def _lifecycle_view(view: UserWorkerView, used: float) -> schemas.LifecycleView:
     },
 )
 async def start_worker(
-    user_id: UserIdInPath, call: Call, body: schemas.ReasonBody | None = None, wait: Wait = START_WAIT
+    user_id: UserId, call: Call, body: schemas.ReasonBody | None = None, wait: Wait = START_WAIT
 ) -> Response:
     """Makes the user's worker Active: one that is already is simply returned. Safe to repeat."""
     await _audited_reason(call, user_id, "start", body)
@@ -126,7 +126,7 @@ def _accepted_response(user_id: str, signal: str) -> Response:
     responses=problems.responses(errors.NoWorker, errors.TemporalUnavailable),
 )
 async def stop_worker(
-    user_id: UserIdInPath, call: Call, body: schemas.ReasonBody | None = None
+    user_id: UserId, call: Call, body: schemas.ReasonBody | None = None
 ) -> schemas.SignalledView:
     """Asks the worker to finish the order in hand, close its broker sessions and end."""
     reason = await _audited_reason(call, user_id, "stop", body)
@@ -141,7 +141,7 @@ async def stop_worker(
     responses=problems.responses(errors.NotFound, errors.NoWorker, errors.TemporalUnavailable),
 )
 async def resume_worker(
-    user_id: UserIdInPath, call: Call, body: schemas.ReasonBody | None = None
+    user_id: UserId, call: Call, body: schemas.ReasonBody | None = None
 ) -> schemas.SignalledView:
     """Ends the parking of a user whose worker crashed too often; the next order or start begins anew.
 
@@ -172,7 +172,7 @@ async def resume_worker(
     },
 )
 async def reload_credentials(
-    user_id: UserIdInPath, call: Call, body: schemas.ReasonBody | None = None, wait: Wait = 0.0
+    user_id: UserId, call: Call, body: schemas.ReasonBody | None = None, wait: Wait = 0.0
 ) -> Response:
     """Has the running worker load what is stored now; only accounts that changed are reconnected.
 
@@ -238,7 +238,7 @@ class TimelineFeed:
 
 @router.get("/timeline", summary="Look at the worker's changes of state")
 async def get_timeline(
-    user_id: UserIdInPath, call: Call, after: After = None, limit: TimelineLimit = 100
+    user_id: UserId, call: Call, after: After = None, limit: TimelineLimit = 100
 ) -> schemas.TimelineView:
     """The last changes of state, or with `after` the next ones behind it; oldest first.
 
@@ -267,7 +267,7 @@ async def get_timeline(
     },
 )
 async def follow_timeline(
-    user_id: UserIdInPath, call: Call, after: After = None, last_event_id: LastEventId = None
+    user_id: UserId, call: Call, after: After = None, last_event_id: LastEventId = None
 ) -> StreamingResponse:
     """Changes as they happen, behind `Last-Event-ID` or `after`.
 
