@@ -1,20 +1,22 @@
 """The clients and services of one API process: created at its start, closed at its end, given to routes."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
+from sqlalchemy.ext.asyncio import AsyncSession
 from temporalio.client import Client
 
 from api.fleet.alerts import OperatorAlerts
 from api.fleet.primary import Primary, startup_tasks
 from api.fleet.service import FleetList, MaintenanceTrigger, ReadinessProbe
-from api.http.auth import Authenticator, Caller, Principal, require_user
+from api.http.auth import Authenticator, Caller, Principal
+from api.http.errors import NotFound
 from api.http.limits import RequestLimits
 from api.http.notifications import NotificationListener
 from api.http.rights import Role
@@ -64,6 +66,11 @@ VALKEY_TIMEOUT = 5.0
 VALKEY_CONNECTIONS = 256
 #: Seconds that the start waits for the first look at the schema.
 SCHEMA_PATIENCE = 10.0
+
+P = ParamSpec("P")
+T = TypeVar("T")
+#: A function of a repository.
+InSession = Callable[Concatenate[AsyncSession, P], Awaitable[T]]
 
 
 class Services:
@@ -263,15 +270,25 @@ class AuthorizedCall:
         return self.caller.actor
 
     def require_user(self, user_id: str) -> None:
-        """Raises `NotFound` when the caller may not see this user."""
-        require_user(self.caller, user_id)
+        """Raises `NotFound` when the caller may not see this user: whether it exists is not told."""
+        if not self.caller.may_see(user_id):
+            raise NotFound
 
     async def require_known_user(self, user_id: str) -> None:
         """Raises `NotFound` or `UserNotFound`. A user's own key proves that the user exists."""
         self.require_user(user_id)
         if self.caller.user_id != user_id:
-            async with self.database.session() as session:
-                await users.get_user(session, user_id)
+            await self.fetch(users.get_user, user_id)
+
+    async def fetch(self, function: InSession[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """What a function of a repository reads; each of its statements is a transaction of its own."""
+        async with self.database.session(autocommit=True) as session:
+            return await function(session, *given, **named)
+
+    async def write(self, function: InSession[P, T], *given: P.args, **named: P.kwargs) -> T:
+        """What a function of a repository returns that changes something, in one transaction."""
+        async with self.database.session() as session:
+            return await function(session, *given, **named)
 
     async def audit(self, action: str, subject: str, **data: Any) -> None:
         """Writes who asked for what. Call it before it is done, so that nothing is done unseen."""

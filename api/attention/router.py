@@ -119,8 +119,7 @@ async def list_attention(
     after all. Operators only.
     """
     behind = position_of(cursor) if cursor is not None else None
-    async with call.database.session() as session:
-        rows = await attention.orders_for_a_person(session, after=behind, limit=limit + 1, unknown=unknown)
+    rows = await call.fetch(attention.orders_for_a_person, after=behind, limit=limit + 1, unknown=unknown)
     more, rows = len(rows) > limit, rows[:limit]
     found = [_attention_view(row) for row in rows]
     end = cursor_of((rows[-1].attention_at or rows[-1].created_at, rows[-1].id)) if more else None
@@ -139,8 +138,7 @@ async def recheck_order(order_id: UUID, call: Call) -> OrderView:
     It stays on the list for a person until it is settled. Another user's order is not found.
     """
     await own_order(call, order_id)
-    async with call.database.session() as session:
-        row = await attention.recheck_order(session, order_id, actor=call.actor)
+    row = await call.write(attention.recheck_order, order_id, actor=call.actor)
     return view_of(row)
 
 
@@ -155,8 +153,7 @@ async def resolve_order(order_id: UUID, body: ResolveOrderRequest, call: Call) -
     Nothing is changed at the broker: find out there first. Operators only; it stands in the audit trail.
     """
     found = attention.Resolution(**body.model_dump())
-    async with call.database.session() as session:
-        row = await attention.resolve_order(session, order_id, found, actor=call.actor)
+    row = await call.write(attention.resolve_order, order_id, found, actor=call.actor)
     return view_of(row)
 
 
@@ -174,8 +171,7 @@ async def list_reconciliations(user_id: UserId, call: Call, limit: Most = 100) -
     closes it, and what is under way in a symbol leaves its positions as they were.
     """
     await call.require_known_user(user_id)
-    async with call.database.session() as session:
-        rows = await reconciliations.reconciliations_of_user(session, user_id, limit=limit)
+    rows = await call.fetch(reconciliations.reconciliations_of_user, user_id, limit=limit)
     return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
 
 
@@ -186,8 +182,7 @@ async def list_open_reconciliations(
     limit: Most = 100,
 ) -> ReconciliationList:
     """The open ones of all users, the oldest first. Operators only."""
-    async with call.database.session() as session:
-        rows = await reconciliations.open_reconciliations(session, after=after, limit=limit)
+    rows = await call.fetch(reconciliations.open_reconciliations, after=after, limit=limit)
     return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
 
 
@@ -203,8 +198,7 @@ async def resolve_reconciliation(
 
     What is closed is known from then on: the same orders and the same lots are no difference again.
     """
-    async with call.database.session() as session:
-        row = await reconciliations.resolve_reconciliation(
-            session, number, actor=call.actor, reason=body.reason
-        )
+    row = await call.write(
+        reconciliations.resolve_reconciliation, number, actor=call.actor, reason=body.reason
+    )
     return ReconciliationView.model_validate(row)

@@ -74,10 +74,9 @@ async def list_dead_letters(
     """Workflow runs, jobs, alerts and messages that failed for good, and orders that wait for a person; the
     one that came last first. They stop nobody, but something was lost. For operators."""
     behind = position_of(cursor) if cursor else None
-    async with call.database.session(autocommit=True) as session:
-        rows = await dead_letters.list_letters(
-            session, kind=kind, user_id=user_id, after=behind, limit=limit + 1
-        )
+    rows = await call.fetch(
+        dead_letters.list_letters, kind=kind, user_id=user_id, after=behind, limit=limit + 1
+    )
     end = cursor_of((rows[limit - 1].last_at, rows[limit - 1].id)) if len(rows) > limit else None
     return DeadLetterPage.model_validate({"letters": rows[:limit], "next_cursor": end})
 
@@ -85,8 +84,7 @@ async def list_dead_letters(
 @router.get("/{letter_id}", summary="Look at a dead letter", responses=problems.responses(DeadLetterNotFound))
 async def get_dead_letter(letter_id: UUID, call: Call) -> DeadLetterView:
     """One of them, open or closed. For operators."""
-    async with call.database.session(autocommit=True) as session:
-        return DeadLetterView.model_validate(await dead_letters.get_letter(session, letter_id))
+    return DeadLetterView.model_validate(await call.fetch(dead_letters.get_letter, letter_id))
 
 
 @router.post(
@@ -117,8 +115,7 @@ async def _close(
 
     Raises `DeadLetterNotFound`, `LetterRefused`, and errors of the servers that are away.
     """
-    async with call.database.session(autocommit=True) as session:
-        letter = await dead_letters.get_letter(session, letter_id)
+    letter = await call.fetch(dead_letters.get_letter, letter_id)
     if letter.closed_at is not None:
         raise LetterRefused("somebody has redriven or dismissed it")
     about = {"kind": letter.kind, "of": letter.subject, "reason": reason}
@@ -148,8 +145,7 @@ async def _close(
         await _recheck(call.services, letter.subject, call.actor)
     else:
         raise LetterRefused("there is nothing to do again: see to it, then dismiss it")
-    async with call.database.session(autocommit=True) as session:
-        await dead_letters.close_letter(session, letter)
+    await call.write(dead_letters.close_letter, letter)
 
 
 async def _dismiss(services: Services, letter: DeadLetterRow) -> None:

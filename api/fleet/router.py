@@ -30,8 +30,7 @@ async def show_fleet(call: Call) -> schemas.FleetView:
     states: dict[str, int] | None = None
     with suppress(errors.TemporalUnavailable):
         states = {state.value: count for state, count in (await call.services.fleet.count_by_state()).items()}
-    async with call.database.session(autocommit=True) as session:
-        last = await passes.pass_summary(session)
+    last = await call.fetch(passes.pass_summary)
     shown = schemas.MaintenancePassView.model_validate(last) if last else None
     return schemas.FleetView(states=states, maintenance=shown)
 
@@ -61,8 +60,7 @@ async def list_passes(
     limit: Rows = 100,
 ) -> schemas.MaintenancePassList:
     """What the passes of the last two weeks found and did, the newest first. For operators."""
-    async with call.database.session(autocommit=True) as session:
-        rows = await passes.list_passes(session, odd=odd, limit=limit)
+    rows = await call.fetch(passes.list_passes, odd=odd, limit=limit)
     return schemas.MaintenancePassList(
         passes=[schemas.MaintenancePassView.model_validate(row) for row in rows]
     )
@@ -106,8 +104,7 @@ Days = Annotated[int, Query(ge=1, le=90, description="Days until now.")]
 @router.get("/reports/daily", summary="Show a daily report", responses=problems.responses(ReportNotFound))
 async def show_report(call: Call, day: ReportDay = None) -> schemas.ReportView:
     """Users, orders by outcome, lots, latencies, claims and failures of a trading day. For operators."""
-    async with call.database.session() as session:
-        return schemas.ReportView.model_validate(await reports.get_report(session, day))
+    return schemas.ReportView.model_validate(await call.fetch(reports.get_report, day))
 
 
 @router.get(

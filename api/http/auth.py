@@ -19,7 +19,7 @@ from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader
 from starlette.requests import cookie_parser
 
-from api.http.errors import Forbidden, NotFound, Unauthenticated
+from api.http.errors import Forbidden, Unauthenticated
 from api.http.rights import RIGHTS, STAFF, Role
 from infra.database.engine import DatabaseUnavailable
 from infra.database.users import UserDisabled
@@ -191,9 +191,3 @@ async def authenticate(request: Request, key: Annotated[str | None, Security(sch
 
 
 Caller = Annotated[Principal, Depends(authenticate)]
-
-
-def require_user(principal: Principal, user_id: str) -> None:
-    """Raises `NotFound` when the caller may not see this user: whether it exists is not told."""
-    if not principal.may_see(user_id):
-        raise NotFound

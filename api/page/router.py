@@ -190,15 +190,11 @@ async def show_pool(
     """A pool: what it wants and has, the last hour as a chart, its policy and its rollout."""
     name = name or page.services.settings.pool
 
-    async def read_names() -> list[str]:
-        async with page.database.session(autocommit=True) as session:
-            return sorted(await pools_launched_for(session))
-
     return await page.show(
         "pool.html",
         f"Pool {name}",
         pool_name=name,
-        names=page.read_part(read_names()),
+        names=page.read_part(page.fetch(pools_launched_for)),
         pool=page.read(pools.get_pool, pool=name),
         rollout=page.read(pools.get_rollout, pool=name),
         samples=page.services.pool_history.samples_of(name),

@@ -9,7 +9,7 @@ from api.container import AuthorizedCall, Call
 from api.http import errors, problems
 from api.http.fields import ID_PATTERN
 from api.pools.schemas import PoolPolicyRequest, PoolStatusView, RolloutRequest, RolloutStatusView
-from api.workers.schemas import ReasonBody
+from api.workers.schemas import GivenReason
 from infra.database.images import ImageNotAllowed, require_allowed
 from infra.market.windows import ZoneUnknown, zone_of
 from workflows.worker_pool.messages import SetPolicy
@@ -44,30 +44,27 @@ async def put_pool(pool: PoolName, body: PoolPolicyRequest, call: Call) -> PoolS
     return PoolStatusView.of(await call.services.pools.update(pool, "set_policy", wanted))
 
 
-async def _change_mode(
-    pool: str, call: AuthorizedCall, body: ReasonBody | None, asked: str
-) -> PoolStatusView:
-    reason = (body or ReasonBody()).reason
+async def _change_mode(pool: str, call: AuthorizedCall, reason: str, asked: str) -> PoolStatusView:
     await call.audit(f"pool.{asked}_requested", f"pool:{pool}", reason=reason)
     return PoolStatusView.of(await call.services.pools.update(pool, asked))
 
 
 @router.post("/pause", summary="Pause a pool", responses=problems.responses(*_POOL_PROBLEMS))
-async def pause_pool(pool: PoolName, call: Call, body: ReasonBody | None = None) -> PoolStatusView:
+async def pause_pool(pool: PoolName, call: Call, reason: GivenReason) -> PoolStatusView:
     """Nothing is launched for the pool until it is resumed; free workers can still be claimed."""
-    return await _change_mode(pool, call, body, "pause")
+    return await _change_mode(pool, call, reason, "pause")
 
 
 @router.post("/drain", summary="Drain a pool", responses=problems.responses(*_POOL_PROBLEMS))
-async def drain_pool(pool: PoolName, call: Call, body: ReasonBody | None = None) -> PoolStatusView:
+async def drain_pool(pool: PoolName, call: Call, reason: GivenReason) -> PoolStatusView:
     """Stops all free workers, and launches none until it is resumed. Users keep theirs."""
-    return await _change_mode(pool, call, body, "drain")
+    return await _change_mode(pool, call, reason, "drain")
 
 
 @router.post("/resume", summary="Resume a pool", responses=problems.responses(*_POOL_PROBLEMS))
-async def resume_pool(pool: PoolName, call: Call, body: ReasonBody | None = None) -> PoolStatusView:
+async def resume_pool(pool: PoolName, call: Call, reason: GivenReason) -> PoolStatusView:
     """Ends a pause or a drain; after failed launches, the next one is tried at once."""
-    return await _change_mode(pool, call, body, "resume")
+    return await _change_mode(pool, call, reason, "resume")
 
 
 rollout_router = APIRouter(prefix="/pools/{pool}/rollout", tags=["pools"])
@@ -98,8 +95,7 @@ async def start_rollout(pool: PoolName, body: RolloutRequest, call: Call) -> Rol
     """
     if body.image and not body.version:
         raise errors.RolloutInvalid("an image needs the version that its workers report")
-    async with call.database.session() as session:
-        await require_allowed(session, body.image)
+    await call.fetch(require_allowed, body.image)
     before = (await call.services.pools.view(pool)).release
     if body.version and body.version == before.version and body.image != before.image:
         raise errors.RolloutInvalid(
@@ -117,8 +113,7 @@ async def start_rollout(pool: PoolName, body: RolloutRequest, call: Call) -> Rol
     status_code=202,
     responses=problems.responses(*_ROLLOUT_PROBLEMS, errors.NoRollout),
 )
-async def abort_rollout(pool: PoolName, call: Call, body: ReasonBody | None = None) -> RolloutStatusView:
+async def abort_rollout(pool: PoolName, call: Call, reason: GivenReason) -> RolloutStatusView:
     """What the pool had before is put back in the same way. The answer may not show it yet."""
-    reason = (body or ReasonBody()).reason
     await call.audit("pool.rollout_abort_requested", f"pool:{pool}", reason=reason)
     return RolloutStatusView.of(await call.services.rollouts.abort(pool, reason))

@@ -17,7 +17,7 @@ from api.http.errors import Forbidden, InvalidRequest, NotFound, NoWorker, Tempo
 from api.http.fields import ID_PATTERN, AccountId, Reason, Rows, UserId, UserPrefix
 from api.http.rights import Role
 from api.users import schemas
-from api.workers.schemas import ReasonBody
+from api.workers.schemas import GivenReason
 from infra.database import accounts, api_keys, audit, users
 from infra.database.accounts import AccountNotFound
 from infra.database.models import StatementAddress
@@ -64,10 +64,7 @@ async def list_users(
     cursor: Annotated[IdPart | None, Query(description="`next_cursor` of the page before.")] = None,
 ) -> schemas.UserPage:
     """All users by id, without those that were removed. For operators and administrators."""
-    async with call.database.session(autocommit=True) as session:
-        rows = await users.list_users(
-            session, prefix=prefix, disabled=disabled, after=cursor, limit=limit + 1
-        )
+    rows = await call.fetch(users.list_users, prefix=prefix, disabled=disabled, after=cursor, limit=limit + 1)
     shown = [schemas.UserView.model_validate(row) for row in rows[:limit]]
     return schemas.UserPage(users=shown, next_cursor=shown[-1].user_id if len(rows) > limit else None)
 
@@ -89,15 +86,13 @@ async def get_user(user_id: UserId, call: Call) -> schemas.UserDetailView:
     summary="Disable a user",
     responses=problems.responses(users.UserNotFound, TemporalUnavailable),
 )
-async def disable_user(user_id: UserId, call: Call, body: ReasonBody | None = None) -> schemas.UserView:
+async def disable_user(user_id: UserId, call: Call, reason: GivenReason) -> schemas.UserView:
     """Refuses the user's keys, alerts and all new orders for it, and ends its worker.
 
     Open orders stay at the broker: operators cancel them. Without Temporal the answer is an error, but the
     user is disabled; a repeat ends the worker.
     """
-    reason = (body or ReasonBody()).reason
-    async with call.database.session() as session:
-        user = await users.put_disabled(session, user_id, True, actor=call.actor, reason=reason)
+    user = await call.write(users.put_disabled, user_id, True, actor=call.actor, reason=reason)
     try:
         await call.services.control.signal(user_id, "shutdown", ShutdownRequest(reason=f"disabled: {reason}"))
     except NoWorker:
@@ -108,11 +103,9 @@ async def disable_user(user_id: UserId, call: Call, body: ReasonBody | None = No
 
 
 @router.post("/{user_id}/enable", summary="Enable a user", responses=problems.responses(users.UserNotFound))
-async def enable_user(user_id: UserId, call: Call, body: ReasonBody | None = None) -> schemas.UserView:
+async def enable_user(user_id: UserId, call: Call, reason: GivenReason) -> schemas.UserView:
     """Takes the user's keys, alerts and orders again. For administrators."""
-    reason = (body or ReasonBody()).reason
-    async with call.database.session() as session:
-        user = await users.put_disabled(session, user_id, False, actor=call.actor, reason=reason)
+    user = await call.write(users.put_disabled, user_id, False, actor=call.actor, reason=reason)
     return schemas.UserView.model_validate(user)
 
 
@@ -127,16 +120,14 @@ async def remove_user(user_id: UserId, call: Call, reason: Why = "requested") ->
 
     Orders and the audit trail are kept, so the id is not given again. For administrators.
     """
-    async with call.database.session() as session:
-        await users.remove_user(session, user_id, actor=call.actor, reason=reason)
+    await call.write(users.remove_user, user_id, actor=call.actor, reason=reason)
 
 
 @router.get(_ADDRESSES_PATH, summary="Look at statement addresses")
 async def get_statement_addresses(user_id: UserId, call: Call) -> schemas.StatementAddressesView:
     """Where the statement of each trading day goes."""
     await call.require_known_user(user_id)
-    async with call.database.session() as session:
-        found = await users.get_addresses(session, user_id)
+    found = await call.fetch(users.get_addresses, user_id)
     return schemas.StatementAddressesView.model_validate(found)
 
 
@@ -150,8 +141,7 @@ async def put_statement_addresses(
         _check_has_host(body.webhook_url)
     await call.require_known_user(user_id)
     addresses = StatementAddress(email=body.email, webhook_url=body.webhook_url)
-    async with call.database.session() as session:
-        await users.put_addresses(session, user_id, addresses, actor=call.actor)
+    await call.write(users.put_addresses, user_id, addresses, actor=call.actor)
     return schemas.StatementAddressesView.model_validate(addresses)
 
 
@@ -234,8 +224,7 @@ async def remove_account(
 ) -> None:
     """For good, with its credentials, limits and webhooks, once no worker runs and no order of it is open."""
     call.require_user(user_id)
-    async with call.database.session() as session:
-        await accounts.remove_account(session, user_id, account_id, actor=call.actor, reason=reason)
+    await call.write(accounts.remove_account, user_id, account_id, actor=call.actor, reason=reason)
 
 
 async def _try_login(

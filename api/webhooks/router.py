@@ -55,8 +55,7 @@ async def create_webhook(
 async def list_webhooks(user_id: UserId, call: Call) -> alerts.WebhookList:
     """A user's webhooks, also those that were revoked."""
     call.require_user(user_id)
-    async with call.database.session() as session:
-        rows = await webhooks.webhooks_of_user(session, user_id)
+    rows = await call.fetch(webhooks.webhooks_of_user, user_id)
     return alerts.WebhookList(webhooks=[alerts.WebhookView.model_validate(row) for row in rows])
 
 
@@ -64,8 +63,7 @@ async def list_webhooks(user_id: UserId, call: Call) -> alerts.WebhookList:
 async def revoke_webhook(user_id: UserId, webhook_id: UUID, call: Call) -> alerts.WebhookView:
     """From now on nothing is taken there. Its orders stay."""
     call.require_user(user_id)
-    async with call.database.session() as session:
-        row = await webhooks.revoke_webhook(session, user_id, webhook_id, actor=call.actor)
+    row = await call.write(webhooks.revoke_webhook, user_id, webhook_id, actor=call.actor)
     if row is None:
         raise errors.NotFound
     return alerts.WebhookView.model_validate(row)

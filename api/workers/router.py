@@ -30,14 +30,10 @@ START_WAIT = 30.0
 Wait = Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="Seconds to wait for it.")]
 
 
-async def _audited_reason(
-    call: AuthorizedCall, user_id: str, asked: str, why: schemas.ReasonBody | None
-) -> str:
-    """Why the user's worker is to do what is asked. Raises `NotFound` or `UserNotFound`."""
+async def _audit_request(call: AuthorizedCall, user_id: str, asked: str, reason: str) -> None:
+    """Raises `NotFound` or `UserNotFound`."""
     await call.require_known_user(user_id)
-    reason = (why or schemas.ReasonBody()).reason
     await call.audit(f"worker.{asked}_requested", f"user:{user_id}", reason=reason)
-    return reason
 
 
 #: Metadata that the orchestrator and the worker need between themselves, and nobody else.
@@ -97,12 +93,11 @@ def _lifecycle_view(view: UserWorkerView, used: float) -> schemas.LifecycleView:
     },
 )
 async def start_worker(
-    user_id: UserId, call: Call, body: schemas.ReasonBody | None = None, wait: Wait = START_WAIT
+    user_id: UserId, call: Call, reason: schemas.GivenReason, wait: Wait = START_WAIT
 ) -> Response:
     """Makes the user's worker Active: one that is already is simply returned. Safe to repeat."""
-    await _audited_reason(call, user_id, "start", body)
-    async with call.database.session(autocommit=True) as session:
-        await accounts.require_login(session, user_id)
+    await _audit_request(call, user_id, "start", reason)
+    await call.fetch(accounts.require_login, user_id)
     marked = await call.services.valkey.exists(keys.mark(user_id))
     task = call.services.starter.ensure(user_id, mark_missing=not marked)
     await asyncio.wait({task}, timeout=wait)
@@ -125,11 +120,9 @@ def _accepted_response(user_id: str, signal: str) -> Response:
     summary="Stop the worker",
     responses=problems.responses(errors.NoWorker, errors.TemporalUnavailable),
 )
-async def stop_worker(
-    user_id: UserId, call: Call, body: schemas.ReasonBody | None = None
-) -> schemas.SignalledView:
+async def stop_worker(user_id: UserId, call: Call, reason: schemas.GivenReason) -> schemas.SignalledView:
     """Asks the worker to finish the order in hand, close its broker sessions and end."""
-    reason = await _audited_reason(call, user_id, "stop", body)
+    await _audit_request(call, user_id, "stop", reason)
     await call.services.control.signal(user_id, "shutdown", ShutdownRequest(reason=reason))
     return schemas.SignalledView(user_id=user_id, signal="shutdown")
 
@@ -140,14 +133,12 @@ async def stop_worker(
     summary="Let a parked user start again",
     responses=problems.responses(errors.NotFound, errors.NoWorker, errors.TemporalUnavailable),
 )
-async def resume_worker(
-    user_id: UserId, call: Call, body: schemas.ReasonBody | None = None
-) -> schemas.SignalledView:
+async def resume_worker(user_id: UserId, call: Call, reason: schemas.GivenReason) -> schemas.SignalledView:
     """Ends the parking of a user whose worker crashed too often; the next order or start begins anew.
 
     For operators and administrators. A user that is not parked stays as it is.
     """
-    await _audited_reason(call, user_id, "resume", body)
+    await _audit_request(call, user_id, "resume", reason)
     await call.services.control.signal(user_id, "resume")
     return schemas.SignalledView(user_id=user_id, signal="resume")
 
@@ -172,14 +163,14 @@ async def resume_worker(
     },
 )
 async def reload_credentials(
-    user_id: UserId, call: Call, body: schemas.ReasonBody | None = None, wait: Wait = 0.0
+    user_id: UserId, call: Call, reason: schemas.GivenReason, wait: Wait = 0.0
 ) -> Response:
     """Has the running worker load what is stored now; only accounts that changed are reconnected.
 
     Without `wait` the worker is only told (202). With it the answer is the worker's: 200, or a problem, such
     as `LOGIN_REJECTED` when the broker refused the new credentials; the old session then stays up.
     """
-    await _audited_reason(call, user_id, "reload", body)
+    await _audit_request(call, user_id, "reload", reason)
     if wait > 0:
         detail = await call.services.control.reload_credentials_now(user_id, wait)
         if detail is not None:
@@ -245,8 +236,7 @@ async def get_timeline(
     It is written a moment after the change.
     """
     await call.require_known_user(user_id)
-    async with call.database.session() as session:
-        found = await transitions(session, user_id, after=after, limit=limit)
+    found = await call.fetch(transitions, user_id, after=after, limit=limit)
     return schemas.TimelineView(
         user_id=user_id, transitions=found, next_after=found[-1].id if found else after or 0
     )

@@ -3,6 +3,7 @@
 from datetime import datetime
 from typing import Annotated
 
+from fastapi import Depends
 from pydantic import Field
 
 from api.http.fields import EMPTY_IS_NONE, Body, Reason, View
@@ -12,6 +13,14 @@ class ReasonBody(Body):
     """Why it is done; for the audit trail, and when a worker is stopped for the workflow's history."""
 
     reason: Reason = "requested"
+
+
+async def given_reason(body: ReasonBody | None = None) -> str:
+    return (body or ReasonBody()).reason
+
+
+#: The reason in the body of a request, which may have none.
+GivenReason = Annotated[str, Depends(given_reason)]
 
 
 class SignalledView(View):

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import cast
 
 import pytest
 
-from api.http.auth import Authenticator, Principal, require_user
+from api.container import AuthorizedCall, Services
+from api.http.auth import Authenticator, Principal
 from api.http.errors import NotFound, Unauthenticated
 from api.http.rights import Role
 from infra.database.engine import DatabaseUnavailable
@@ -98,15 +100,19 @@ async def test_the_memory_is_bounded() -> None:
     assert keys.asked == 6
 
 
+def call_of(caller: Principal) -> AuthorizedCall:
+    return AuthorizedCall(caller, cast(Services, None))
+
+
 def test_a_user_sees_only_itself() -> None:
-    require_user(ALICE, "alice")
+    call_of(ALICE).require_user("alice")
     with pytest.raises(NotFound):
-        require_user(ALICE, "bob")
+        call_of(ALICE).require_user("bob")
 
 
 @pytest.mark.parametrize("staff", [OPERATOR, ADMIN])
 def test_operators_and_administrators_see_all_users(staff: Principal) -> None:
-    require_user(staff, "alice")
+    call_of(staff).require_user("alice")
 
 
 async def test_a_known_key_counts_while_the_database_is_away_for_those_who_may_rely_on_it() -> None:
