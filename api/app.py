@@ -65,12 +65,10 @@ ROUTERS = (
     switches.router,
     webhooks.router,
     jobs.router,
-    jobs.limit_router,
     workers.router,
     fleet.router,
     dead_letters.router,
     pools.router,
-    pools.rollout_router,
     fleet.metrics_router,
     fleet.health_router,
 )

@@ -1,7 +1,7 @@
 """The clients and services of one API process: created at its start, closed at its end, given to routes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,17 +219,16 @@ async def running_services(settings: Settings, traces: Traces | None = None) -> 
         stack.push_async_callback(services.outcome_writer.close)
         for part in (services.answers, services.starter, services.pending_orders, services.worker_requests):
             stack.push_async_callback(part.close)
-        comparing = services.message_secrets.compare_with_others(services.valkey)
-        await stack.enter_async_context(tasks.running(comparing))
-        await stack.enter_async_context(tasks.running(services.notifications.run()))
-        await stack.enter_async_context(tasks.running(services.revocations.run()))
-        await stack.enter_async_context(tasks.running(services.limits.run()))
-        await stack.enter_async_context(tasks.running(services.pool_history.run()))
-        checks = log_problems(settings, POSTGRESQL, VALKEY, API_KEYS, BROKER)
-        await stack.enter_async_context(tasks.running(checks))
+        loops: list[Coroutine[Any, Any, None]] = [
+            services.message_secrets.compare_with_others(services.valkey),
+            *(services.notifications.run(), services.revocations.run(), services.limits.run()),
+            services.pool_history.run(),
+            log_problems(settings, POSTGRESQL, VALKEY, API_KEYS, BROKER),
+        ]
         if settings.sends_alerts:
-            await stack.enter_async_context(tasks.running(send_errors(services.valkey, "api")))
-            await stack.enter_async_context(tasks.running(services.alerts.run()))
+            loops += [send_errors(services.valkey, "api"), services.alerts.run()]
+        for loop in loops:
+            await stack.enter_async_context(tasks.running(loop))
         await services.answers.start()
         with suppress(TimeoutError):
             async with asyncio.timeout(SCHEMA_PATIENCE):

@@ -25,12 +25,12 @@ UserPrefix = Annotated[
 Rows = Annotated[int, Query(ge=1, le=1000, description="Most rows of a page.")]
 
 
-def _plain(price: Decimal) -> str:
-    return format(price.normalize(), "f")
+def plain_price(price: Decimal | None) -> str:
+    """A price as text, without an exponent and without trailing zeros; '' for none."""
+    return "" if price is None else format(price.normalize(), "f")
 
 
-#: A price as text, without an exponent and without trailing zeros.
-Price = Annotated[Decimal, PlainSerializer(_plain, return_type=str, when_used="json")]
+Price = Annotated[Decimal, PlainSerializer(plain_price, return_type=str, when_used="json")]
 
 
 #: Examples of bodies and views, by the name of the model.

@@ -132,13 +132,13 @@ async def cancel_fleet_job(job_id: JobIdInPath, call: Call) -> JobStateView:
     return await call.services.jobs.cancel(job_id)
 
 
-limit_router = APIRouter(prefix="/job-limits", tags=["jobs"])
-
 JobType = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=64, examples=["webhook"])]
 _KNOWN = {kind.name for kind in catalog.JOB_KINDS.values()}
 
 
-@limit_router.get("", summary="Look at limits of job types", responses=problems.responses(ValkeyUnavailable))
+@router.get(
+    "/job-limits", summary="Look at limits of job types", responses=problems.responses(ValkeyUnavailable)
+)
 async def get_job_limits(call: Call) -> schemas.JobLimitsList:
     """Every type of job, also those without limits."""
     found = await job_limits.read_limits(call.services.valkey)
@@ -147,8 +147,8 @@ async def get_job_limits(call: Call) -> schemas.JobLimitsList:
     return schemas.JobLimitsList(limits=shown)
 
 
-@limit_router.put(
-    "/{job_type}",
+@router.put(
+    "/job-limits/{job_type}",
     summary="Set limits of a job type",
     responses=problems.responses(NotFound, ValkeyUnavailable),
 )

@@ -151,12 +151,7 @@ async def list_api_keys(
     return ApiKeyList(api_keys=shown, next_cursor=shown[-1].id if len(found) > limit else None)
 
 
-@router.post(
-    "",
-    status_code=201,
-    summary="Make an API key",
-    responses=problems.responses(UserNotFound),
-)
+@router.post("", status_code=201, summary="Make an API key", responses=problems.responses(UserNotFound))
 async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
     """The key is shown this once. For administrators."""
     async with call.database.session() as session:
@@ -166,16 +161,9 @@ async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
         new = await api_keys.create_api_key(
             session, token, body.role.value, body.user_id, body.label, body.expires_at
         )
-        audit.append_entry(
-            session,
-            call.actor,
-            "api_key.created",
-            f"key:{new.id}",
-            role=body.role.value,
-            user_id=body.user_id,
-            label=body.label,
-            expires_at=body.expires_at and body.expires_at.isoformat(),
-        )
+        ends = body.expires_at and body.expires_at.isoformat()
+        asked = body.model_dump() | {"expires_at": ends}
+        audit.append_entry(session, call.actor, "api_key.created", f"key:{new.id}", **asked)
     return NewApiKeyView(id=new.id, role=body.role, api_key=token, expires_at=new.expires_at)
 
 

@@ -38,15 +38,7 @@ from worker_runtime.protocol.messages import (
 )
 
 #: States in which nobody knows the broker's answer yet: 202.
-UNANSWERED = frozenset(
-    {
-        OrderState.ACCEPTED,
-        OrderState.QUEUED,
-        OrderState.SUBMITTING,
-        OrderState.UNKNOWN,
-        OrderState.NEEDS_ATTENTION,
-    }
-)
+UNANSWERED = IN_QUEUE | {OrderState.SUBMITTING, OrderState.UNKNOWN, OrderState.NEEDS_ATTENTION}
 #: How a worker writes a reason of our own: the code, then the sentence.
 _CODED = re.compile(r"([A-Z][A-Z0-9_]*): (.*)", re.DOTALL)
 
@@ -112,12 +104,10 @@ def failure_of(order: OrderView) -> BerthError | None:
     return from_code(order.code, order.reason or "")
 
 
+@dataclass(frozen=True, eq=False)
 class OrderReader:
-    """Reads orders."""
-
-    def __init__(self, database: Database, answers: AnswerListener) -> None:
-        self._database = database
-        self._answers = answers
+    database: Database
+    answers: AnswerListener
 
     async def with_latest_answer(self, row: StoredOrder) -> OrderView:
         """The order, moved on by the answer in its response key if PostgreSQL does not have it yet.
@@ -127,18 +117,18 @@ class OrderReader:
         order = view_of(row)
         if order.final:
             return order
-        answer = await self._answers.read(order.user_id, order.id, order.id, row.first_epoch)
+        answer = await self.answers.read(order.user_id, order.id, order.id, row.first_epoch)
         return apply_answer(order, answer) if answer else order
 
     async def get(self, order_id: UUID) -> OrderView:
         """Raises `OrderNotFound`."""
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             row = await recording.get_order(session, order_id)
         return await self.with_latest_answer(row)
 
     async def with_timeline(self, order: OrderView) -> OrderDetailView:
         """The order with all steps that are recorded. The recorder may be a moment behind the state."""
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             events = await recording.events_of_order(session, UUID(order.id))
             serving = await worker_sessions.session_at(session, order.user_id, order.accepted_at)
         steps = [(event.at, event.state, event.data.get("reason")) for event in events]

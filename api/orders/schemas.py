@@ -13,7 +13,7 @@ from typing import Annotated, Self
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
 
 from api.http.errors import InvalidRequest
-from api.http.fields import AccountId, Body, Price, View
+from api.http.fields import AccountId, Body, Price, View, plain_price
 from infra.database.orders.listing import FINAL, OPEN, OrderPosition, OrderSelection
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
@@ -85,10 +85,9 @@ class OrderRequest(Body):
     @property
     def fingerprint(self) -> str:
         """The same for two bodies that ask for the same order, however the price is written."""
-        price = "" if self.price is None else format(self.price.normalize(), "f")
         parts = (
             *(self.account_id, self.symbol, self.side, str(self.quantity)),
-            *(self.price_type, price, self.time_in_force),
+            *(self.price_type, plain_price(self.price), self.time_in_force),
             *special_terms(self.lot, self.condition, self.open_close),
         )
         return sha256("|".join(parts).encode()).hexdigest()

@@ -67,21 +67,21 @@ async def resume_pool(pool: PoolName, call: Call, reason: GivenReason) -> PoolSt
     return await _change_mode(pool, call, reason, "resume")
 
 
-rollout_router = APIRouter(prefix="/pools/{pool}/rollout", tags=["pools"])
-
 _ROLLOUT_PROBLEMS = (errors.TemporalUnavailable, errors.OrchestratorUnavailable)
 
 
-@rollout_router.get(
-    "", summary="Look at a rollout", responses=problems.responses(*_ROLLOUT_PROBLEMS, errors.NoRollout)
+@router.get(
+    "/rollout",
+    summary="Look at a rollout",
+    responses=problems.responses(*_ROLLOUT_PROBLEMS, errors.NoRollout),
 )
 async def get_rollout(pool: PoolName, call: Call) -> RolloutStatusView:
     """How far the pool's rollout is, or how the last one ended."""
     return RolloutStatusView.of(await call.services.rollouts.view(pool))
 
 
-@rollout_router.post(
-    "",
+@router.post(
+    "/rollout",
     summary="Begin a rollout",
     status_code=202,
     responses=problems.responses(
@@ -107,8 +107,8 @@ async def start_rollout(pool: PoolName, body: RolloutRequest, call: Call) -> Rol
     return RolloutStatusView.of(await call.services.rollouts.start(given, before))
 
 
-@rollout_router.post(
-    "/abort",
+@router.post(
+    "/rollout/abort",
     summary="Take a rollout back",
     status_code=202,
     responses=problems.responses(*_ROLLOUT_PROBLEMS, errors.NoRollout),

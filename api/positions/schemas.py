@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, SerializeAsAny, model_validator
 
-from api.http.fields import Body, Price, View
+from api.http.fields import Body, Price, View, plain_price
 from api.orders import schemas as orders
 from worker_runtime.protocol import exchange
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
@@ -111,9 +111,9 @@ class PricedBody(Body):
 
     def _print(self, *parts: str) -> str:
         """The same for two bodies that ask for the same, however the price is written."""
-        price = "" if self.price is None else format(self.price.normalize(), "f")
+        priced = (self.price_type, plain_price(self.price), self.lasts)
         special = orders.special_terms(self.lot, self.condition, self.open_close)
-        return sha256("|".join((*parts, self.price_type, price, self.lasts, *special)).encode()).hexdigest()
+        return sha256("|".join((*parts, *priced, *special)).encode()).hexdigest()
 
 
 class ClosePositionRequest(PricedBody):

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from api.http.fields import AccountId, Body, View, with_examples
+from api.http.fields import AccountId, Body, View, plain_price, with_examples
 from api.http.problems import invalid_request
 from api.orders.schemas import (
     MAX_QUANTITY,
@@ -223,10 +223,9 @@ def actor_of(webhook: Webhook) -> str:
 
 
 def _digest(alert: Alert, webhook: Webhook) -> str:
-    price = "" if alert.price is None else format(alert.price.normalize(), "f")
     said = [
         *(str(webhook.id), f"{alert.time.timestamp():.6f}", alert.action.value, alert.symbol),
-        *("" if alert.quantity is None else alert.quantity, alert.price_type, price),
+        *("" if alert.quantity is None else alert.quantity, alert.price_type, plain_price(alert.price)),
         *(alert.time_in_force or "", alert.id),
     ]
     said += special_terms(alert.lot, alert.condition, alert.open_close)
