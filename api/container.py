@@ -17,6 +17,7 @@ from api.fleet.primary import Primary, startup_tasks
 from api.fleet.service import FleetList, MaintenanceTrigger, ReadinessProbe
 from api.http.auth import Authenticator, Caller, Principal
 from api.http.errors import NotFound
+from api.http.fields import UserId
 from api.http.limits import RequestLimits
 from api.http.notifications import NotificationListener
 from api.http.rights import Role
@@ -305,3 +306,18 @@ async def authorized_call(caller: Caller, services: InServices) -> AuthorizedCal
 
 
 Call = Annotated[AuthorizedCall, Depends(authorized_call)]
+
+
+async def visible_user(user_id: UserId, call: Call) -> str:
+    call.require_user(user_id)
+    return user_id
+
+
+async def known_user(user_id: UserId, call: Call) -> str:
+    await call.require_known_user(user_id)
+    return user_id
+
+
+#: The user in the path, after `require_user` and after `require_known_user`.
+VisibleUserId = Annotated[str, Depends(visible_user)]
+KnownUserId = Annotated[str, Depends(known_user)]

@@ -8,9 +8,9 @@ from uuid import UUID
 from fastapi import APIRouter, Path, Query
 from pydantic import Field
 
-from api.container import Call
+from api.container import Call, KnownUserId
 from api.http import problems
-from api.http.fields import Body, UserId, View
+from api.http.fields import Body, View
 from api.orders.outcomes import view_of
 from api.orders.router import own_order
 from api.orders.schemas import (
@@ -164,13 +164,12 @@ def _attention_view(row: models.Order) -> AttentionOrderView:
 
 
 @router.get("/users/{user_id}/reconciliations", summary="Differences with the broker")
-async def list_reconciliations(user_id: UserId, call: Call, limit: Most = 100) -> ReconciliationList:
+async def list_reconciliations(user_id: KnownUserId, call: Call, limit: Most = 100) -> ReconciliationList:
     """What comparisons of our books with the broker's found after logins; the open ones first.
 
     A comparison closes what it shows to be in order again. An order that is not ours stays until an operator
     closes it, and what is under way in a symbol leaves its positions as they were.
     """
-    await call.require_known_user(user_id)
     rows = await call.fetch(reconciliations.reconciliations_of_user, user_id, limit=limit)
     return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
 

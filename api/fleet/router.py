@@ -7,10 +7,10 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
-from api.container import Call, InServices
+from api.container import Call, InServices, KnownUserId
 from api.fleet import schemas
 from api.http import errors, problems
-from api.http.fields import Rows, UserId, UserPrefix
+from api.http.fields import Rows, UserPrefix
 from infra import metrics
 from infra.database import reports, startup
 from infra.database.engine import outages_named
@@ -112,9 +112,8 @@ async def show_report(call: Call, day: ReportDay = None) -> schemas.ReportView:
     summary="Show a user's statistics",
     responses=problems.responses(UserNotFound, FiguresTooSlow),
 )
-async def show_statistics(user_id: UserId, call: Call, days: Days = 30) -> schemas.ReportView:
+async def show_statistics(user_id: KnownUserId, call: Call, days: Days = 30) -> schemas.ReportView:
     """The figures of the daily report for one user and the last days. A process answers one at a time."""
-    await call.require_known_user(user_id)
     until = datetime.now(UTC)
     since = until - timedelta(days=days)
     with outages_named():

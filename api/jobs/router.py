@@ -7,10 +7,10 @@ from uuid import uuid4
 from fastapi import APIRouter, Path, Query, Response
 from redis.asyncio import Redis
 
-from api.container import Call
+from api.container import Call, KnownUserId
 from api.http import problems
 from api.http.errors import Forbidden, NotFound, TooManyJobs, ValkeyUnavailable
-from api.http.fields import ID_PATTERN, UserId
+from api.http.fields import ID_PATTERN
 from api.http.rights import Role
 from api.jobs import schemas
 from api.jobs.schemas import FleetJobRequest, JobStateView, UserJobRequest
@@ -37,14 +37,13 @@ Seconds = Annotated[
     status_code=202,
     responses=problems.responses(TooManyJobs, TooManyOrders, AccountNotFound, JobIdReused, ValkeyUnavailable),
 )
-async def put_user_job(user_id: UserId, body: UserJobRequest, call: Call) -> JobStateView:
+async def put_user_job(user_id: KnownUserId, body: UserJobRequest, call: Call) -> JobStateView:
     """Runs beside the user's session, in a process of its own; the worker is started if there is none.
 
     Statement and export are made of the orders as they are now: about 700 fit into one job, `orders.csv` has
     no limit. With a `job_id` the same call is done once; another one under that id is refused within a day,
     and as long as the job is there.
     """
-    await call.require_known_user(user_id)
     about = {"job_id": body.job.job_id, "type": body.job.type}
     await call.audit("job.requested", f"user:{user_id}", **about)
     return await call.services.jobs.enqueue_user_job(user_id, body.job)
@@ -56,10 +55,9 @@ async def put_user_job(user_id: UserId, body: UserJobRequest, call: Call) -> Job
     responses=problems.responses(ValkeyUnavailable),
 )
 async def get_user_job(
-    user_id: UserId, job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0
+    user_id: KnownUserId, job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0
 ) -> JobStateView:
     """Its state and its result. With `wait`, as soon as it has ended. Results are kept for 500 s."""
-    await call.require_known_user(user_id)
     return await call.services.jobs.get_job(job_id, user_id, seconds)
 
 
@@ -72,9 +70,8 @@ async def get_user_job(
         **problems.responses(ValkeyUnavailable),
     },
 )
-async def get_user_file(user_id: UserId, job_id: JobIdInPath, call: Call) -> Response:
+async def get_user_file(user_id: KnownUserId, job_id: JobIdInPath, call: Call) -> Response:
     """The file that an `order_export` made."""
-    await call.require_known_user(user_id)
     data = await call.services.jobs.file(job_id, user_id)
     return Response(data, media_type=export.MEDIA_TYPE, headers=export.headers(user_id))
 
@@ -84,9 +81,8 @@ async def get_user_file(user_id: UserId, job_id: JobIdInPath, call: Call) -> Res
     summary="Cancel a user's job",
     responses=problems.responses(ValkeyUnavailable),
 )
-async def cancel_user_job(user_id: UserId, job_id: JobIdInPath, call: Call) -> JobStateView:
+async def cancel_user_job(user_id: KnownUserId, job_id: JobIdInPath, call: Call) -> JobStateView:
     """Ends a job that waits; has one that runs killed (`cancelling` until then). What has ended stays so."""
-    await call.require_known_user(user_id)
     await call.audit("job.cancel_requested", f"user:{user_id}", job_id=job_id)
     return await call.services.jobs.cancel(job_id, user_id)
 

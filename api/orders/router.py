@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
-from api.container import AuthorizedCall, Call, Services
+from api.container import AuthorizedCall, Call, KnownUserId, Services
 from api.http import errors, problems
 from api.http.auth import HEADER, authenticate
 from api.http.fields import ID_PATTERN, UserId, view_response
@@ -141,13 +141,12 @@ async def get_order(order_id: UUID, call: Call) -> schemas.OrderDetailView:
 
 @router.get("/users/{user_id}/orders", summary="List orders")
 async def list_orders(
-    user_id: UserId, call: Call, query: Annotated[schemas.OrderQuery, Query()]
+    user_id: KnownUserId, call: Call, query: Annotated[schemas.OrderQuery, Query()]
 ) -> schemas.OrderPage:
     """Orders as they are recorded, the newest first. An order's own page may be a moment ahead of it.
 
     Follow `next_cursor` with the same filters; orders that come meanwhile do not move the pages behind it.
     """
-    await call.require_known_user(user_id)
     return await _page_of_orders(call.services, query, query.of(user_id))
 
 
@@ -183,10 +182,9 @@ async def _page_of_orders(
     },
 )
 async def export_orders(
-    user_id: UserId, call: Call, query: Annotated[schemas.OrderFilter, Query()]
+    user_id: KnownUserId, call: Call, query: Annotated[schemas.OrderFilter, Query()]
 ) -> StreamingResponse:
     """All orders that match, as one file. It is cut off when the database goes away while it is sent."""
-    await call.require_known_user(user_id)
     found = export.lines(call.database, query.of(user_id))
     # The first page before the answer begins: a database that is down is a problem, not half a file.
     first = await anext(found)
@@ -215,7 +213,7 @@ async def export_orders(
     },
 )
 async def follow_orders(
-    user_id: UserId, call: Call, after: After = None, last_event_id: LastEventId = None
+    user_id: KnownUserId, call: Call, after: After = None, last_event_id: LastEventId = None
 ) -> StreamingResponse:
     """Orders as they change, behind `Last-Event-ID` or `after`.
 
@@ -224,7 +222,6 @@ async def follow_orders(
     left out. A new order that nothing happens to is sent within 15 s. A comment every 15 s shows that the
     stream lives. It ends after an hour, and when the server stops: come back with the last id.
     """
-    await call.require_known_user(user_id)
     begin = after if last_event_id is None else last_event_id
     feed = OrderFeed(call.database, user_id)
     return await call.open_stream(feed, begin)

@@ -4,9 +4,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Response
 
-from api.container import Call
+from api.container import Call, KnownUserId
 from api.http import errors, problems
-from api.http.fields import AccountId, UserId, view_response
+from api.http.fields import AccountId, view_response
 from api.orders.outcomes import UNANSWERED
 from api.orders.router import Wait
 from api.positions import schemas
@@ -40,10 +40,9 @@ _BROKER_PROBLEMS = (
 
 @router.get("/positions", summary="Look at positions", responses=problems.responses(*_BROKER_PROBLEMS))
 async def get_positions(
-    user_id: UserId, account_id: AccountId, call: Call, seconds: Seconds = BROKER_WAIT
+    user_id: KnownUserId, account_id: AccountId, call: Call, seconds: Seconds = BROKER_WAIT
 ) -> schemas.PositionList:
     """Asks the broker through the user's worker, which is started if there is none."""
-    await call.require_known_user(user_id)
     report = await call.services.portfolio.report(user_id, account_id, seconds, positions=True)
     held = sorted((one for one in report.positions if one.shares), key=lambda one: one.symbol)
     return schemas.PositionList(
@@ -56,10 +55,9 @@ async def get_positions(
 
 @router.get("/balance", summary="Look at the balance", responses=problems.responses(*_BROKER_PROBLEMS))
 async def get_balance(
-    user_id: UserId, account_id: AccountId, call: Call, seconds: Seconds = BROKER_WAIT
+    user_id: KnownUserId, account_id: AccountId, call: Call, seconds: Seconds = BROKER_WAIT
 ) -> schemas.BalanceView:
     """Asks the broker through the user's worker, which is started if there is none."""
-    await call.require_known_user(user_id)
     report = await call.services.portfolio.report(user_id, account_id, seconds, balance=True)
     assert report.balance is not None  # the portfolio has seen to it  # noqa: S101
     return schemas.BalanceView(
@@ -98,7 +96,7 @@ _TRADING_PROBLEMS = (
     },
 )
 async def close_position(
-    user_id: UserId,
+    user_id: KnownUserId,
     account_id: AccountId,
     symbol: SymbolInPath,
     body: schemas.ClosePositionRequest,
@@ -113,7 +111,6 @@ async def close_position(
     order works on that side, or if one was filled so lately that the position may not show it. A repeat
     never closes twice.
     """
-    await call.require_known_user(user_id)
     close = PositionClose.of(body, user_id, account_id, symbol, call.actor)
     placed = await call.services.closer.close_position(
         close, call.services.settings.order_wait if wait is None else wait
@@ -138,7 +135,7 @@ async def close_position(
     },
 )
 async def carry_out_intent(
-    user_id: UserId,
+    user_id: KnownUserId,
     account_id: AccountId,
     body: schemas.IntentRequest,
     call: Call,
@@ -150,7 +147,6 @@ async def carry_out_intent(
     Nothing is opened later by itself: when the request ends before the close is filled, repeat it with the
     same id, within the order deadline after the close was accepted. Problems carry the orders in `legs`.
     """
-    await call.require_known_user(user_id)
     seconds = call.services.settings.order_wait if wait is None else wait
     result = await call.services.intents.run_intent(user_id, account_id, body, seconds, call.actor)
     return view_response(result, 200 if all_answered(result) else 202)

@@ -11,7 +11,7 @@ import structlog
 from fastapi import APIRouter, Query
 from pydantic import Field
 
-from api.container import Call, Services
+from api.container import Call, KnownUserId, Services, VisibleUserId
 from api.http import problems
 from api.http.errors import Forbidden, InvalidRequest, NotFound, NoWorker, TemporalUnavailable
 from api.http.fields import ID_PATTERN, AccountId, Reason, Rows, UserId, UserPrefix
@@ -70,9 +70,8 @@ async def list_users(
 
 
 @router.get("/{user_id}", summary="Look at a user", responses=problems.responses(users.UserNotFound))
-async def get_user(user_id: UserId, call: Call) -> schemas.UserDetailView:
+async def get_user(user_id: VisibleUserId, call: Call) -> schemas.UserDetailView:
     """The user and its broker accounts with the state of their logins, without anything secret."""
-    call.require_user(user_id)
     async with call.database.session(autocommit=True) as session:
         user = await users.get_user(session, user_id)
         stored = await accounts.accounts_of_user(session, user_id)
@@ -124,22 +123,20 @@ async def remove_user(user_id: UserId, call: Call, reason: Why = "requested") ->
 
 
 @router.get(_ADDRESSES_PATH, summary="Look at statement addresses")
-async def get_statement_addresses(user_id: UserId, call: Call) -> schemas.StatementAddressesView:
+async def get_statement_addresses(user_id: KnownUserId, call: Call) -> schemas.StatementAddressesView:
     """Where the statement of each trading day goes."""
-    await call.require_known_user(user_id)
     found = await call.fetch(users.get_addresses, user_id)
     return schemas.StatementAddressesView.model_validate(found)
 
 
 @router.put(_ADDRESSES_PATH, summary="Set statement addresses", responses=problems.responses(NotFound))
 async def put_statement_addresses(
-    user_id: UserId, body: schemas.StatementAddressesRequest, call: Call
+    user_id: KnownUserId, body: schemas.StatementAddressesRequest, call: Call
 ) -> schemas.StatementAddressesView:
     """Sets both; without any the user gets no statements. For administrators, who have to know that the
     address is the user's: nothing is sent to confirm it."""
     if body.webhook_url is not None:
         _check_has_host(body.webhook_url)
-    await call.require_known_user(user_id)
     addresses = StatementAddress(email=body.email, webhook_url=body.webhook_url)
     await call.write(users.put_addresses, user_id, addresses, actor=call.actor)
     return schemas.StatementAddressesView.model_validate(addresses)
@@ -161,7 +158,7 @@ def _check_has_host(url: str) -> None:
     responses=problems.responses(accounts.TooManyAccounts, accounts.AccountDiffers),
 )
 async def store_credentials(
-    user_id: UserId, account_id: AccountId, body: schemas.CredentialsRequest, call: Call
+    user_id: VisibleUserId, account_id: AccountId, body: schemas.CredentialsRequest, call: Call
 ) -> schemas.CredentialsView:
     """Encrypts and stores the credentials of one account; they are never shown again.
 
@@ -169,7 +166,6 @@ async def store_credentials(
     told to load them; if that fails, it has the old ones until
     `POST /v1/users/{user_id}/worker/reload-credentials`.
     """
-    call.require_user(user_id)
     credentials = Credentials(
         api_key=body.api_key.get_secret_value(),
         secret_key=body.secret_key.get_secret_value(),
@@ -202,10 +198,9 @@ async def store_credentials(
     summary="Try a rejected login again",
     responses=problems.responses(accounts.AccountNotFound),
 )
-async def retry_login(user_id: UserId, account_id: AccountId, call: Call) -> schemas.AccountView:
+async def retry_login(user_id: VisibleUserId, account_id: AccountId, call: Call) -> schemas.AccountView:
     """With what is stored, by the running worker or the next one. An account that was not rejected, and has
     no session, is only tried sooner."""
-    call.require_user(user_id)
     async with call.database.session() as session:
         stored = await accounts.retry_login(session, user_id, account_id, actor=call.actor)
         view = schemas.AccountView.of(stored, await accounts.serving_epoch(session, user_id))
@@ -220,10 +215,9 @@ async def retry_login(user_id: UserId, account_id: AccountId, call: Call) -> sch
     responses=problems.responses(accounts.AccountNotFound, accounts.StillInUse),
 )
 async def remove_account(
-    user_id: UserId, account_id: AccountId, call: Call, reason: Why = "requested"
+    user_id: VisibleUserId, account_id: AccountId, call: Call, reason: Why = "requested"
 ) -> None:
     """For good, with its credentials, limits and webhooks, once no worker runs and no order of it is open."""
-    call.require_user(user_id)
     await call.write(accounts.remove_account, user_id, account_id, actor=call.actor, reason=reason)
 
 
@@ -266,9 +260,8 @@ async def _signal_reload(services: Services, user_id: str) -> bool:
 
 
 @limit_router.get(_LIMITS_PATH, summary="Look at limits", responses=problems.responses(AccountNotFound))
-async def get_limits(user_id: UserId, account_id: AccountId, call: Call) -> schemas.AccountLimitsView:
+async def get_limits(user_id: VisibleUserId, account_id: AccountId, call: Call) -> schemas.AccountLimitsView:
     """What the account may do, where that differs from the settings."""
-    call.require_user(user_id)
     async with call.database.session() as session:
         await accounts.require_account(session, user_id, account_id)
         found = await trading_limits.get_limits(session, user_id, account_id)

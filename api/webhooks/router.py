@@ -5,9 +5,9 @@ from uuid import UUID
 
 from fastapi import APIRouter, Path, Request, Response
 
-from api.container import Call, InServices
+from api.container import Call, InServices, VisibleUserId
 from api.http import errors, problems
-from api.http.fields import UserId, view_response
+from api.http.fields import view_response
 from api.orders.outcomes import UNANSWERED
 from api.orders.schemas import OrderView
 from api.webhooks import alerts
@@ -29,10 +29,9 @@ Token = Annotated[str, Path(description="The webhook's token.", max_length=256)]
     responses=problems.responses(UserNotFound, accounts.AccountNotFound),
 )
 async def create_webhook(
-    user_id: UserId, body: alerts.WebhookRequest, call: Call
+    user_id: VisibleUserId, body: alerts.WebhookRequest, call: Call
 ) -> alerts.WebhookWithSecretsView:
     """Makes an address for one account's alerts. Its token and secret are shown this once."""
-    call.require_user(user_id)
     token = call.services.tokens.make("")
     async with call.database.session() as session:
         await users.get_user(session, user_id)
@@ -52,17 +51,15 @@ async def create_webhook(
 
 
 @router.get("/users/{user_id}/webhooks", summary="List webhooks")
-async def list_webhooks(user_id: UserId, call: Call) -> alerts.WebhookList:
+async def list_webhooks(user_id: VisibleUserId, call: Call) -> alerts.WebhookList:
     """A user's webhooks, also those that were revoked."""
-    call.require_user(user_id)
     rows = await call.fetch(webhooks.webhooks_of_user, user_id)
     return alerts.WebhookList(webhooks=[alerts.WebhookView.model_validate(row) for row in rows])
 
 
 @router.delete("/users/{user_id}/webhooks/{webhook_id}", summary="Revoke a webhook")
-async def revoke_webhook(user_id: UserId, webhook_id: UUID, call: Call) -> alerts.WebhookView:
+async def revoke_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> alerts.WebhookView:
     """From now on nothing is taken there. Its orders stay."""
-    call.require_user(user_id)
     row = await call.write(webhooks.revoke_webhook, user_id, webhook_id, actor=call.actor)
     if row is None:
         raise errors.NotFound

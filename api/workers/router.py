@@ -9,9 +9,9 @@ from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from api.container import AuthorizedCall, Call
+from api.container import Call, KnownUserId
 from api.http import errors, problems
-from api.http.fields import UserId, view_response
+from api.http.fields import view_response
 from api.http.streams import ServerEvent
 from api.workers import schemas
 from infra.database import accounts
@@ -30,12 +30,6 @@ START_WAIT = 30.0
 Wait = Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="Seconds to wait for it.")]
 
 
-async def _audit_request(call: AuthorizedCall, user_id: str, asked: str, reason: str) -> None:
-    """Raises `NotFound` or `UserNotFound`."""
-    await call.require_known_user(user_id)
-    await call.audit(f"worker.{asked}_requested", f"user:{user_id}", reason=reason)
-
-
 #: Metadata that the orchestrator and the worker need between themselves, and nobody else.
 _INTERNAL = frozenset({"public_key", "proof", "claim", VALID_UNTIL})
 
@@ -47,12 +41,11 @@ _INTERNAL = frozenset({"public_key", "proof", "claim", VALID_UNTIL})
         errors.TemporalUnavailable, errors.ValkeyUnavailable, errors.OrchestratorUnavailable
     ),
 )
-async def get_worker(user_id: UserId, call: Call) -> schemas.WorkerView:
+async def get_worker(user_id: KnownUserId, call: Call) -> schemas.WorkerView:
     """The worker from both sides: its own mark and metadata, and what its workflow says.
 
     A mark counts as missing while the metadata beside it are not the worker's own.
     """
-    await call.require_known_user(user_id)
     marked, fields, now_ms = await read_mark(call.services.valkey, user_id)
     shown = read_metadata(fields, marked, user_id, now_ms, call.services.message_secrets.assignment_keys)
     view = await call.services.control.view(user_id)
@@ -93,10 +86,10 @@ def _lifecycle_view(view: UserWorkerView, used: float) -> schemas.LifecycleView:
     },
 )
 async def start_worker(
-    user_id: UserId, call: Call, reason: schemas.GivenReason, wait: Wait = START_WAIT
+    user_id: KnownUserId, call: Call, reason: schemas.GivenReason, wait: Wait = START_WAIT
 ) -> Response:
     """Makes the user's worker Active: one that is already is simply returned. Safe to repeat."""
-    await _audit_request(call, user_id, "start", reason)
+    await call.audit("worker.start_requested", f"user:{user_id}", reason=reason)
     await call.fetch(accounts.require_login, user_id)
     marked = await call.services.valkey.exists(keys.mark(user_id))
     task = call.services.starter.ensure(user_id, mark_missing=not marked)
@@ -120,9 +113,9 @@ def _accepted_response(user_id: str, signal: str) -> Response:
     summary="Stop the worker",
     responses=problems.responses(errors.NoWorker, errors.TemporalUnavailable),
 )
-async def stop_worker(user_id: UserId, call: Call, reason: schemas.GivenReason) -> schemas.SignalledView:
+async def stop_worker(user_id: KnownUserId, call: Call, reason: schemas.GivenReason) -> schemas.SignalledView:
     """Asks the worker to finish the order in hand, close its broker sessions and end."""
-    await _audit_request(call, user_id, "stop", reason)
+    await call.audit("worker.stop_requested", f"user:{user_id}", reason=reason)
     await call.services.control.signal(user_id, "shutdown", ShutdownRequest(reason=reason))
     return schemas.SignalledView(user_id=user_id, signal="shutdown")
 
@@ -133,12 +126,14 @@ async def stop_worker(user_id: UserId, call: Call, reason: schemas.GivenReason) 
     summary="Let a parked user start again",
     responses=problems.responses(errors.NotFound, errors.NoWorker, errors.TemporalUnavailable),
 )
-async def resume_worker(user_id: UserId, call: Call, reason: schemas.GivenReason) -> schemas.SignalledView:
+async def resume_worker(
+    user_id: KnownUserId, call: Call, reason: schemas.GivenReason
+) -> schemas.SignalledView:
     """Ends the parking of a user whose worker crashed too often; the next order or start begins anew.
 
     For operators and administrators. A user that is not parked stays as it is.
     """
-    await _audit_request(call, user_id, "resume", reason)
+    await call.audit("worker.resume_requested", f"user:{user_id}", reason=reason)
     await call.services.control.signal(user_id, "resume")
     return schemas.SignalledView(user_id=user_id, signal="resume")
 
@@ -163,14 +158,14 @@ async def resume_worker(user_id: UserId, call: Call, reason: schemas.GivenReason
     },
 )
 async def reload_credentials(
-    user_id: UserId, call: Call, reason: schemas.GivenReason, wait: Wait = 0.0
+    user_id: KnownUserId, call: Call, reason: schemas.GivenReason, wait: Wait = 0.0
 ) -> Response:
     """Has the running worker load what is stored now; only accounts that changed are reconnected.
 
     Without `wait` the worker is only told (202). With it the answer is the worker's: 200, or a problem, such
     as `LOGIN_REJECTED` when the broker refused the new credentials; the old session then stays up.
     """
-    await _audit_request(call, user_id, "reload", reason)
+    await call.audit("worker.reload_requested", f"user:{user_id}", reason=reason)
     if wait > 0:
         detail = await call.services.control.reload_credentials_now(user_id, wait)
         if detail is not None:
@@ -229,13 +224,12 @@ class TimelineFeed:
 
 @router.get("/timeline", summary="Look at the worker's changes of state")
 async def get_timeline(
-    user_id: UserId, call: Call, after: After = None, limit: TimelineLimit = 100
+    user_id: KnownUserId, call: Call, after: After = None, limit: TimelineLimit = 100
 ) -> schemas.TimelineView:
     """The last changes of state, or with `after` the next ones behind it; oldest first.
 
     It is written a moment after the change.
     """
-    await call.require_known_user(user_id)
     found = await call.fetch(transitions, user_id, after=after, limit=limit)
     return schemas.TimelineView(
         user_id=user_id, transitions=found, next_after=found[-1].id if found else after or 0
@@ -257,14 +251,13 @@ async def get_timeline(
     },
 )
 async def follow_timeline(
-    user_id: UserId, call: Call, after: After = None, last_event_id: LastEventId = None
+    user_id: KnownUserId, call: Call, after: After = None, last_event_id: LastEventId = None
 ) -> StreamingResponse:
     """Changes as they happen, behind `Last-Event-ID` or `after`.
 
     Without either: the present state first, then what comes from now on. A comment every 15 s shows that
     the stream lives. It ends after an hour, and when the server stops: come back with the last id.
     """
-    await call.require_known_user(user_id)
     begin = after if last_event_id is None else last_event_id
     feed = TimelineFeed(call.database, user_id)
     return await call.open_stream(feed, begin)
