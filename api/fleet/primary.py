@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -80,22 +81,20 @@ def _try_flock(file: int) -> bool:
     return True
 
 
+@dataclass(frozen=True, eq=False)
 class Primary:
     """A background loop of each API process. The schema must be up to date."""
 
-    def __init__(
-        self, settings: Settings, temporal: Client, tasks: Sequence[StartupTask], *, period: float = ROUND
-    ) -> None:
-        self._settings = settings
-        self._temporal = temporal
-        self._tasks = tasks
-        self._period = period
+    settings: Settings
+    temporal: Client
+    tasks: Sequence[StartupTask]
+    period: float = ROUND
 
     async def run(self) -> None:
         while True:
             try:
-                async with host_lock(self._settings.data_dir / "primary.lock"):
-                    await lead(self._settings.database_url, PRIMARY_LOCK, self._serve, standby=LOCK_STANDBY)
+                async with host_lock(self.settings.data_dir / "primary.lock"):
+                    await lead(self.settings.database_url, PRIMARY_LOCK, self._serve, standby=LOCK_STANDBY)
             except DatabaseUnavailable as error:
                 log.warning("primary_lost", reason=error.detail)
             except Exception:  # the loop goes on: without a primary nothing of this is done
@@ -112,11 +111,11 @@ class Primary:
         await connection.execution_options(isolation_level="READ COMMITTED")  # from now on transactions
         log.info("primary_began")
         while True:
-            for task in self._tasks:
+            for task in self.tasks:
                 await self._finish(connection, task)
-            end = time.monotonic() + self._period
+            end = time.monotonic() + self.period
             while time.monotonic() < end:
-                await asyncio.sleep(min(SIGN_OF_LIFE, self._period))
+                await asyncio.sleep(min(SIGN_OF_LIFE, self.period))
                 async with connection.begin():
                     await connection.execute(text("select 1"))
             await self._restore_schedules()
@@ -137,6 +136,6 @@ class Primary:
     async def _restore_schedules(self) -> None:
         try:
             async with asyncio.timeout(SILENCE / 2):
-                await ensure_schedules(self._temporal, self._settings, keep=True)
+                await ensure_schedules(self.temporal, self.settings, keep=True)
         except (RPCError, RuntimeError, TimeoutError) as error:
             log.warning("schedules_not_checked", reason=str(error)[:200])

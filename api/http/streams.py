@@ -17,10 +17,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from types import FrameType
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import structlog
 import uvicorn
+from fastapi import Depends, Header, Query
 from fastapi.responses import StreamingResponse
 from fastapi.sse import format_sse_event
 from starlette.types import Message, Receive, Scope, Send
@@ -58,6 +59,22 @@ def _chain_signal_handler(stack: ExitStack, number: signal.Signals, tell: Callab
     signal.signal(number, handle)
     stack.callback(signal.signal, number, before)
 
+
+#: The largest id that PostgreSQL could give out.
+_MAX_EVENT_ID = 2**63 - 1
+After = Annotated[int | None, Query(ge=0, le=_MAX_EVENT_ID, description="Only changes behind this id.")]
+LastEventId = Annotated[
+    int | None,
+    Header(ge=0, le=_MAX_EVENT_ID, description="Sent by a client that comes back; it goes before `after`."),
+]
+
+
+async def stream_begin(after: After = None, last_event_id: LastEventId = None) -> int | None:
+    """The id behind which a stream begins; None: from now on, the present first."""
+    return after if last_event_id is None else last_event_id
+
+
+StreamBegin = Annotated[int | None, Depends(stream_begin)]
 
 #: Seconds between two signs of life; proxies close a silent connection after 60 s and less.
 HEARTBEAT = 15.0

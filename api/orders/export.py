@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC
 from enum import Enum
 
@@ -61,6 +62,7 @@ GAP_PAUSE = 0.01
 GAP_CHECKS = 8
 
 
+@dataclass(eq=False)
 class OrderFeed:
     """`EventFeed` of one user's orders.
 
@@ -68,14 +70,13 @@ class OrderFeed:
     it, the others carry the id before: a client that comes back after half of them gets them all again.
     """
 
-    channel = order_changes.ORDERS_CHANNEL
-
-    def __init__(self, database: Database, user_id: str) -> None:
-        self._database = database
-        self.key = user_id
+    database: Database
+    #: The user.
+    key: str
+    channel: str = order_changes.ORDERS_CHANNEL
 
     async def current_event(self) -> ServerEvent:
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             # First the number, then the orders: what changes in between is sent again.
             now = await order_changes.read_outlook(session, self.key, 0)
             wanted = order_list.OrderSelection(user_id=self.key, states=frozenset({order_list.OPEN}))
@@ -90,7 +91,7 @@ class OrderFeed:
     async def events_after(self, last: int) -> Sequence[ServerEvent]:
         pause = GAP_PAUSE
         for _ in range(GAP_CHECKS):
-            async with self._database.session() as session:
+            async with self.database.session() as session:
                 rows = await order_changes.changes_behind(session, self.key, last, limit=FEED_PAGE)
                 if rows:
                     return _events(rows, last)

@@ -17,10 +17,10 @@ from api.container import AuthorizedCall, Call, KnownUserId, Services
 from api.http import errors, problems
 from api.http.auth import HEADER, authenticate
 from api.http.fields import ID_PATTERN, UserId, view_response
+from api.http.streams import StreamBegin
 from api.orders import export, schemas
 from api.orders.export import OrderFeed
 from api.orders.outcomes import UNANSWERED, view_of
-from api.workers.router import After, LastEventId
 from infra.database import models
 from infra.database.orders import listing as order_list
 from infra.database.orders import recording
@@ -212,9 +212,7 @@ async def export_orders(
         **problems.responses(errors.TooManyStreams),
     },
 )
-async def follow_orders(
-    user_id: KnownUserId, call: Call, after: After = None, last_event_id: LastEventId = None
-) -> StreamingResponse:
+async def follow_orders(user_id: KnownUserId, call: Call, begin: StreamBegin) -> StreamingResponse:
     """Orders as they change, behind `Last-Event-ID` or `after`.
 
     Without either: the open orders first, then what changes from now on. An order that changed several times
@@ -222,9 +220,7 @@ async def follow_orders(
     left out. A new order that nothing happens to is sent within 15 s. A comment every 15 s shows that the
     stream lives. It ends after an hour, and when the server stops: come back with the last id.
     """
-    begin = after if last_event_id is None else last_event_id
-    feed = OrderFeed(call.database, user_id)
-    return await call.open_stream(feed, begin)
+    return await call.open_stream(OrderFeed(call.database, user_id), begin)
 
 
 #: What a cancel and a replace may fail with.

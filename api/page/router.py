@@ -7,6 +7,7 @@ logged in, and when its holder logs out.
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Literal
 from urllib.parse import parse_qs
@@ -95,20 +96,19 @@ async def show_user(user_id: UserId, page: InPage) -> HTMLResponse:
     )
 
 
+@dataclass(eq=False)
 class ChangeFeed:
     """`EventFeed` that says no more than that something has changed: a page then loads itself anew."""
 
-    key = ANY
-
-    def __init__(self, notifications: NotificationListener, channel: str) -> None:
-        self._notifications = notifications
-        self.channel = channel
+    notifications: NotificationListener
+    channel: str
+    key: str = ANY
 
     async def current_event(self) -> ServerEvent:
-        return ServerEvent(self._notifications.heard[self.channel], "begin", "{}")
+        return ServerEvent(self.notifications.heard[self.channel], "begin", "{}")
 
     async def events_after(self, last: int) -> Sequence[ServerEvent]:
-        heard = self._notifications.heard[self.channel]
+        heard = self.notifications.heard[self.channel]
         return [ServerEvent(heard, "change", "{}")] if heard != last else []
 
 

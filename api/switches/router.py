@@ -135,7 +135,7 @@ async def put_switch(body: SwitchRequest, call: Call, response: Response) -> Swi
     )
     if not in_force:
         response.status_code = 202
-    return SwitchSetView(in_force=in_force, also=also, **_switch_fields(row))
+    return SwitchSetView.model_validate(_switch_fields(row) | {"in_force": in_force, "also": also})
 
 
 @router.get(
@@ -164,7 +164,7 @@ async def list_switches(
         counts = EffectiveSwitchView(
             version=effective.version, all_accounts=effective.every, accounts=dict(effective.accounts)
         )
-    shown = [SwitchView(**_switch_fields(row)) for row in rows[:limit]]
+    shown = [SwitchView.model_validate(_switch_fields(row)) for row in rows[:limit]]
     end = shown[-1].version if len(rows) > limit else None
     return SwitchList(switches=shown, next_cursor=end, effective=counts)
 
@@ -187,14 +187,9 @@ def _requested_scope(body: SwitchRequest, call: AuthorizedCall) -> TradingScope:
 
 def _switch_fields(row: trading_models.Switch) -> dict[str, Any]:
     scope = TradingScope.parse(row.scope)
-    return {
+    return vars(row) | {
         "scope": "account" if scope.account_id else "user" if scope.user_id else "all",
         "user_id": scope.user_id or None,
         "account_id": scope.account_id or None,
         "held_by": SwitchHolder.USER if scope.by_user else SwitchHolder.OPERATOR,
-        "state": row.state,
-        "actor": row.actor,
-        "reason": row.reason,
-        "at": row.at,
-        "version": row.version,
     }

@@ -207,11 +207,11 @@ MARK_CHECK_PERIOD = 1.0
 FIRST_CHECK = 0.05
 
 
+@dataclass(frozen=True, eq=False)
 class AnswerWaiter:
-    def __init__(self, queue: RequestQueue, answers: AnswerListener, starter: WorkerStarter) -> None:
-        self._queue = queue
-        self._answers = answers
-        self._starter = starter
+    queue: RequestQueue
+    answers: AnswerListener
+    starter: WorkerStarter
 
     async def wait(
         self,
@@ -246,7 +246,7 @@ class AnswerWaiter:
         self, user_id: str, answer: asyncio.Future[Answer], left: float
     ) -> BerthError | None:
         """Has a worker started, until it is there or the answer is. Returns why there will be none."""
-        task = self._starter.ensure(user_id, mark_missing=True)
+        task = self.starter.ensure(user_id, mark_missing=True)
         either: set[asyncio.Future[Any]] = {task, answer}
         await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         if answer.done() or not task.done() or task.cancelled():
@@ -262,7 +262,7 @@ class AnswerWaiter:
         `ring`: once more, if nobody has taken the request.
         """
         try:
-            await self._answers.read_pending(request_id)
-            return await (self._queue.ring_again if ring else self._queue.marked)(user_id)
+            await self.answers.read_pending(request_id)
+            return await (self.queue.ring_again if ring else self.queue.marked)(user_id)
         except RedisError:
             return True  # nothing is known, so nobody is called

@@ -2,17 +2,17 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Query, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.container import Call, KnownUserId
 from api.http import errors, problems
 from api.http.fields import view_response
-from api.http.streams import ServerEvent
+from api.http.streams import After, ServerEvent, StreamBegin
 from api.workers import schemas
 from infra.database import accounts
 from infra.database.engine import Database
@@ -175,16 +175,7 @@ async def reload_credentials(
     return _accepted_response(user_id, "reload_credentials")
 
 
-#: The largest id that PostgreSQL could give out.
-_MAX_EVENT_ID = 2**63 - 1
-After = Annotated[int | None, Query(ge=0, le=_MAX_EVENT_ID, description="Only changes behind this id.")]
 TimelineLimit = Annotated[int, Query(ge=1, le=1000, description="Most changes of one answer.")]
-LastEventId = Annotated[
-    int | None,
-    Header(ge=0, le=_MAX_EVENT_ID, description="Sent by a client that comes back; it goes before `after`."),
-]
-
-
 #: Rows that a stream reads at once.
 PAGE = 100
 
@@ -197,18 +188,17 @@ async def transitions(
     return [schemas.TransitionView.model_validate(row) for row in rows]
 
 
+@dataclass(eq=False)
 class TimelineFeed:
-    """`EventFeed` of one user's timeline."""
+    """`EventFeed` of one user's timeline; `key` is the user."""
 
-    channel = timeline.TIMELINE_CHANNEL
-
-    def __init__(self, database: Database, user_id: str) -> None:
-        self._database = database
-        self.key = user_id
+    database: Database
+    key: str
+    channel: str = timeline.TIMELINE_CHANNEL
 
     async def current_event(self) -> ServerEvent:
         """The state after the last change: what follows in the stream goes on from there."""
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             last = await transitions(session, self.key, after=None, limit=1)
         known: dict[str, Any] = dict.fromkeys(schemas.PresentState.model_fields)
         known |= {"id": 0, "user_id": self.key}
@@ -217,7 +207,7 @@ class TimelineFeed:
         return ServerEvent(known["id"], "state", schemas.PresentState.model_validate(known).model_dump_json())
 
     async def events_after(self, last: int) -> Sequence[ServerEvent]:
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             found = await transitions(session, self.key, after=last, limit=PAGE)
         return [ServerEvent(one.id, "transition", one.model_dump_json()) for one in found]
 
@@ -250,14 +240,10 @@ async def get_timeline(
         **problems.responses(errors.TooManyStreams),
     },
 )
-async def follow_timeline(
-    user_id: KnownUserId, call: Call, after: After = None, last_event_id: LastEventId = None
-) -> StreamingResponse:
+async def follow_timeline(user_id: KnownUserId, call: Call, begin: StreamBegin) -> StreamingResponse:
     """Changes as they happen, behind `Last-Event-ID` or `after`.
 
     Without either: the present state first, then what comes from now on. A comment every 15 s shows that
     the stream lives. It ends after an hour, and when the server stops: come back with the last id.
     """
-    begin = after if last_event_id is None else last_event_id
-    feed = TimelineFeed(call.database, user_id)
-    return await call.open_stream(feed, begin)
+    return await call.open_stream(TimelineFeed(call.database, user_id), begin)
