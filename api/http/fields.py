@@ -18,8 +18,7 @@ UserId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["alic
 AccountId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["9A95-0123456"])]
 OfUser = Annotated[str | None, Query(pattern=ID_PATTERN, max_length=64, description="Only of this user.")]
 UserPrefix = Annotated[
-    str | None,
-    Query(pattern=ID_PATTERN, max_length=64, description="Only of users whose ids begin like it."),
+    str | None, Query(pattern=ID_PATTERN, max_length=64, description="Only of users whose ids begin like it.")
 ]
 #: Most rows of a page.
 Rows = Annotated[int, Query(ge=1, le=1000, description="Most rows of a page.")]

@@ -179,8 +179,7 @@ class JobStateView(View):
     id: str
     type: Annotated[str | None, Field(description="Not told any more once it has ended well.")]
     state: Annotated[
-        str,
-        Field(description="`waiting`, `delayed`, `grouped`, `running`, `done`, `failed` or `cancelled`."),
+        str, Field(description="`waiting`, `delayed`, `grouped`, `running`, `done`, `failed` or `cancelled`.")
     ]
     ended: bool
     cancelling: Annotated[bool, Field(description="It runs, and is being ended.")]

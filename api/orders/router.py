@@ -178,7 +178,7 @@ async def _page_of_orders(
             "CSV (RFC 4180) with a header, the newest first. A text that a spreadsheet would"
             " take for a formula begins with an apostrophe.",
             "text/csv",
-        ),
+        )
     },
 )
 async def export_orders(

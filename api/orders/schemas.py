@@ -189,8 +189,7 @@ _Time = Annotated[AwareDatetime, Field(ge=_FIRST, le=_LAST)]
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 OrderStateFilter = StrEnum(  # type: ignore[misc]
-    "OrderStateFilter",
-    {"OPEN": OPEN, "FINAL": FINAL, **{state.name: state.value for state in OrderState}},
+    "OrderStateFilter", {"OPEN": OPEN, "FINAL": FINAL, **{state.name: state.value for state in OrderState}}
 )
 
 
@@ -200,8 +199,7 @@ PageCursor = Annotated[
 ]
 PageLimit = Annotated[int, Field(ge=1, le=500, description="Most orders of one page.")]
 NextCursor = Annotated[
-    str | None,
-    Field(description="`cursor` of the next page; null when there is nothing behind this one."),
+    str | None, Field(description="`cursor` of the next page; null when there is nothing behind this one.")
 ]
 
 

@@ -139,9 +139,7 @@ async def show_orders(
     """The last day's orders of all users, live."""
     query = OrderQuery(state=[state] if state else [], symbol=symbol or None, cursor=cursor, limit=ROWS)
     return await page.show(
-        "orders.html",
-        placed=page.read(orders.list_all_orders, query=query),
-        states=OrderStateFilter,
+        "orders.html", placed=page.read(orders.list_all_orders, query=query), states=OrderStateFilter
     )
 
 
@@ -154,9 +152,7 @@ async def show_order(order_id: UUID, page: InPage) -> HTMLResponse:
 
 @router.get("/page/attention")
 async def show_attention(
-    page: InPage,
-    cursor: PageCursor = None,
-    after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0,
+    page: InPage, cursor: PageCursor = None, after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0
 ) -> HTMLResponse:
     """Orders that wait for a person, and accounts whose books differ from the broker's."""
     return await page.show(
@@ -177,9 +173,7 @@ async def show_switches(
     """Every switch that was ever set, and a form that sets one."""
     wanted = {"state": state or None, "prefix": prefix or None, "cursor": cursor, "limit": ROWS}
     return await page.show(
-        "switches.html",
-        switched=page.read(switches.list_switches, **wanted),
-        states=SwitchState,
+        "switches.html", switched=page.read(switches.list_switches, **wanted), states=SwitchState
     )
 
 

@@ -79,8 +79,7 @@ class PoolStatusView(View):
 
     pool: str
     mode: Annotated[
-        PoolMode,
-        Field(description="`paused`: nothing is launched; `draining`: free ones are stopped, too."),
+        PoolMode, Field(description="`paused`: nothing is launched; `draining`: free ones are stopped, too.")
     ]
     wanted: Annotated[int, Field(description="Free workers that there should be, as of the last check.")]
     reasons: Annotated[tuple[str, ...], Field(description="How the number came about, a step each.")]
@@ -134,8 +133,7 @@ class RolloutRequest(Body):
     ] = ""
     batch: Annotated[int, Field(ge=1, le=1000, description="Free workers replaced at a time.")] = 5
     deadline_seconds: Annotated[
-        float,
-        Field(ge=0, le=7 * 86400, allow_inf_nan=False, description="Then users move, quiet or not."),
+        float, Field(ge=0, le=7 * 86400, allow_inf_nan=False, description="Then users move, quiet or not.")
     ] = 8 * 3600.0
     quiet_seconds: Annotated[
         float,

@@ -135,11 +135,7 @@ async def close_position(
     },
 )
 async def carry_out_intent(
-    user_id: KnownUserId,
-    account_id: AccountId,
-    body: schemas.IntentRequest,
-    call: Call,
-    wait: Wait = None,
+    user_id: KnownUserId, account_id: AccountId, body: schemas.IntentRequest, call: Call, wait: Wait = None
 ) -> Response:
     """`long_entry` buys, `short_entry` sells; a position on the other side is closed first, and only if that
     is confirmed filled is the new one opened. `long_exit` and `short_exit` close such a position.

@@ -138,11 +138,7 @@ async def put_switch(body: SwitchRequest, call: Call, response: Response) -> Swi
     return SwitchSetView.model_validate(_switch_fields(row) | {"in_force": in_force, "also": also})
 
 
-@router.get(
-    "/switches",
-    summary="Look at switches",
-    responses=problems.responses(NotFound, UserNotFound),
-)
+@router.get("/switches", summary="Look at switches", responses=problems.responses(NotFound, UserNotFound))
 async def list_switches(
     call: Call,
     user_id: OfUser = None,

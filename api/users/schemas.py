@@ -102,8 +102,7 @@ class CredentialsRequest(Body):
     secret_key: Secret
     person_id: Annotated[SecretStr, Field(max_length=32)] = SecretStr("")
     ca_certificate: Annotated[
-        Base64Bytes,
-        Field(repr=False, max_length=MAX_CERTIFICATE, description="PKCS#12, Base64."),
+        Base64Bytes, Field(repr=False, max_length=MAX_CERTIFICATE, description="PKCS#12, Base64.")
     ] = b""
     ca_password: Annotated[SecretStr, Field(max_length=256)] = SecretStr("")
 
@@ -170,8 +169,7 @@ class StatementAddressesRequest(Body):
 
     email: MailAddress | None = None
     webhook_url: Annotated[
-        WebUrl | None,
-        Field(description="Gets the statement as JSON, signed with the user's key."),
+        WebUrl | None, Field(description="Gets the statement as JSON, signed with the user's key.")
     ] = None
 
 

@@ -79,10 +79,7 @@ def _lifecycle_view(view: UserWorkerView, used: float) -> schemas.LifecycleView:
     response_model=schemas.StartedWorkerView,
     responses={
         202: problems.answer(schemas.SignalledView, "It is starting, and takes longer than `wait` seconds."),
-        **problems.responses(
-            *problems.WITHOUT_WORKER,
-            protocol.UnknownAccount,
-        ),
+        **problems.responses(*problems.WITHOUT_WORKER, protocol.UnknownAccount),
     },
 )
 async def start_worker(
