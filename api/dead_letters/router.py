@@ -101,54 +101,52 @@ async def close_dead_letter(
     """`redrive`: does it once more (rechecks an order, requeues a job or an alert, starts a workflow with the
     same input, hands a message to its readers); the letter is back if that fails. `dismiss`: nothing more is
     done about it, and a failed job leaves its queue. For operators."""
-    await _close(call, letter_id, act, body.reason)
+    letter = await call.fetch(dead_letters.get_letter, letter_id)
+    if letter.closed_at is not None:
+        raise LetterRefused("somebody has redriven or dismissed it")
+    about = {"kind": letter.kind, "of": letter.subject, "reason": body.reason}
+    await call.audit(f"dead_letter.{act}_requested", f"dead_letter:{letter_id}", **about)
+    await (_redrive if act == "redrive" else _dismiss)(call, letter)
+    await call.write(dead_letters.close_letter, letter)  # it opens again when the same thing fails again
     return await get_dead_letter(letter_id, call)
 
 
 _JOBS = ("job", "alert")
 
 
-async def _close(
-    call: AuthorizedCall, letter_id: UUID, act: Literal["redrive", "dismiss"], reason: str
-) -> None:
-    """Redrives or dismisses a letter. It opens again when the same thing fails again.
-
-    Raises `DeadLetterNotFound`, `LetterRefused`, and errors of the servers that are away.
-    """
-    letter = await call.fetch(dead_letters.get_letter, letter_id)
-    if letter.closed_at is not None:
-        raise LetterRefused("somebody has redriven or dismissed it")
-    about = {"kind": letter.kind, "of": letter.subject, "reason": reason}
-    await call.audit(f"dead_letter.{act}_requested", f"dead_letter:{letter_id}", **about)
-    if act == "dismiss":
-        await _dismiss(call.services, letter)
-    elif letter.kind in MESSAGE_KINDS:
+async def _redrive(call: AuthorizedCall, letter: DeadLetterRow) -> None:
+    """Raises `LetterRefused`, and errors of the servers that are away."""
+    if letter.kind in MESSAGE_KINDS:
         await _send_again(call.services, letter)
     elif letter.kind in _JOBS:
-        tag = job_keys.tag_of(letter.user_id)
-        state = await call.services.kept_jobs.queue.get(letter.subject, tag=tag)
-        # Or only how it ended is left.
-        lost = state is None or (state.state == "failed" and state.name is None)
-        if lost:
-            await call.services.valkey.delete(job_keys.result(tag, letter.subject))
-        back = lost or await valkey.run_script(
-            call.services.valkey, *job_calls.requeue([letter.subject], tag)
-        )
-        again = {"outcome": None, "missing": lost, "check_at": func.clock_timestamp()}
-        if not back or (
-            not await call.services.kept_jobs.change(letter.subject, letter.user_id, **again) and lost
-        ):
-            raise LetterRefused("the job is not among the failed ones, or another one has its unique key")
+        await _requeue(call.services, letter)
     elif letter.kind == "workflow":
         await _start_again(call.services, letter.subject)
     elif letter.kind in ("order", "outcome"):
-        await _recheck(call.services, letter.subject, call.actor)
+        with suppress(OrderSettled):
+            try:
+                await call.write(recheck_order, UUID(letter.subject), actor=call.actor)
+            except ValueError:
+                raise LetterRefused("it names no order") from None
     else:
         raise LetterRefused("there is nothing to do again: see to it, then dismiss it")
-    await call.write(dead_letters.close_letter, letter)
 
 
-async def _dismiss(services: Services, letter: DeadLetterRow) -> None:
+async def _requeue(services: Services, letter: DeadLetterRow) -> None:
+    tag = job_keys.tag_of(letter.user_id)
+    state = await services.kept_jobs.queue.get(letter.subject, tag=tag)
+    # Or only how it ended is left.
+    lost = state is None or (state.state == "failed" and state.name is None)
+    if lost:
+        await services.valkey.delete(job_keys.result(tag, letter.subject))
+    back = lost or await valkey.run_script(services.valkey, *job_calls.requeue([letter.subject], tag))
+    again = {"outcome": None, "missing": lost, "check_at": func.clock_timestamp()}
+    if not back or (not await services.kept_jobs.change(letter.subject, letter.user_id, **again) and lost):
+        raise LetterRefused("the job is not among the failed ones, or another one has its unique key")
+
+
+async def _dismiss(call: AuthorizedCall, letter: DeadLetterRow) -> None:
+    services = call.services
     if letter.kind == "order":
         raise LetterRefused("an order stays until it has ended: resolve it")
     if letter.kind in _JOBS:
@@ -160,15 +158,6 @@ async def _dismiss(services: Services, letter: DeadLetterRow) -> None:
         if state == b"failed":
             signed = job_calls.cancel(letter.subject, services.message_secrets.job_keys(tag), tag)
             await valkey.run_script(services.valkey, *signed)
-
-
-async def _recheck(services: Services, order_id: str, actor: str) -> None:
-    with suppress(OrderSettled):
-        async with services.database.session() as session:
-            try:
-                await recheck_order(session, UUID(order_id), actor=actor)
-            except ValueError:
-                raise LetterRefused("it names no order") from None
 
 
 async def _send_again(services: Services, letter: DeadLetterRow) -> None:

@@ -1,13 +1,14 @@
 """Webhooks, and the alerts that come to them: what they say, and the orders that are planned of them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from hashlib import sha256
 from ipaddress import ip_network
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Self
 from uuid import UUID
 
 from pydantic import (
@@ -171,8 +172,6 @@ class AlertOutcome(View):
 
 _INTENTS = frozenset(intent.value for intent in Intent)
 
-M = TypeVar("M", bound=BaseModel)
-
 
 @dataclass(frozen=True, kw_only=True)
 class AlertPlan:
@@ -189,25 +188,32 @@ class AlertPlan:
         return self.what.client_order_id
 
 
-def parse_alert(body: bytes) -> Alert:
+@contextmanager
+def _refusing_body() -> Iterator[None]:
     """Raises `InvalidRequest`, which names fields and never shows a value: one is a secret."""
     try:
-        return Alert.model_validate_json(body)
+        yield
     except ValidationError as error:
         raise invalid_request(error.errors(), "body") from None
 
 
+@_refusing_body()
+def parse_alert(body: bytes) -> Alert:
+    return Alert.model_validate_json(body)
+
+
+@_refusing_body()
 def plan_of(alert: Alert, webhook: Webhook) -> AlertPlan:
     """Raises `InvalidRequest` for what its kind of order cannot be."""
     digest = _digest(alert, webhook)
     # An intent's id has at most 48 characters, because its orders' ids are longer.
     name = f"webhook-{digest[: 48 if alert.plain else 40]}"
-    priced = {field: getattr(alert, field) for field in ("quantity", *PricedBody.model_fields)}
-    priced["client_order_id"] = name
+    priced: dict[str, Any] = {"client_order_id": name, "quantity": alert.quantity}
+    priced |= {field: getattr(alert, field) for field in PricedBody.model_fields}
     if alert.action.value in _INTENTS:
-        intent = _checked(IntentRequest, intent=alert.action.value, symbol=alert.symbol, **priced)
+        intent = IntentRequest(intent=Intent(alert.action.value), symbol=alert.symbol, **priced)
         return AlertPlan(digest=digest, ids=(*part_ids(f"{name}.close"), f"{name}.open"), what=intent)
-    body = _checked(ClosePositionRequest, **priced)
+    body = ClosePositionRequest(**priced)
     if alert.plain:
         assert alert.quantity is not None  # seen to by the schema  # noqa: S101
         side = Side(alert.action.value)
@@ -233,10 +239,3 @@ def _digest(alert: Alert, webhook: Webhook) -> str:
         said.append("reduce_only")
     # As a list: no value can pass for a part of the next one.
     return sha256(json.dumps(said).encode()).hexdigest()
-
-
-def _checked(model: type[M], **fields: Any) -> M:
-    try:
-        return model.model_validate(fields)
-    except ValidationError as error:
-        raise invalid_request(error.errors(), "body") from None
