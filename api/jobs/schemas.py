@@ -3,8 +3,9 @@
 import math
 from datetime import UTC, date, datetime
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from api.http.fields import ID_PATTERN, AccountId, Body, View
 from api.orders.schemas import OrderFilter
@@ -22,8 +23,15 @@ JobId = Annotated[
 _Day = Annotated[date, Field(ge=date(2000, 1, 1), le=date(2199, 12, 31))]
 
 
+def _has_host(url: str) -> str:
+    """Raises `ValueError` for a URL of no host; the fleet checks where it leads."""
+    if not urlsplit(url).hostname:
+        raise ValueError("it has no host")
+    return url
+
+
 #: What a job of the fleet takes as an address.
-WebUrl = Annotated[str, Field(max_length=2048, pattern=r"^https?://[!-~]+$")]
+WebUrl = Annotated[str, Field(max_length=2048, pattern=r"^https?://[!-~]+$"), AfterValidator(_has_host)]
 MailAddress = Annotated[
     str, Field(max_length=254, pattern=r"^[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]+@[A-Za-z0-9.-]+$")
 ]

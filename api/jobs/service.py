@@ -80,7 +80,7 @@ class JobService:
         if isinstance(job, schemas.WebhookJobRequest):
             body = json.dumps(job.body, separators=(",", ":"), allow_nan=False)
             fields["body"] = msgspec.Raw(body.encode())
-            options["rate_key"] = _host(job.url)
+            options["rate_key"] = str(urlsplit(job.url).hostname)[:128]  # each receiver has a rate
         elif isinstance(job, schemas.MESSAGES):
             options["rate_key"] = job.type  # one sender has one rate
         try:
@@ -188,14 +188,6 @@ def view(state: JobState) -> schemas.JobStateView:
         value=msgspec.json.decode(result.value) if result and state.ended else None,
         failure=schemas.JobFailureView.model_validate(failure) if failure else None,
     )
-
-
-def _host(url: str) -> str:
-    """What a rate of webhooks (a setting of the queue) holds for: each receiver. Raises `InvalidRequest`."""
-    try:
-        return (urlsplit(url).hostname or "-")[:128]
-    except ValueError:
-        raise InvalidRequest("url: it cannot be read") from None
 
 
 def _found_or_404(state: JobState | None) -> JobState:
