@@ -33,11 +33,11 @@ from worker_runtime.protocol.messages import OrderState
 class AttentionOrderView(OrderView):
     """An order that a person has to look at, `attention` says why; or one that is unknown."""
 
-    attention_at: Annotated[
-        datetime | None, Field(description="Since when it waits for a person; null: it does not yet.")
-    ]
-    known_state: Annotated[OrderState, Field(description="The last state that is known of it.")]
-    next_step: Annotated[str, Field(description="What will happen to it, and by whom.")]
+    attention_at: datetime | None = Field(
+        description="Since when it waits for a person; null: it does not yet."
+    )
+    known_state: OrderState = Field(description="The last state that is known of it.")
+    next_step: str = Field(description="What will happen to it, and by whom.")
 
 
 class AttentionPage(View):
@@ -50,15 +50,19 @@ class AttentionPage(View):
 class ResolveOrderRequest(Body):
     """How an order ended, as somebody found out at the broker. Nothing changes it any more."""
 
-    state: Annotated[OrderState, Field(description="`filled`, `cancelled`, `rejected` or `expired`.")]
-    filled_quantity: Annotated[int, Field(strict=True, ge=0, le=MAX_QUANTITY, description="Lots.")] = 0
-    average_price: Annotated[
-        Decimal | None,
-        Field(gt=0, max_digits=18, decimal_places=6, allow_inf_nan=False, description="Of the filled lots."),
-    ] = None
-    reason: Annotated[
-        str, Field(min_length=1, max_length=500, description="How it is known; it stands in the audit trail.")
-    ]
+    state: OrderState = Field(description="`filled`, `cancelled`, `rejected` or `expired`.")
+    filled_quantity: int = Field(default=0, strict=True, ge=0, le=MAX_QUANTITY, description="Lots.")
+    average_price: Decimal | None = Field(
+        default=None,
+        gt=0,
+        max_digits=18,
+        decimal_places=6,
+        allow_inf_nan=False,
+        description="Of the filled lots.",
+    )
+    reason: str = Field(
+        min_length=1, max_length=500, description="How it is known; it stands in the audit trail."
+    )
 
 
 class ReconciliationView(View):
@@ -68,21 +72,18 @@ class ReconciliationView(View):
     user_id: str
     account_id: str
     at: datetime
-    differences: Annotated[
-        dict[str, Any],
-        Field(
-            description="`foreign_orders`: broker ids of orders that are not ours. `fills`: lots of our"
-            " orders that we count and the broker does not. `states`: orders that have ended here and work"
-            " at the broker, or were filled though we hold that it never took them. `positions`: lots"
-            " by symbol, in both books, and `odd_shares`: shares"
-            " beyond them; `ours` is what was held before Berth and what our fills make of it."
-        ),
-    ]
-    blocks: Annotated[bool, Field(description="The account takes no orders until it is resolved.")]
+    differences: dict[str, Any] = Field(
+        description="`foreign_orders`: broker ids of orders that are not ours. `fills`: lots of our"
+        " orders that we count and the broker does not. `states`: orders that have ended here and work"
+        " at the broker, or were filled though we hold that it never took them. `positions`: lots"
+        " by symbol, in both books, and `odd_shares`: shares"
+        " beyond them; `ours` is what was held before Berth and what our fills make of it."
+    )
+    blocks: bool = Field(description="The account takes no orders until it is resolved.")
     resolved_at: datetime | None
-    resolved_by: Annotated[
-        str | None, Field(description="`reconciliation`: a later comparison did not find it any more.")
-    ]
+    resolved_by: str | None = Field(
+        description="`reconciliation`: a later comparison did not find it any more."
+    )
 
 
 class ReconciliationList(View):
@@ -94,9 +95,7 @@ class ReconciliationList(View):
 class ResolveReconciliationRequest(Body):
     """Somebody has looked at it."""
 
-    reason: Annotated[
-        str, Field(min_length=1, max_length=500, description="Why; it stands in the audit trail.")
-    ]
+    reason: str = Field(min_length=1, max_length=500, description="Why; it stands in the audit trail.")
 
 
 router = APIRouter(tags=["orders"])

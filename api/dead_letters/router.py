@@ -40,24 +40,21 @@ class DeadLetterView(View):
     """Something that failed for good."""
 
     id: UUID
-    kind: Annotated[
-        str,
-        Field(
-            description="`workflow`, `order` (it waits for a person), `job`, `alert`; of messages who gave"
-            " them up: `event`, `recorder`, `relay`, `late`, `outcome`. `overflow` counts what is not kept."
-        ),
-    ]
-    subject: Annotated[
-        str | None, EMPTY_IS_NONE, Field(description="Id of the workflow, order or job, to be opened.")
-    ]
-    source: Annotated[str, Field(description="At most 100 open letters have the same.")]
+    kind: str = Field(
+        description="`workflow`, `order` (it waits for a person), `job`, `alert`; of messages who gave"
+        " them up: `event`, `recorder`, `relay`, `late`, `outcome`. `overflow` counts what is not kept."
+    )
+    subject: Annotated[str | None, EMPTY_IS_NONE] = Field(
+        description="Id of the workflow, order or job, to be opened."
+    )
+    source: str = Field(description="At most 100 open letters have the same.")
     user_id: Annotated[str | None, EMPTY_IS_NONE]
     reason: str
-    text: Annotated[str | None, EMPTY_IS_NONE, Field(description="The beginning of a message.")]
-    count: Annotated[int, Field(description="How often it failed.")]
+    text: Annotated[str | None, EMPTY_IS_NONE] = Field(description="The beginning of a message.")
+    count: int = Field(description="How often it failed.")
     first_at: datetime
     last_at: datetime
-    closed_at: Annotated[datetime | None, Field(description="When it was redriven or dismissed.")]
+    closed_at: datetime | None = Field(description="When it was redriven or dismissed.")
 
 
 class DeadLetterPage(View):

@@ -19,29 +19,29 @@ class FleetRowView(View):
     state: str | None
     worker_id: str | None
     pool: str | None
-    started_at: Annotated[datetime, Field(description="When the present run of the workflow began.")]
+    started_at: datetime = Field(description="When the present run of the workflow began.")
 
 
 class MaintenanceRequest(ReasonBody):
-    override_guard: Annotated[
-        bool, Field(description="Act though so much looks odd at once that it may be an outage.")
-    ] = False
+    override_guard: bool = Field(
+        default=False, description="Act though so much looks odd at once that it may be an outage."
+    )
 
 
 class MaintenancePassView(View):
     """What maintenance saw when it scanned all workers, and what it did."""
 
     began_at: datetime
-    workers: Annotated[int, Field(validation_alias=AliasChoices("scanned", "workers"))]
-    found: Annotated[dict[str, int], Field(description="Anomalies by kind.")]
-    outcomes: Annotated[
-        dict[str, int], Field(description="What was done with those that two scans had found, and how often.")
-    ]
-    guarded: Annotated[
-        str | None, EMPTY_IS_NONE, Field(description="Why nothing was done; null: it might have been.")
-    ]
+    workers: int = Field(validation_alias=AliasChoices("scanned", "workers"))
+    found: dict[str, int] = Field(description="Anomalies by kind.")
+    outcomes: dict[str, int] = Field(
+        description="What was done with those that two scans had found, and how often."
+    )
+    guarded: Annotated[str | None, EMPTY_IS_NONE] = Field(
+        description="Why nothing was done; null: it might have been."
+    )
     scan_seconds: Milliseconds
-    total_seconds: Annotated[Milliseconds | None, Field(description="Null while the pass is under way.")]
+    total_seconds: Milliseconds | None = Field(description="Null while the pass is under way.")
 
 
 class MaintenancePassList(View):
@@ -53,13 +53,10 @@ class MaintenancePassList(View):
 class FleetView(View):
     """The fleet as a whole."""
 
-    states: Annotated[
-        dict[str, int] | None,
-        Field(description="Users by the state of their worker; null: Temporal does not answer."),
-    ]
-    maintenance: Annotated[
-        MaintenancePassView | None, Field(description="The last pass; null: there was none yet.")
-    ]
+    states: dict[str, int] | None = Field(
+        description="Users by the state of their worker; null: Temporal does not answer."
+    )
+    maintenance: MaintenancePassView | None = Field(description="The last pass; null: there was none yet.")
 
 
 class StartupTaskView(View):
@@ -73,7 +70,7 @@ class StartupTaskView(View):
 class PrimaryView(View):
     """The primary among the API processes (nulls: none at the moment), and what primaries have done."""
 
-    host: Annotated[str | None, Field(description="The beginning of its host's name.")]
+    host: str | None = Field(description="The beginning of its host's name.")
     pid: int | None
     since: datetime | None
     tasks: list[StartupTaskView]
@@ -82,11 +79,11 @@ class PrimaryView(View):
 class ReportView(View):
     """Figures of all users in a trading day, as they were stored, or of one user until now."""
 
-    day: Annotated[date | None, Field(description="The trading day; null: of one user.")] = None
+    day: date | None = Field(default=None, description="The trading day; null: of one user.")
     since: datetime
     until: datetime
     made_at: datetime | None = None
-    mailed_at: Annotated[datetime | None, Field(description="When its mails were on their queue.")] = None
+    mailed_at: datetime | None = Field(default=None, description="When its mails were on their queue.")
     #: Counts, lots, counts by name, and `seconds`: how long stages of orders and claims lasted.
     figures: dict[str, int | dict[str, int] | dict[str, dict[str, int | float]]]
 
@@ -94,21 +91,21 @@ class ReportView(View):
 class MaintenanceRunView(View):
     """What a pass that was asked for saw and did."""
 
-    ended: Annotated[bool, Field(description="False: it takes longer than `wait`, and goes on.")]
+    ended: bool = Field(description="False: it takes longer than `wait`, and goes on.")
     workers: int
-    found: Annotated[int, Field(description="Anomalies in this scan.")]
-    confirmed: Annotated[int, Field(description="Those that the scan before had found, too.")]
-    outcomes: Annotated[dict[str, int], Field(description="What was done with these, and how often.")]
-    guarded: Annotated[
-        str | None, EMPTY_IS_NONE, Field(description="Why nothing was done; null: it might have been.")
-    ]
+    found: int = Field(description="Anomalies in this scan.")
+    confirmed: int = Field(description="Those that the scan before had found, too.")
+    outcomes: dict[str, int] = Field(description="What was done with these, and how often.")
+    guarded: Annotated[str | None, EMPTY_IS_NONE] = Field(
+        description="Why nothing was done; null: it might have been."
+    )
 
 
 class FleetPage(View):
     """One page of running workers."""
 
     workers: list[FleetRowView]
-    next_cursor: Annotated[str | None, Field(description="For the next page; null on the last one.")]
+    next_cursor: str | None = Field(description="For the next page; null on the last one.")
 
 
 class AliveView(View):
@@ -119,9 +116,9 @@ class ServerView(View):
     """A server, as this process meets it, or as others met it last."""
 
     state: Literal["up", "down", "unknown"]
-    ms: Annotated[float | None, Field(description="Milliseconds that its answer to us took.")] = None
-    reason: Annotated[str, Field(description="Why it is not up; or what it serves.")] = ""
-    seen_at: Annotated[datetime | None, Field(description="When others met it; null: we, just now.")] = None
+    ms: float | None = Field(default=None, description="Milliseconds that its answer to us took.")
+    reason: str = Field(default="", description="Why it is not up; or what it serves.")
+    seen_at: datetime | None = Field(default=None, description="When others met it; null: we, just now.")
 
 
 class ServerList(View):

@@ -49,14 +49,14 @@ class StatementJobRequest(_JobRequest):
     """The statement of one day."""
 
     type: Literal["statement"]
-    day: Annotated[_Day, Field(description="Orders accepted on this day in Taiwan.")]
+    day: _Day = Field(description="Orders accepted on this day in Taiwan.")
 
 
 class ExportJobRequest(_JobRequest):
     """Orders as CSV."""
 
     type: Literal["order_export"]
-    orders: Annotated[OrderFilter, Field(description="As of `GET …/orders`.")] = OrderFilter()
+    orders: OrderFilter = Field(default=OrderFilter(), description="As of `GET …/orders`.")
 
 
 class SnapshotJobRequest(_JobRequest):
@@ -72,14 +72,14 @@ UserJob = StatementJobRequest | ExportJobRequest | SnapshotJobRequest
 class UserJobRequest(Body):
     """A job of one user."""
 
-    job: Annotated[UserJob, Field(discriminator="type")]
+    job: UserJob = Field(discriminator="type")
 
 
 class PingJobRequest(_JobRequest):
     """Shows that the fleet runs jobs."""
 
     type: Literal["ping"]
-    text: Annotated[str, Field(max_length=1000)] = ""
+    text: str = Field(default="", max_length=1000)
 
 
 class WebhookJobRequest(_JobRequest):
@@ -87,11 +87,10 @@ class WebhookJobRequest(_JobRequest):
 
     type: Literal["webhook"]
     url: WebUrl
-    recipient: Annotated[
-        str,
-        Field(pattern=ID_PATTERN, max_length=64, description="Whose key signs it: a user's id, or a name."),
-    ]
-    event: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$", examples=["order.filled"])]
+    recipient: str = Field(
+        pattern=ID_PATTERN, max_length=64, description="Whose key signs it: a user's id, or a name."
+    )
+    event: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$", examples=["order.filled"])
     body: JsonValue
 
 
@@ -100,8 +99,8 @@ class MailJobRequest(_JobRequest):
 
     type: Literal["email"]
     to: MailAddress
-    subject: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]{1,200}$")]
-    text: Annotated[str, Field(max_length=16_000)]
+    subject: str = Field(pattern=r"^[^\x00-\x1f\x7f]{1,200}$")
+    text: str = Field(max_length=16_000)
 
 
 _Number = Annotated[
@@ -126,9 +125,9 @@ class WhatsappJobRequest(_JobRequest):
     type: Literal["whatsapp"]
     to: _Number
     text: _Message | None = None
-    template: Annotated[
-        str | None, Field(pattern=r"^HX[0-9a-fA-F]{32}$", description="Id of an approved template.")
-    ] = None
+    template: str | None = Field(
+        default=None, pattern=r"^HX[0-9a-fA-F]{32}$", description="Id of an approved template."
+    )
     variables: _Values = Field(default_factory=dict)
 
 
@@ -136,9 +135,9 @@ class PushJobRequest(_JobRequest):
     """A notification to one installed app."""
 
     type: Literal["push"]
-    token: Annotated[str, Field(pattern=r"^[!-~]{1,4096}$", description="Its registration token.")]
-    title: Annotated[str, Field(max_length=200)]
-    text: Annotated[str, Field(max_length=2000)]
+    token: str = Field(pattern=r"^[!-~]{1,4096}$", description="Its registration token.")
+    title: str = Field(max_length=200)
+    text: str = Field(max_length=2000)
     data: _Values = Field(default_factory=dict, description="For the app; nobody sees it.")
 
 
@@ -151,11 +150,11 @@ FleetJob = (
 class FleetJobRequest(Body):
     """A job of the fleet: a ping for operators, all of them for administrators."""
 
-    job: Annotated[FleetJob, Field(discriminator="type")]
-    priority: Annotated[int, Field(ge=0, le=9, description="A higher one comes earlier.")] = 5
-    delay: Annotated[
-        float, Field(ge=0, le=86_400, allow_inf_nan=False, description="Seconds until it may run.")
-    ] = 0.0
+    job: FleetJob = Field(discriminator="type")
+    priority: int = Field(default=5, ge=0, le=9, description="A higher one comes earlier.")
+    delay: float = Field(
+        default=0.0, ge=0, le=86_400, allow_inf_nan=False, description="Seconds until it may run."
+    )
 
     @model_validator(mode="after")
     def _body_fits(self) -> Self:
@@ -185,20 +184,20 @@ class JobStateView(View):
     """A job as it stands."""
 
     id: str
-    type: Annotated[str | None, Field(description="Not told any more once it has ended well.")]
-    state: Annotated[
-        str, Field(description="`waiting`, `delayed`, `grouped`, `running`, `done`, `failed` or `cancelled`.")
-    ]
+    type: str | None = Field(description="Not told any more once it has ended well.")
+    state: str = Field(
+        description="`waiting`, `delayed`, `grouped`, `running`, `done`, `failed` or `cancelled`."
+    )
     ended: bool
-    cancelling: Annotated[bool, Field(description="It runs, and is being ended.")]
+    cancelling: bool = Field(description="It runs, and is being ended.")
     attempt: int
     queued_at: datetime | None
-    due_at: Annotated[datetime | None, Field(description="When it may run, while it is delayed.")]
+    due_at: datetime | None = Field(description="When it may run, while it is delayed.")
     started_at: datetime | None
     finished_at: datetime | None
     progress: Any
-    value: Annotated[Any, Field(description="What it returned. Kept for 500 s.")]
-    failure: Annotated[JobFailureView | None, Field(description="Why it failed; or the last attempt did.")]
+    value: Any = Field(description="What it returned. Kept for 500 s.")
+    failure: JobFailureView | None = Field(description="Why it failed; or the last attempt did.")
 
 
 def time_of_ms(milliseconds: int | None) -> datetime | None:
@@ -211,23 +210,24 @@ _Count = Annotated[int, Field(strict=True, ge=0, le=100_000)]
 class JobLimitsRequest(ReasonBody):
     """All limits of one type of job; what is null or left out has none."""
 
-    running: Annotated[
-        _Count | None, Field(description="Jobs that run at once, everywhere; 0: none is begun.")
-    ] = None
-    per_node: Annotated[_Count | None, Field(description="Jobs that run at once on one node.")] = None
-    per_second: Annotated[
-        float | None,
-        Field(
-            ge=0.0001,
-            le=10_000,
-            allow_inf_nan=False,
-            description="Jobs a second for each rate key (a webhook's host, a mail's domain).",
-        ),
-    ] = None
-    burst: Annotated[
-        int | None,
-        Field(strict=True, ge=1, le=100_000, description="How many of them may come at once after a rest."),
-    ] = None
+    running: _Count | None = Field(
+        default=None, description="Jobs that run at once, everywhere; 0: none is begun."
+    )
+    per_node: _Count | None = Field(default=None, description="Jobs that run at once on one node.")
+    per_second: float | None = Field(
+        default=None,
+        ge=0.0001,
+        le=10_000,
+        allow_inf_nan=False,
+        description="Jobs a second for each rate key (a webhook's host, a mail's domain).",
+    )
+    burst: int | None = Field(
+        default=None,
+        strict=True,
+        ge=1,
+        le=100_000,
+        description="How many of them may come at once after a rest.",
+    )
 
     @model_validator(mode="after")
     def _burst_has_a_rate(self) -> Self:
@@ -240,7 +240,7 @@ class JobLimitsView(View):
     """Limits of one type of job; null: without."""
 
     type: str
-    running_now: Annotated[int, Field(description="Jobs of this type that run now, by the queue's count.")]
+    running_now: int = Field(description="Jobs of this type that run now, by the queue's count.")
     running: int | None
     per_node: int | None
     per_second: float | None

@@ -25,13 +25,11 @@ class ApiKeyRequest(Body):
 
     role: Role
     user_id: UserId | None = None
-    label: Annotated[
-        str, Field(min_length=1, max_length=128, pattern=TEXT_PATTERN, description="What it is for.")
-    ]
+    label: str = Field(min_length=1, max_length=128, pattern=TEXT_PATTERN, description="What it is for.")
 
-    expires_at: Annotated[
-        AwareDatetime | None, Field(description="When it ends; null: when it is revoked.")
-    ] = None
+    expires_at: AwareDatetime | None = Field(
+        default=None, description="When it ends; null: when it is revoked."
+    )
 
     @model_validator(mode="after")
     def _has_a_user_or_not(self) -> Self:
@@ -45,19 +43,19 @@ class ApiKeyRequest(Body):
 class RotationRequest(Body):
     """How long the old key still counts."""
 
-    overlap_hours: Annotated[float, Field(ge=0, le=720, allow_inf_nan=False)] = 24.0
+    overlap_hours: float = Field(default=24.0, ge=0, le=720, allow_inf_nan=False)
 
 
 class ApiKeyView(View):
     """A key without its token."""
 
     id: UUID
-    prefix: Annotated[str, Field(description="How the token begins.")]
+    prefix: str = Field(description="How the token begins.")
     label: Annotated[str | None, EMPTY_IS_NONE]
     role: Role
     user_id: str | None
     created_at: datetime
-    last_used_at: Annotated[datetime | None, Field(description="To the minute.")]
+    last_used_at: datetime | None = Field(description="To the minute.")
     expires_at: datetime | None
     revoked_at: datetime | None
 
@@ -81,13 +79,13 @@ class ApiKeyList(View):
 class ImageRequest(Body):
     """An image, named exactly: by its digest, or as a revision of a task definition on ECS."""
 
-    image: Annotated[str, Field(pattern=IMAGE_PATTERN, max_length=512)]
+    image: str = Field(pattern=IMAGE_PATTERN, max_length=512)
     reason: Reason = "requested"
 
 
 class ImageView(View):
     image: str
-    actor: Annotated[str, Field(description="Who put it on the list.")]
+    actor: str = Field(description="Who put it on the list.")
     reason: str
     added_at: datetime
 
@@ -99,16 +97,14 @@ class ImageList(View):
 class AuditQuery(Body):
     """Which entries of the audit trail."""
 
-    actor: Annotated[str | None, Field(max_length=128, description="A part of who did it.")] = None
-    action: Annotated[str | None, Field(max_length=64, description="How it begins, such as `api_key.`")] = (
-        None
+    actor: str | None = Field(default=None, max_length=128, description="A part of who did it.")
+    action: str | None = Field(default=None, max_length=64, description="How it begins, such as `api_key.`")
+    subject: str | None = Field(
+        default=None, max_length=160, description="To whom or what, such as `user:alice`."
     )
-    subject: Annotated[
-        str | None, Field(max_length=160, description="To whom or what, such as `user:alice`.")
-    ] = None
     since: AwareDatetime | None = None
-    cursor: Annotated[int | None, Field(ge=1, le=2**63 - 1, description="As `next_cursor` says.")] = None
-    limit: Annotated[int, Field(ge=1, le=1000)] = 100
+    cursor: int | None = Field(default=None, ge=1, le=2**63 - 1, description="As `next_cursor` says.")
+    limit: int = Field(default=100, ge=1, le=1000)
 
 
 class AuditEntryView(View):
@@ -116,7 +112,7 @@ class AuditEntryView(View):
 
     id: int
     at: datetime
-    actor: Annotated[str, Field(description="The key's label and id, or the part of Berth.")]
+    actor: str = Field(description="The key's label and id, or the part of Berth.")
     action: str
     subject: str
     data: dict[str, Any]

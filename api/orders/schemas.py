@@ -64,18 +64,16 @@ class OrderRequest(Body):
     account_id: AccountId
     symbol: Symbol
     side: Side
-    quantity: Annotated[
-        int, Field(strict=True, gt=0, le=MAX_QUANTITY, description="Lots; shares of an odd lot.")
-    ]
+    quantity: int = Field(strict=True, gt=0, le=MAX_QUANTITY, description="Lots; shares of an odd lot.")
     price_type: PriceType = PriceType.LIMIT
     price: LimitPrice = None
     time_in_force: TimeInForce = TimeInForce.ROD
     lot: Lot = OrderLot.COMMON
     condition: Condition = OrderCondition.CASH
     open_close: OpenCloseType = OpenClose.AUTO
-    allow_duplicate: Annotated[
-        bool, Field(description="The same order a moment ago was no mistake: place this one, too.")
-    ] = False
+    allow_duplicate: bool = Field(
+        default=False, description="The same order a moment ago was no mistake: place this one, too."
+    )
 
     @model_validator(mode="after")
     def _price_fits_its_type(self) -> Self:
@@ -96,9 +94,9 @@ class OrderRequest(Body):
 class OrderStepView(View):
     """One step in the life of an order."""
 
-    step: Annotated[str, Field(examples=["submitted"])]
+    step: str = Field(examples=["submitted"])
     at: datetime
-    elapsed_ms: Annotated[float, Field(description="Milliseconds since the order was accepted.")]
+    elapsed_ms: float = Field(description="Milliseconds since the order was accepted.")
     detail: str | None = None
 
 
@@ -119,17 +117,17 @@ class OrderView(View):
     condition: OrderCondition = OrderCondition.CASH
     open_close: OpenClose = OpenClose.AUTO
     state: OrderState
-    final: Annotated[bool, Field(description="The state will not change any more.")]
+    final: bool = Field(description="The state will not change any more.")
     broker_order_id: str | None
     filled_quantity: int
     average_price: Price | None
-    code: Annotated[str | None, Field(description="Why it was not executed: a stable code.")]
+    code: str | None = Field(description="Why it was not executed: a stable code.")
     reason: str | None
-    reduce_only: Annotated[bool, Field(description="It can only make a position smaller.")] = False
-    origin: Annotated[
-        str | None, Field(description="What was asked for, when that was more than this order.")
-    ] = None
-    attention: Annotated[str | None, Field(description="Why a person has to look at it.")] = None
+    reduce_only: bool = Field(default=False, description="It can only make a position smaller.")
+    origin: str | None = Field(
+        default=None, description="What was asked for, when that was more than this order."
+    )
+    attention: str | None = Field(default=None, description="Why a person has to look at it.")
     accepted_at: datetime
 
     @property
@@ -165,16 +163,14 @@ class ReplaceRequest(Body):
     """Change a working order: a smaller quantity, another price, or both."""
 
     request_id: RequestId
-    quantity: Annotated[
-        int | None,
-        Field(
-            strict=True,
-            gt=0,
-            le=MAX_QUANTITY,
-            description="New total in lots: below the present one, and not below what is filled.",
-        ),
-    ] = None
-    price: Annotated[OrderPrice | None, Field(description="New limit price.")] = None
+    quantity: int | None = Field(
+        default=None,
+        strict=True,
+        gt=0,
+        le=MAX_QUANTITY,
+        description="New total in lots: below the present one, and not below what is filled.",
+    )
+    price: OrderPrice | None = Field(default=None, description="New limit price.")
 
     @model_validator(mode="after")
     def _something_changes(self) -> Self:
@@ -208,16 +204,15 @@ class OrderFilter(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    state: Annotated[
-        list[OrderStateFilter],
-        Field(max_length=20, description="States, `open` or `final`; given several times: any of them."),
-    ] = []
+    state: list[OrderStateFilter] = Field(
+        default=[], max_length=20, description="States, `open` or `final`; given several times: any of them."
+    )
     account: AccountId | None = None
     symbol: Symbol | None = None
     side: Side | None = None
     client_order_id: ClientOrderId | None = None
-    since: Annotated[_Time | None, Field(alias="from", description="Accepted at or after this time.")] = None
-    until: Annotated[_Time | None, Field(alias="to", description="Accepted before this time.")] = None
+    since: _Time | None = Field(default=None, alias="from", description="Accepted at or after this time.")
+    until: _Time | None = Field(default=None, alias="to", description="Accepted before this time.")
 
     @model_validator(mode="after")
     def _times_are_in_order(self) -> Self:
@@ -258,7 +253,7 @@ class PresentOrders(View):
 
     user_id: str
     orders: list[OrderView]
-    complete: Annotated[bool, Field(description="False: there are more than these.")]
+    complete: bool = Field(description="False: there are more than these.")
 
 
 def cursor_of(position: OrderPosition) -> str:

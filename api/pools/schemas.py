@@ -18,45 +18,43 @@ Clock = Annotated[str, Field(max_length=5, examples=["08:00"])]
 class PoolWindowBody(Body):
     """Hours with a target of their own. One that does not end after it begins ends on the next day."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64)]
+    name: str = Field(min_length=1, max_length=64)
     target: Count
     begins: Clock
     ends: Clock
-    days: Annotated[str, Field(max_length=64, description="Such as `mon-fri` or `mon,wed`.")] = "mon-sun"
-    zone: Annotated[str, Field(max_length=64)] = "Asia/Taipei"
-    calendar: Annotated[
-        str,
-        Field(
-            max_length=16,
-            description="`any` day, only days on which the exchange is `trading`, or `closed`. On a trading"
-            " day that begins late or ends early, so does the window.",
-        ),
-    ] = "any"
+    days: str = Field(default="mon-sun", max_length=64, description="Such as `mon-fri` or `mon,wed`.")
+    zone: str = Field(default="Asia/Taipei", max_length=64)
+    calendar: str = Field(
+        default="any",
+        max_length=16,
+        description="`any` day, only days on which the exchange is `trading`, or `closed`. On a trading"
+        " day that begins late or ends early, so does the window.",
+    )
 
 
 class PoolPolicyBody(Body):
     """How many free workers there should be. What is left out has its default, not its present value."""
 
     target: Count
-    minimum: Annotated[Count, Field(description="Never fewer, but for the limit.")] = 0
-    maximum: Annotated[Count | None, Field(description="Never more.")] = None
-    buffer: Annotated[
-        str, Field(max_length=8, description="On top of all else: `3`, or `20%` of the workers in use.")
-    ] = "0"
-    demand_minutes: Annotated[
-        float,
-        Field(
-            ge=0,
-            allow_inf_nan=False,
-            description="At least as many as were claimed within this many minutes; 0: demand is ignored.",
-        ),
-    ] = 0.0
-    limit: Annotated[Count | None, Field(description="Workers in all, free and in use.")] = None
-    shrink_after: Annotated[
-        float,
-        Field(ge=0, allow_inf_nan=False, description="Seconds that there may be too many free workers."),
-    ] = 300.0
-    windows: Annotated[tuple[PoolWindowBody, ...], Field(description="The first that holds counts.")] = ()
+    minimum: Count = Field(default=0, description="Never fewer, but for the limit.")
+    maximum: Count | None = Field(default=None, description="Never more.")
+    buffer: str = Field(
+        default="0", max_length=8, description="On top of all else: `3`, or `20%` of the workers in use."
+    )
+    demand_minutes: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="At least as many as were claimed within this many minutes; 0: demand is ignored.",
+    )
+    limit: Count | None = Field(default=None, description="Workers in all, free and in use.")
+    shrink_after: float = Field(
+        default=300.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that there may be too many free workers.",
+    )
+    windows: tuple[PoolWindowBody, ...] = Field(default=(), description="The first that holds counts.")
 
     def policy(self) -> PoolPolicy:
         given = self.model_dump(include=set(PoolPolicy.__dataclass_fields__), exclude={"windows"})
@@ -67,42 +65,38 @@ class PoolPolicyBody(Body):
 class PoolPolicyRequest(PoolPolicyBody):
     """A whole policy. It counts at once: what is too much is stopped without waiting."""
 
-    revision: Annotated[
-        int | None,
-        Field(description="The one that you saw: if the policy was changed since, nothing is done."),
-    ] = None
-    reason: Annotated[str, Field(max_length=500, description="It stands in the audit trail.")] = "requested"
+    revision: int | None = Field(
+        default=None, description="The one that you saw: if the policy was changed since, nothing is done."
+    )
+    reason: str = Field(default="requested", max_length=500, description="It stands in the audit trail.")
 
 
 class PoolStatusView(View):
     """A pool now: how many workers it wants and why, and what it has."""
 
     pool: str
-    mode: Annotated[
-        PoolMode, Field(description="`paused`: nothing is launched; `draining`: free ones are stopped, too.")
-    ]
-    wanted: Annotated[int, Field(description="Free workers that there should be, as of the last check.")]
-    reasons: Annotated[tuple[str, ...], Field(description="How the number came about, a step each.")]
-    changes_at: Annotated[
-        datetime | None, EMPTY_IS_NONE, Field(description="When a window begins or ends next.")
-    ]
+    mode: PoolMode = Field(
+        description="`paused`: nothing is launched; `draining`: free ones are stopped, too."
+    )
+    wanted: int = Field(description="Free workers that there should be, as of the last check.")
+    reasons: tuple[str, ...] = Field(description="How the number came about, a step each.")
+    changes_at: Annotated[datetime | None, EMPTY_IS_NONE] = Field(
+        description="When a window begins or ends next."
+    )
     ready: int
     starting: int
     in_use: int
-    claims: Annotated[int, Field(description="Within the policy's `demand_minutes`.")]
+    claims: int = Field(description="Within the policy's `demand_minutes`.")
     launches: int
     failures: int
-    failing: Annotated[int, Field(description="Rounds of launches that failed since the last good one.")]
-    circuit_open: Annotated[
-        bool,
-        Field(
-            description="No worker became ready in several rounds: one launch is tried every ten minutes,"
-            " until one does, the policy changes, or the pool is resumed."
-        ),
-    ]
+    failing: int = Field(description="Rounds of launches that failed since the last good one.")
+    circuit_open: bool = Field(
+        description="No worker became ready in several rounds: one launch is tried every ten minutes,"
+        " until one does, the policy changes, or the pool is resumed."
+    )
     last_failure: str
-    next_launch: Annotated[datetime | None, EMPTY_IS_NONE, Field(description="Nothing is launched before.")]
-    revision: Annotated[int, Field(description="Grows with every change of the policy.")]
+    next_launch: Annotated[datetime | None, EMPTY_IS_NONE] = Field(description="Nothing is launched before.")
+    revision: int = Field(description="Grows with every change of the policy.")
     policy: PoolPolicyBody
 
     @classmethod
@@ -124,40 +118,41 @@ class ReleaseView(View):
 class RolloutRequest(Body):
     """The version that a pool is brought to. What is left out has its default."""
 
-    version: Annotated[
-        Version, Field(description="What the new workers report. Empty: what the settings say.")
-    ]
-    image: Annotated[
-        Image,
-        Field(description="A container image, or a task definition on ECS. Empty: what the settings say."),
-    ] = ""
-    batch: Annotated[int, Field(ge=1, le=1000, description="Free workers replaced at a time.")] = 5
-    deadline_seconds: Annotated[
-        float, Field(ge=0, le=7 * 86400, allow_inf_nan=False, description="Then users move, quiet or not.")
-    ] = 8 * 3600.0
-    quiet_seconds: Annotated[
-        float,
-        Field(ge=0, le=86400, allow_inf_nan=False, description="Without an order, until a worker is quiet."),
-    ] = 300.0
-    failures: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=100,
-            description="Times in a row that no worker became ready, or users in a row whom a worker of it "
-            "did not serve, until it goes back.",
-        ),
-    ] = 3
-    proof_seconds: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=86400,
-            allow_inf_nan=False,
-            description="How long it waits for a first user served by it.",
-        ),
-    ] = 120.0
-    reason: Annotated[str, Field(max_length=500, description="It stands in the audit trail.")] = "requested"
+    version: Version = Field(description="What the new workers report. Empty: what the settings say.")
+    image: Image = Field(
+        default="",
+        description="A container image, or a task definition on ECS. Empty: what the settings say.",
+    )
+    batch: int = Field(default=5, ge=1, le=1000, description="Free workers replaced at a time.")
+    deadline_seconds: float = Field(
+        default=8 * 3600.0,
+        ge=0,
+        le=7 * 86400,
+        allow_inf_nan=False,
+        description="Then users move, quiet or not.",
+    )
+    quiet_seconds: float = Field(
+        default=300.0,
+        ge=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="Without an order, until a worker is quiet.",
+    )
+    failures: int = Field(
+        default=3,
+        ge=1,
+        le=100,
+        description="Times in a row that no worker became ready, or users in a row whom a worker of it "
+        "did not serve, until it goes back.",
+    )
+    proof_seconds: float = Field(
+        default=120.0,
+        ge=0,
+        le=86400,
+        allow_inf_nan=False,
+        description="How long it waits for a first user served by it.",
+    )
+    reason: str = Field(default="requested", max_length=500, description="It stands in the audit trail.")
 
     def given(self, pool: str, actor: str) -> RolloutInput:
         return RolloutInput(
@@ -177,23 +172,22 @@ class RolloutStatusView(View):
     """A rollout: where it is, and what is left."""
 
     pool: str
-    phase: Annotated[
-        RolloutPhase,
-        Field(description="Free workers are replaced first, then users move; the same on the way back."),
-    ]
+    phase: RolloutPhase = Field(
+        description="Free workers are replaced first, then users move; the same on the way back."
+    )
     release: ReleaseView
-    before: Annotated[ReleaseView, Field(description="What the pool had, and gets when it is rolled back.")]
+    before: ReleaseView = Field(description="What the pool had, and gets when it is rolled back.")
     began_at: datetime
-    deadline: Annotated[datetime, Field(description="When users move, quiet or not.")]
-    new: Annotated[int, Field(description="Free workers of the version that is wanted now.")]
-    old: Annotated[int, Field(description="Free workers of all others.")]
-    wanted: Annotated[int, Field(description="Free workers that the pool wants.")]
-    users: Annotated[int, Field(description="Users whose workers are of another version.")]
-    retired: Annotated[int, Field(description="Free workers that were ended so far.")]
-    asked: Annotated[int, Field(description="Users who were asked to move.")]
+    deadline: datetime = Field(description="When users move, quiet or not.")
+    new: int = Field(description="Free workers of the version that is wanted now.")
+    old: int = Field(description="Free workers of all others.")
+    wanted: int = Field(description="Free workers that the pool wants.")
+    users: int = Field(description="Users whose workers are of another version.")
+    retired: int = Field(description="Free workers that were ended so far.")
+    asked: int = Field(description="Users who were asked to move.")
     ended: bool
-    reason: Annotated[str, Field(description="Why it was rolled back; empty: it was not.")]
-    held: Annotated[str, Field(description="Why it does not go on just now; empty: it does.")]
+    reason: str = Field(description="Why it was rolled back; empty: it was not.")
+    held: str = Field(description="Why it does not go on just now; empty: it does.")
 
     @classmethod
     def of(cls, view: RolloutView) -> Self:

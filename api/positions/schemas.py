@@ -20,8 +20,8 @@ class PositionView(View):
 
     symbol: str
     direction: Literal["long", "short"]
-    quantity: Annotated[int, Field(ge=0, description="Lots, also when short.")]
-    odd_shares: Annotated[int, Field(ge=0, description="Shares beyond the lots.")] = 0
+    quantity: int = Field(ge=0, description="Lots, also when short.")
+    odd_shares: int = Field(default=0, ge=0, description="Shares beyond the lots.")
     condition: OrderCondition = OrderCondition.CASH
     average_price: Price
 
@@ -41,7 +41,7 @@ class PositionView(View):
 class _AccountView(View):
     user_id: str
     account_id: str
-    taken_at: Annotated[datetime, Field(description="When the worker asked the broker, by its clock.")]
+    taken_at: datetime = Field(description="When the worker asked the broker, by its clock.")
 
 
 class PositionList(_AccountView):
@@ -55,7 +55,7 @@ class BalanceView(_AccountView):
 
     currency: str
     cash: Price
-    available: Annotated[Price, Field(description="What is left for new orders.")]
+    available: Price = Field(description="What is left for new orders.")
 
 
 def taken_at(report: AccountReport) -> datetime:
@@ -74,9 +74,9 @@ class PricedBody(Body):
 
     price_type: PriceType = PriceType.MARKET
     price: orders.LimitPrice = None
-    time_in_force: Annotated[
-        TimeInForce | None, Field(description="Without it: IOC at the market, ROD with a limit.")
-    ] = None
+    time_in_force: TimeInForce | None = Field(
+        default=None, description="Without it: IOC at the market, ROD with a limit."
+    )
     lot: orders.Lot = OrderLot.COMMON
     condition: AnyCondition = None
     open_close: orders.OpenCloseType = OpenClose.AUTO
@@ -120,7 +120,7 @@ class ClosePositionRequest(PricedBody):
     """Close a position, or a part of it."""
 
     client_order_id: orders.ClientOrderId
-    quantity: Annotated[_Quantity | None, Field(description="Lots; without it: all of the position.")] = None
+    quantity: _Quantity | None = Field(default=None, description="Lots; without it: all of the position.")
 
     def fingerprint(self, account_id: str, symbol: str) -> str:
         return self._print("close", account_id, symbol, str(self.quantity or ""))
@@ -146,20 +146,17 @@ class Intent(StrEnum):
 class IntentRequest(PricedBody):
     """Enter or leave the market on one side."""
 
-    client_order_id: Annotated[
-        str,
-        Field(
-            pattern=r"^[A-Za-z0-9._:-]+$",
-            max_length=48,
-            description="Your own id of this intent, unique for the user. Its orders are `<id>.close` and"
-            " `<id>.open`. A repeat goes on where the first one stopped.",
-        ),
-    ]
+    client_order_id: str = Field(
+        pattern=r"^[A-Za-z0-9._:-]+$",
+        max_length=48,
+        description="Your own id of this intent, unique for the user. Its orders are `<id>.close` and"
+        " `<id>.open`. A repeat goes on where the first one stopped.",
+    )
     intent: Intent
     symbol: orders.Symbol
-    quantity: Annotated[
-        _Quantity | None, Field(description="Lots. Required for an entry; an exit without it closes all.")
-    ] = None
+    quantity: _Quantity | None = Field(
+        default=None, description="Lots. Required for an entry; an exit without it closes all."
+    )
 
     @model_validator(mode="after")
     def _an_entry_has_a_quantity(self) -> Self:
@@ -176,9 +173,9 @@ class IntentView(View):
 
     client_order_id: str
     intent: Intent
-    legs: Annotated[
-        list[SerializeAsAny[orders.OrderView]], Field(description="Its orders so far, the closing one first.")
-    ]
-    complete: Annotated[
-        bool, Field(description="All orders are made. False: nothing more is, unless this is repeated.")
-    ]
+    legs: list[SerializeAsAny[orders.OrderView]] = Field(
+        description="Its orders so far, the closing one first."
+    )
+    complete: bool = Field(
+        description="All orders are made. False: nothing more is, unless this is repeated."
+    )

@@ -40,14 +40,12 @@ class SwitchRequest(Body):
     user_id: UserId | None = None
     account_id: AccountId | None = None
     state: SwitchState
-    reason: Annotated[
-        str,
-        Field(min_length=1, max_length=500, pattern=r"\S", description="Why; it stands in the audit trail."),
-    ]
-    held_by: Annotated[
-        SwitchHolder | None,
-        Field(description="For operators: `user` sets the user's own switch, on the user's request."),
-    ] = None
+    reason: str = Field(
+        min_length=1, max_length=500, pattern=r"\S", description="Why; it stands in the audit trail."
+    )
+    held_by: SwitchHolder | None = Field(
+        default=None, description="For operators: `user` sets the user's own switch, on the user's request."
+    )
 
     @model_validator(mode="after")
     def _names_its_scope(self) -> Self:
@@ -69,24 +67,20 @@ class SwitchView(View):
     actor: str
     reason: str
     at: datetime
-    version: Annotated[int, Field(description="Grows with every change of any switch.")]
+    version: int = Field(description="Grows with every change of any switch.")
 
 
 class SwitchSetView(SwitchView):
     """A switch that was set now."""
 
-    in_force: Annotated[
-        bool,
-        Field(
-            description="All running workers concerned have it: it holds for orders that are queued already."
-            " False: Valkey did not answer. It gets the switch within seconds of its return; until then"
-            " no order is taken."
-        ),
-    ]
-    also: Annotated[
-        str | None,
-        Field(description="The strictest other switch that holds for this user or account, in words."),
-    ] = None
+    in_force: bool = Field(
+        description="All running workers concerned have it: it holds for orders that are queued already."
+        " False: Valkey did not answer. It gets the switch within seconds of its return; until then"
+        " no order is taken."
+    )
+    also: str | None = Field(
+        default=None, description="The strictest other switch that holds for this user or account, in words."
+    )
 
 
 class EffectiveSwitchView(View):
@@ -94,9 +88,9 @@ class EffectiveSwitchView(View):
 
     version: int
     all_accounts: SwitchState
-    accounts: Annotated[
-        dict[str, SwitchState], Field(description="Accounts with a state of their own that is not open.")
-    ]
+    accounts: dict[str, SwitchState] = Field(
+        description="Accounts with a state of their own that is not open."
+    )
 
 
 class SwitchList(View):
@@ -104,9 +98,9 @@ class SwitchList(View):
 
     switches: list[SwitchView]
     next_cursor: int | None = None
-    effective: Annotated[
-        EffectiveSwitchView | None, Field(description="With a user: what counts for him. Else nothing.")
-    ] = None
+    effective: EffectiveSwitchView | None = Field(
+        default=None, description="With a user: what counts for him. Else nothing."
+    )
 
 
 router = APIRouter(tags=["switches"])

@@ -28,13 +28,13 @@ class UserWithKeyView(View):
 
     user_id: str
     created_at: datetime
-    api_key: Annotated[str, Field(repr=False)]
+    api_key: str = Field(repr=False)
 
 
 class UserView(View):
     """A user. A disabled one places no orders, and its keys are refused."""
 
-    user_id: Annotated[str, Field(validation_alias=AliasChoices("user_id", "id"))]
+    user_id: str = Field(validation_alias=AliasChoices("user_id", "id"))
     created_at: datetime
     disabled_at: datetime | None
 
@@ -43,7 +43,7 @@ class UserPage(View):
     """Users by id."""
 
     users: list[UserView]
-    next_cursor: Annotated[str | None, Field(description="`cursor` of the next page; null: there is none.")]
+    next_cursor: str | None = Field(description="`cursor` of the next page; null: there is none.")
 
 
 class AccountView(View):
@@ -53,12 +53,12 @@ class AccountView(View):
     broker: str
     broker_type: str
     simulation: bool
-    broker_account: Annotated[str, Field(description="Its id at the broker.")]
+    broker_account: str = Field(description="Its id at the broker.")
     created_at: datetime
-    version: Annotated[int, Field(description="Of its credentials; grows with every change and retry.")]
-    updated_at: Annotated[datetime, Field(description="When they were stored.")]
-    login: Annotated[LoginState, Field(description="`rejected`: not tried again before a change or a retry.")]
-    login_code: Annotated[str, Field(description="What is wrong; empty if nothing is.")]
+    version: int = Field(description="Of its credentials; grows with every change and retry.")
+    updated_at: datetime = Field(description="When they were stored.")
+    login: LoginState = Field(description="`rejected`: not tried again before a change or a retry.")
+    login_code: str = Field(description="What is wrong; empty if nothing is.")
     login_detail: str
 
     @classmethod
@@ -90,21 +90,19 @@ class CredentialsRequest(Body):
     """What the broker's login needs. Stored encrypted; the API can encrypt but not decrypt."""
 
     broker: BrokerName
-    broker_type: Annotated[str, Field(pattern=r"^[a-z_]+$", max_length=16)] = "stock"
+    broker_type: str = Field(default="stock", pattern=r"^[a-z_]+$", max_length=16)
     simulation: bool = True
-    broker_account: Annotated[
-        UserId | None,
-        Field(
-            description="The broker's own id of the account, if it is not `account_id`. Kept from then on."
-        ),
-    ] = None
+    broker_account: UserId | None = Field(
+        default=None,
+        description="The broker's own id of the account, if it is not `account_id`. Kept from then on.",
+    )
     api_key: Secret
     secret_key: Secret
-    person_id: Annotated[SecretStr, Field(max_length=32)] = SecretStr("")
-    ca_certificate: Annotated[
-        Base64Bytes, Field(repr=False, max_length=MAX_CERTIFICATE, description="PKCS#12, Base64.")
-    ] = b""
-    ca_password: Annotated[SecretStr, Field(max_length=256)] = SecretStr("")
+    person_id: SecretStr = Field(default=SecretStr(""), max_length=32)
+    ca_certificate: Base64Bytes = Field(
+        default=b"", repr=False, max_length=MAX_CERTIFICATE, description="PKCS#12, Base64."
+    )
+    ca_password: SecretStr = Field(default=SecretStr(""), max_length=256)
 
 
 LoginTrial = Literal["verified", "rejected", "not_tried"]
@@ -118,12 +116,10 @@ class CredentialsView(View):
     broker: str
     broker_type: str
     simulation: bool
-    version: Annotated[int, Field(description="Grows with every change.")]
-    login: Annotated[LoginTrial, Field(description="What the broker says to them now; stored in any case.")]
-    login_detail: Annotated[str, Field(description="Why they were rejected or not tried.")]
-    reload_signalled: Annotated[
-        bool, Field(description="The user's running worker was told to load them now.")
-    ]
+    version: int = Field(description="Grows with every change.")
+    login: LoginTrial = Field(description="What the broker says to them now; stored in any case.")
+    login_detail: str = Field(description="Why they were rejected or not tried.")
+    reload_signalled: bool = Field(description="The user's running worker was told to load them now.")
 
 
 #: What the columns can hold.
@@ -133,25 +129,27 @@ _MOST = 2**31 - 1
 class AccountLimitsRequest(Body):
     """What one account may do, where it differs from the settings; null: as they say."""
 
-    max_quantity: Annotated[
-        int | None, Field(strict=True, ge=0, le=MAX_QUANTITY, description="Lots of one order.")
-    ] = None
-    max_notional: Annotated[
-        Decimal | None,
-        Field(ge=0, max_digits=14, decimal_places=2, allow_inf_nan=False, description="TWD of one order."),
-    ] = None
-    max_daily_orders: Annotated[int | None, Field(strict=True, ge=0, le=_MOST)] = None
-    duplicate_window_s: Annotated[
-        int | None,
-        Field(
-            strict=True,
-            ge=0,
-            le=86_400,
-            description="Seconds in which a second order for the same is a mistake; 0: never.",
-        ),
-    ] = None
+    max_quantity: int | None = Field(
+        default=None, strict=True, ge=0, le=MAX_QUANTITY, description="Lots of one order."
+    )
+    max_notional: Decimal | None = Field(
+        default=None,
+        ge=0,
+        max_digits=14,
+        decimal_places=2,
+        allow_inf_nan=False,
+        description="TWD of one order.",
+    )
+    max_daily_orders: int | None = Field(default=None, strict=True, ge=0, le=_MOST)
+    duplicate_window_s: int | None = Field(
+        default=None,
+        strict=True,
+        ge=0,
+        le=86_400,
+        description="Seconds in which a second order for the same is a mistake; 0: never.",
+    )
     #: A share of the broker's reference price.
-    price_band: Annotated[Decimal | None, Field(gt=0, le=1, max_digits=4, decimal_places=4)] = None
+    price_band: Decimal | None = Field(default=None, gt=0, le=1, max_digits=4, decimal_places=4)
 
 
 class AccountLimitsView(View):
@@ -168,9 +166,9 @@ class StatementAddressesRequest(Body):
     """Both addresses; what is null or left out is none."""
 
     email: MailAddress | None = None
-    webhook_url: Annotated[
-        WebUrl | None, Field(description="Gets the statement as JSON, signed with the user's key.")
-    ] = None
+    webhook_url: WebUrl | None = Field(
+        default=None, description="Gets the statement as JSON, signed with the user's key."
+    )
 
 
 class StatementAddressesView(View):

@@ -50,13 +50,12 @@ class WebhookRequest(Body):
     """A new place to which alerts may be posted."""
 
     account_id: AccountId
-    sources: Annotated[
-        tuple[Annotated[str, Field(max_length=64), AfterValidator(_network)], ...],
-        Field(max_length=32, description="Addresses or networks that may post; empty: all."),
-    ] = ()
-    window_s: Annotated[
-        int, Field(ge=1, le=3600, description="Seconds that an alert's own time may differ from ours.")
-    ] = 60
+    sources: tuple[Annotated[str, Field(max_length=64), AfterValidator(_network)], ...] = Field(
+        default=(), max_length=32, description="Addresses or networks that may post; empty: all."
+    )
+    window_s: int = Field(
+        default=60, ge=1, le=3600, description="Seconds that an alert's own time may differ from ours."
+    )
 
 
 class WebhookView(View):
@@ -75,8 +74,8 @@ class WebhookWithSecretsView(WebhookView):
     """A new webhook. Token and secret are shown this once."""
 
     token: str
-    secret: Annotated[str, Field(description="Goes into the body of every alert.")]
-    path: Annotated[str, Field(description="Where alerts are posted.")]
+    secret: str = Field(description="Goes into the body of every alert.")
+    path: str = Field(description="Where alerts are posted.")
 
 
 class WebhookList(View):
@@ -117,22 +116,18 @@ class Alert(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", json_schema_extra=with_examples)
 
-    secret: Annotated[str, Field(min_length=1, max_length=256, repr=False)]
-    time: Annotated[AwareDatetime, Field(description="When the alert was sent, with a zone.")]
+    secret: str = Field(min_length=1, max_length=256, repr=False)
+    time: AwareDatetime = Field(description="When the alert was sent, with a zone.")
     action: AlertAction
     symbol: Symbol
     quantity: Annotated[
-        Annotated[int, Field(strict=True, gt=0, le=MAX_QUANTITY)] | None,
-        BeforeValidator(_whole),
-        Field(description="Lots. `close` and exits without it close all of the position."),
-    ] = None
-    reduce_only: Annotated[
-        bool,
-        Field(
-            strict=True,
-            description="With `buy` and `sell`: close a position on the other side, of at least `quantity`.",
-        ),
-    ] = False
+        Annotated[int, Field(strict=True, gt=0, le=MAX_QUANTITY)] | None, BeforeValidator(_whole)
+    ] = Field(default=None, description="Lots. `close` and exits without it close all of the position.")
+    reduce_only: bool = Field(
+        default=False,
+        strict=True,
+        description="With `buy` and `sell`: close a position on the other side, of at least `quantity`.",
+    )
     price_type: PriceType = PriceType.MARKET
     price: OrderPrice | None = None
     time_in_force: TimeInForce | None = Field(
@@ -141,10 +136,11 @@ class Alert(BaseModel):
     lot: Lot = OrderLot.COMMON
     condition: AnyCondition = None
     open_close: OpenCloseType = OpenClose.AUTO
-    id: Annotated[
-        str,
-        Field(max_length=128, description="Tells alerts apart that are otherwise the same, also in time."),
-    ] = ""
+    id: str = Field(
+        default="",
+        max_length=128,
+        description="Tells alerts apart that are otherwise the same, also in time.",
+    )
 
     @model_validator(mode="after")
     def _fits_its_action(self) -> Self:
@@ -166,8 +162,8 @@ class AlertOutcome(View):
 
     client_order_id: str
     action: AlertAction
-    legs: Annotated[list[OrderView], Field(description="Its orders so far, the closing one first.")]
-    complete: Annotated[bool, Field(description="False: it goes on without the caller.")]
+    legs: list[OrderView] = Field(description="Its orders so far, the closing one first.")
+    complete: bool = Field(description="False: it goes on without the caller.")
 
 
 _INTENTS = frozenset(intent.value for intent in Intent)

@@ -27,7 +27,7 @@ class SignalledView(View):
     """The workflow has the signal; it acts on it by itself."""
 
     user_id: str
-    signal: Annotated[str, Field(examples=["shutdown"])]
+    signal: str = Field(examples=["shutdown"])
 
 
 class ReloadedView(View):
@@ -46,7 +46,7 @@ class StartedWorkerView(View):
     epoch: int
     pool: str
     version: str
-    warm: Annotated[bool, Field(description="Taken from the pool, not launched for this user.")]
+    warm: bool = Field(description="Taken from the pool, not launched for this user.")
     claimed_at: Annotated[datetime | None, EMPTY_IS_NONE]
     connected_at: Annotated[datetime | None, EMPTY_IS_NONE]
 
@@ -70,28 +70,23 @@ class LifecycleView(View):
     reason: str
     next_step: str
     deadline: Annotated[datetime | None, EMPTY_IS_NONE]
-    health: Annotated[
-        str,
-        Field(
-            description="What is last known of the broker connections: `well`, or `degraded: …`; then what"
-            " went wrong with the last reload of credentials."
-        ),
-    ]
+    health: str = Field(
+        description="What is last known of the broker connections: `well`, or `degraded: …`; then what"
+        " went wrong with the last reload of credentials."
+    )
     health_at: Annotated[datetime | None, EMPTY_IS_NONE]
-    crashes: Annotated[int, Field(description="Within the window that backoff and parking count.")]
-    last_activity: Annotated[
-        datetime | None, EMPTY_IS_NONE, Field(description="Last known order or control message.")
-    ]
+    crashes: int = Field(description="Within the window that backoff and parking count.")
+    last_activity: Annotated[datetime | None, EMPTY_IS_NONE] = Field(
+        description="Last known order or control message."
+    )
 
 
 class WorkerView(View):
     """A user's worker from both sides."""
 
     user_id: str
-    live: Annotated[bool, Field(description="The worker's mark is there.")]
-    state: Annotated[
-        str | None, Field(description="The worker's own word if it is live, else its workflow's.")
-    ]
+    live: bool = Field(description="The worker's mark is there.")
+    state: str | None = Field(description="The worker's own word if it is live, else its workflow's.")
     mark: MarkView | None
     metadata: dict[str, str]
     lifecycle: LifecycleView | None
@@ -100,14 +95,14 @@ class WorkerView(View):
 class TransitionView(View):
     """One change of state."""
 
-    id: Annotated[int, Field(description="Grows with each change of this user's worker.")]
+    id: int = Field(description="Grows with each change of this user's worker.")
     at: datetime
     before: str
     after: str
     reason: str
     worker_id: Annotated[str | None, EMPTY_IS_NONE]
     epoch: Annotated[int | None, EMPTY_IS_NONE]
-    deadline: Annotated[datetime | None, Field(description="Until when the new state may last.")]
+    deadline: datetime | None = Field(description="Until when the new state may last.")
 
 
 class TimelineView(View):
@@ -115,7 +110,7 @@ class TimelineView(View):
 
     user_id: str
     transitions: list[TransitionView]
-    next_after: Annotated[int, Field(description="`after` of the next page.")]
+    next_after: int = Field(description="`after` of the next page.")
 
 
 class PresentState(View):
