@@ -77,7 +77,7 @@ Wait = Annotated[
     Query(ge=0, le=30, allow_inf_nan=False, description="Seconds to wait for the broker's answer."),
 ]
 #: Why a new order, or another price of one, is not taken.
-_REFUSALS: tuple[type[protocol.BerthError], ...] = (
+REFUSALS: tuple[type[protocol.BerthError], ...] = (
     UserDisabled,
     protocol.SymbolBlocked,
     protocol.AccountBlocked,
@@ -103,7 +103,7 @@ _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where th
             *problems.WITHOUT_WORKER,
             errors.ClientOrderIdReused,
             protocol.UnknownAccount,
-            *_REFUSALS,
+            *REFUSALS,
             protocol.DeadlineExceeded,
         ),
     },
@@ -279,7 +279,7 @@ async def cancel_order(
         202: _LATER,
         **problems.responses(
             *_CHANGE_PROBLEMS,
-            *_REFUSALS,
+            *REFUSALS,
             errors.RequestIdReused,
             errors.NotAtBroker,
             errors.OrderUnknown,

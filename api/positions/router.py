@@ -8,7 +8,7 @@ from api.container import Call, KnownUserId
 from api.http import errors, problems
 from api.http.fields import AccountId, view_response
 from api.orders.outcomes import UNANSWERED
-from api.orders.router import Wait
+from api.orders.router import REFUSALS, Wait
 from api.positions import schemas
 from api.positions.closer import PositionClose
 from api.positions.intents import all_answered
@@ -76,11 +76,7 @@ _TRADING_PROBLEMS = (
     errors.ClientOrderIdReused,
     errors.NoPosition,
     errors.PositionBusy,
-    protocol.SymbolBlocked,
-    protocol.AccountBlocked,
-    protocol.TradingHalted,
-    protocol.ReducingOnly,
-    protocol.CheckFailed,
+    *REFUSALS,
     protocol.DeadlineExceeded,
 )
 

@@ -9,12 +9,13 @@ from api.container import Call, InServices, VisibleUserId
 from api.http import errors, problems
 from api.http.fields import view_response
 from api.orders.outcomes import UNANSWERED
+from api.orders.router import REFUSALS
 from api.orders.schemas import OrderView
 from api.webhooks import alerts
 from infra.database import accounts, users
 from infra.database.engine import DatabaseUnavailable
 from infra.database.trading import webhooks
-from infra.database.users import UserDisabled, UserNotFound
+from infra.database.users import UserNotFound
 from worker_runtime.protocol import errors as protocol
 
 router = APIRouter(tags=["webhooks"])
@@ -87,16 +88,12 @@ async def revoke_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -
             errors.SourceNotAllowed,
             errors.AlertOutdated,
             errors.WebhookBusy,
-            UserDisabled,
             errors.NoPosition,
             errors.PositionBusy,
             errors.CloseInvalid,
             errors.CloseNotFilled,
             errors.IntentExpired,
-            protocol.QuantityLimit,
-            protocol.DuplicateOrder,
-            protocol.MarketClosed,
-            protocol.TradingHalted,
+            *REFUSALS,
             protocol.WorkerUnavailable,
             errors.ValkeyUnavailable,
             DatabaseUnavailable,
