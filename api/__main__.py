@@ -27,9 +27,8 @@ def main() -> None:
     settings = read_settings(Settings)
     configure_log(settings.log_level)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (most, most)
-    )  # often 1,024, which 1,000 slow clients would fill
+    # It is often 1,024, which 1,000 slow clients would fill.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if settings.api_processes == 1:
         _serve(settings)
         return

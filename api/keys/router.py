@@ -26,7 +26,6 @@ class ApiKeyRequest(Body):
     role: Role
     user_id: UserId | None = None
     label: str = Field(min_length=1, max_length=128, pattern=TEXT_PATTERN, description="What it is for.")
-
     expires_at: AwareDatetime | None = Field(
         default=None, description="When it ends; null: when it is revoked."
     )

@@ -3,6 +3,7 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Response
+from msgspec.structs import asdict
 
 from api.container import Call, KnownUserId
 from api.http import errors, problems
@@ -45,12 +46,8 @@ async def get_positions(
     """Asks the broker through the user's worker, which is started if there is none."""
     report = await call.services.portfolio.report(user_id, account_id, seconds, positions=True)
     held = sorted((one for one in report.positions if one.shares), key=lambda one: one.symbol)
-    return schemas.PositionList(
-        user_id=user_id,
-        account_id=account_id,
-        taken_at=schemas.taken_at(report),
-        positions=[schemas.PositionView.of(one) for one in held],
-    )
+    shown = [schemas.PositionView.of(one) for one in held]
+    return schemas.PositionList(**schemas.account_fields(user_id, account_id, report), positions=shown)
 
 
 @router.get("/balance", summary="Look at the balance", responses=problems.responses(*_BROKER_PROBLEMS))
@@ -60,14 +57,8 @@ async def get_balance(
     """Asks the broker through the user's worker, which is started if there is none."""
     report = await call.services.portfolio.report(user_id, account_id, seconds, balance=True)
     assert report.balance is not None  # the portfolio has seen to it  # noqa: S101
-    return schemas.BalanceView(
-        user_id=user_id,
-        account_id=account_id,
-        taken_at=schemas.taken_at(report),
-        currency=report.balance.currency,
-        cash=report.balance.cash,
-        available=report.balance.available,
-    )
+    money = asdict(report.balance)
+    return schemas.BalanceView(**schemas.account_fields(user_id, account_id, report), **money)
 
 
 SymbolInPath = Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]+$", max_length=32, examples=["2330"])]

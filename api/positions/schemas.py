@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from enum import StrEnum
 from hashlib import sha256
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, model_validator
 
@@ -58,8 +58,10 @@ class BalanceView(_AccountView):
     available: Price = Field(description="What is left for new orders.")
 
 
-def taken_at(report: AccountReport) -> datetime:
-    return datetime.fromtimestamp(report.taken_at_ms / 1000, UTC)
+def account_fields(user_id: str, account_id: str, report: AccountReport) -> dict[str, Any]:
+    """What every view of an account has."""
+    at = datetime.fromtimestamp(report.taken_at_ms / 1000, UTC)
+    return {"user_id": user_id, "account_id": account_id, "taken_at": at}
 
 
 AnyCondition = Annotated[

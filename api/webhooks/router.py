@@ -38,13 +38,7 @@ async def create_webhook(
         await users.get_user(session, user_id)
         await accounts.require_account(session, user_id, body.account_id)
         row, secret = await webhooks.create_webhook(
-            session,
-            token,
-            user_id=user_id,
-            account_id=body.account_id,
-            sources=body.sources,
-            window_s=body.window_s,
-            actor=call.actor,
+            session, token, user_id=user_id, actor=call.actor, **body.model_dump()
         )
     shown = alerts.WebhookView.model_validate(row).model_dump()
     path = f"/v1/webhooks/{token}/orders"
