@@ -140,8 +140,7 @@ class Services:
             self.reader,
             self.outcome_writer,
             checks,
-            deadline=deadline,
-            unknown_blocks=settings.unknown_blocks,
+            settings,
         )
         self.portfolio = Portfolio(self.database, self.answers, self.worker_requests)
         self.closer = PositionCloser(

@@ -26,6 +26,7 @@ from infra.database.orders import checks as order_checks
 from infra.database.orders.attention import OrderSettled
 from infra.database.orders.states import IN_QUEUE
 from infra.database.workers import sessions as worker_sessions
+from infra.settings import Settings
 from infra.valkey.request_queue import RequestFate, RequestQueue
 from worker_runtime.protocol.errors import BerthError, CheckFailed
 from worker_runtime.protocol.messages import CANCELLED_IN_QUEUE, Answer, OrderEvent, OrderOutcome, OrderState
@@ -52,8 +53,7 @@ class OrderChangeService:
     reader: OrderReader
     outcome_writer: OutcomeWriter
     checks: PreTradeChecks
-    deadline: float
-    unknown_blocks: str = "symbol"
+    settings: Settings
 
     async def cancel(self, row: Row, body: schemas.CancelRequest, wait: float, actor: str) -> ChangeResult:
         """Takes an order back and waits up to `wait` seconds. One that is cancelled already is left so.
@@ -78,7 +78,7 @@ class OrderChangeService:
             _refuse_final(order)
         request_id = order_requests.request_id_of(row.id, "cancel", body.request_id)
         request = CancelOrder(**self._request(row, order, request_id), generation=generation)
-        changed = await self._send(request, order, self.deadline, wait)
+        changed = await self._send(request, order, self.settings.order_deadline, wait)
         if changed.order.final and changed.order.state is not OrderState.CANCELLED:
             _refuse_final(changed.order)
         return changed
@@ -130,7 +130,7 @@ class OrderChangeService:
                 quantity=body.quantity,
                 price=body.price,
                 generation=generation,
-                deadline_at=now + timedelta(seconds=self.deadline),
+                deadline_at=now + timedelta(seconds=self.settings.order_deadline),
                 first_epoch=first_epoch,
             )
             first = await order_requests.find_change(session, row.id, body.request_id)
@@ -166,7 +166,7 @@ class OrderChangeService:
         except CheckFailed as error:
             raise ProblemError(error, order=order) from None
         async with self.database.session() as session:
-            refusal = await order_checks.find_refusal(session, terms, self.unknown_blocks)
+            refusal = await order_checks.find_refusal(session, terms, self.settings.unknown_blocks)
         if refusal is not None:
             raise ProblemError(refusal, order=order)
         return bounds.price_band

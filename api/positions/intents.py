@@ -33,7 +33,7 @@ from worker_runtime.protocol.messages import OrderState, Side
 CHECK_PERIOD = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class IntentRun:
     """One call that carries out an intent."""
 
@@ -105,15 +105,7 @@ class IntentRunner:
         until = time.monotonic() + wait
         async with self.database.session() as session:
             since = await closing.database_clock(session)
-            run = IntentRun(
-                user_id=user_id,
-                account_id=account_id,
-                body=body,
-                actor=actor,
-                until=until,
-                not_after=not_after,
-                since=since,
-            )
+            run = IntentRun(user_id, account_id, body, actor, until, not_after, since)
             ids = part_ids(run.closing_id)
             known = await closing.orders_by_client_ids(session, user_id, [*ids, run.opening_id])
         if run.opening_id in known:
