@@ -144,6 +144,10 @@ def _document_more(app: FastAPI) -> None:
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
                 problems.add_common(operation, method, path.removeprefix("/v1"))
+                # In the order of the path; a user that a dependency reads would come last.
+                operation.get("parameters", []).sort(
+                    key=lambda one: (one["in"] != "path", path.find(f"{{{one['name']}}}"))
+                )
         for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which no answer has
             schemas.pop(name, None)
         schemas.setdefault("Problem", problems.SCHEMA)

@@ -62,7 +62,7 @@ async def get_balance(
 
 
 SymbolInPath = Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]+$", max_length=32, examples=["2330"])]
-_TRADING_PROBLEMS = (
+_TRADING_PROBLEMS: tuple[type[protocol.BerthError], ...] = (
     *_BROKER_PROBLEMS,
     errors.ClientOrderIdReused,
     errors.NoPosition,
