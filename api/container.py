@@ -1,15 +1,14 @@
 """The clients and services of one API process: created at its start, closed at its end, given to routes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
+from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
-from sqlalchemy.ext.asyncio import AsyncSession
 from temporalio.client import Client
 
 from api.fleet.alerts import OperatorAlerts
@@ -67,11 +66,6 @@ VALKEY_TIMEOUT = 5.0
 VALKEY_CONNECTIONS = 256
 #: Seconds that the start waits for the first look at the schema.
 SCHEMA_PATIENCE = 10.0
-
-P = ParamSpec("P")
-T = TypeVar("T")
-#: A function of a repository.
-InSession = Callable[Concatenate[AsyncSession, P], Awaitable[T]]
 
 
 class Services:
@@ -277,17 +271,7 @@ class AuthorizedCall:
         """Raises `NotFound` or `UserNotFound`. A user's own key proves that the user exists."""
         self.require_user(user_id)
         if self.caller.user_id != user_id:
-            await self.fetch(users.get_user, user_id)
-
-    async def fetch(self, function: InSession[P, T], *given: P.args, **named: P.kwargs) -> T:
-        """What a function of a repository reads; each of its statements is a transaction of its own."""
-        async with self.database.session(autocommit=True) as session:
-            return await function(session, *given, **named)
-
-    async def write(self, function: InSession[P, T], *given: P.args, **named: P.kwargs) -> T:
-        """What a function of a repository returns that changes something, in one transaction."""
-        async with self.database.session() as session:
-            return await function(session, *given, **named)
+            await self.database.fetch(users.get_user, user_id)
 
     async def audit(self, action: str, subject: str, **data: Any) -> None:
         """Writes who asked for what. Call it before it is done, so that nothing is done unseen."""

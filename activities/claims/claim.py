@@ -90,7 +90,7 @@ class ClaimActivities:
             return _no_account(request, claimed)
         # Read after the commit of the assignment, so that no change of the switch is missed.
         generation, server = await valkey.read_generation_and_server(self.client, uuid.uuid4().hex)
-        switch = await self.database.statement(switches.switch_of_user, request.user_id)
+        switch = await self.database.fetch(switches.switch_of_user, request.user_id)
         words = self._switches.words(request.user_id, switch, server)
         if not await entries.write_owner(self.client, request.user_id, worker, generation, words):
             return _gone(worker, "a later assignment owns the user")

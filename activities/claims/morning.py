@@ -55,7 +55,7 @@ class MorningActivities:
     @activity.defn
     async def recent_users(self, request: mo.RecentUsers) -> list[str]:
         since = datetime.fromtimestamp(request.since, UTC)
-        return await self._database.transaction(
+        return await self._database.write(
             recent_users.recent_users_after,
             since,
             evening=request.evening,

@@ -64,7 +64,7 @@ class _WorkerAccess:
     async def _write_owner(self, user_id: str, worker: m.WorkerRef) -> None:
         """Makes the worker the user's owner, and writes the user's switch beside it."""
         generation, server = await valkey.read_generation_and_server(self.client, uuid.uuid4().hex)
-        switch = await self.database.statement(switches.switch_of_user, user_id)
+        switch = await self.database.fetch(switches.switch_of_user, user_id)
         words = self._switches.words(user_id, switch, server)
         await entries.write_owner(self.client, user_id, worker, generation, words)
 
@@ -116,7 +116,7 @@ class EndConfirmer(_WorkerAccess):
 
         The list only shows further ones, since a worker may run twice.
         """
-        noted = await self.database.statement(launches.task_of, worker.worker_id)
+        noted = await self.database.fetch(launches.task_of, worker.worker_id)
         known = {worker.task_id, noted} - {""}
         deadline = time.monotonic() + wait
         ends = [await self._end_task(task, reason, deadline, grace) for task in known]
@@ -140,13 +140,13 @@ class EndConfirmer(_WorkerAccess):
 
         PostgreSQL first: from there a lost owner key is written again. The time counts from the owner key on.
         """
-        epoch, since = await self.database.statement(assignments.leave_epoch, worker.claim_id)
+        epoch, since = await self.database.fetch(assignments.leave_epoch, worker.claim_id)
         if since is not None:
             return since
         if epoch:
             nobody = m.WorkerRef(worker_id=FENCED, task_id="", epoch=epoch, claim_id="", pool=worker.pool)
             await self._write_owner(user_id, nobody)
-        await self.database.statement(assignments.set_fenced, worker.claim_id)
+        await self.database.fetch(assignments.set_fenced, worker.claim_id)
         return 0.0
 
 
@@ -295,7 +295,7 @@ class HealthActivity(_WorkerAccess):
         try:
             task = worker.task_id
             if not task:  # its launcher had not answered when it was claimed
-                task = await self.database.statement(launches.task_of, worker.worker_id)
+                task = await self.database.fetch(launches.task_of, worker.worker_id)
             async with asyncio.timeout(ASK):
                 return await self.launcher.is_running(task) if task else None
         except (DatabaseUnavailable, LauncherUnreachable, TimeoutError):

@@ -131,7 +131,7 @@ class ExitWatcher:
 
     async def report(self, ended: TaskExit) -> None:
         """Takes the worker out of its pool, then signals its user's workflow; `run` signals the pool's."""
-        row = await self.database.statement(worker_sessions.latest_session, worker_id=ended.worker_id)
+        row = await self.database.fetch(worker_sessions.latest_session, worker_id=ended.worker_id)
         pool = row.pool if row else self.pool
         if self.users:
             await self.users.delete(ended.worker_id)

@@ -170,7 +170,7 @@ class EventPump:
             elif self._refused.add(worker_id):
                 log.error("announcement_refused", worker_id=worker_id, pool=pool, count=self._refused.count)
         for pool, claims in reserved.items():
-            ours = await self.database.statement(launches.never_assigned, pool, claims)
+            ours = await self.database.fetch(launches.never_assigned, pool, claims)
             for worker_id in ours:
                 await entries.admit(self.client, pool, worker_id, claims[worker_id])
 

@@ -198,7 +198,7 @@ class TimelineActivity:
         """Raises `DatabaseUnavailable`; an error that is not retried for rows that PostgreSQL never takes."""
         rows = [asdict(transition) for transition in request.transitions]
         try:
-            await self._database.transaction(
+            await self._database.write(
                 timeline.record_transitions, user_id=request.user_id, chain=request.chain, transitions=rows
             )
         except DBAPIError as error:

@@ -95,14 +95,14 @@ class AnomalyCleaner:
     async def _close(self, ended: Sequence[Suspect]) -> None:
         reasons = {one.claim_id: f"maintenance: {one.why}"[:200] for one in ended}
         if reasons:
-            await self._database.statement(assignments.close_assignments, reasons)
+            await self._database.fetch(assignments.close_assignments, reasons)
 
     async def _with_orders_in_flight(self, users: Collection[str]) -> set[str]:
         """Users whose worker has an order in hand, or may be submitting one."""
         asked = sorted(users)
         if not asked:
             return set()
-        orders = await self._database.statement(assignments.unanswered_orders, asked)
+        orders = await self._database.fetch(assignments.unanswered_orders, asked)
         async with self._client.pipeline(transaction=False) as pipe:
             for user in asked:
                 pipe.llen(keys.processing(user))

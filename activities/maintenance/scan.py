@@ -61,7 +61,7 @@ class FleetScanner:
 
     async def scan_all(self) -> FleetSnapshot:
         place, now, tasks = await self._begin()
-        rows = await self.database.transaction(assignments.open_assignments)
+        rows = await self.database.write(assignments.open_assignments)
         marked = await self._marked_users()
         users = sorted({*marked, *(one.user_id for one in rows)})
         await collect_user_counts(self.client, users)
@@ -102,7 +102,7 @@ class FleetScanner:
         entries = await self._entries(sorted(own))
         unassigned = {task.worker_id for task in tasks} - assigned
         unassigned -= {worker for worker, entry in entries.items() if entry.state == "ready"}
-        last = await self.database.transaction(assignments.assignments_of_workers, unassigned)
+        last = await self.database.write(assignments.assignments_of_workers, unassigned)
         users = sorted({*users, *(one.user_id for one in last.values())})
         marks, reported = await self._marks(users, now if verified else None)
         if text_of(await self.client.get(keys.GENERATION)) != place.generation:

@@ -90,7 +90,7 @@ class OrderSweeper:
 
     async def round(self) -> int:
         """Recovers the orders that are due; returns how many. Raises `DatabaseUnavailable`."""
-        found = await self.database.statement(
+        found = await self.database.fetch(
             order_watch.take_due_orders, most=MOST, lease=self.settings.sweep_lease, grace=self.grace
         )
         if not found:
@@ -118,7 +118,7 @@ class OrderSweeper:
         elif not due.overdue:
             if due.remaining > 0:
                 await self._requeue(due)
-            await self.database.statement(order_watch.postpone, due, SOON)
+            await self.database.fetch(order_watch.postpone, due, SOON)
         else:
             await self._overdue(due)
 
@@ -128,7 +128,7 @@ class OrderSweeper:
         try:
             queued = await self._queue.enqueue(request, due.remaining, order)
         except EnqueuedBefore as before:
-            await self.database.transaction(attention.take_over, order.id, before.tag, before.reason)
+            await self.database.write(attention.take_over, order.id, before.tag, before.reason)
             log.warning("order_taken_over", order=str(order.id), reason=before.reason)
             return
         if queued.new:
@@ -153,12 +153,12 @@ class OrderSweeper:
         if order.generation != await self._generation():
             return  # a flushed server knows nothing; due again
         if fate == RequestFate.ANSWERED and found is not None:
-            await self.database.transaction(recording.apply_outcome, *outcome_of(found, str(order.id)))
+            await self.database.write(recording.apply_outcome, *outcome_of(found, str(order.id)))
         elif fate in (RequestFate.WITHDRAWN, RequestFate.ABSENT):
             if copied or await self._queue.may_be_stale(order.created_at):  # or it came in between
                 await self._unknown(due, _COPIED)
                 return
-            await self.database.transaction(recording.apply_outcome, outcome, late.code)
+            await self.database.write(recording.apply_outcome, outcome, late.code)
             if fate == RequestFate.ABSENT:
                 await self._queue.store_answer(order.user_id, answer)
         elif fate == RequestFate.JOURNALED:
@@ -168,7 +168,7 @@ class OrderSweeper:
             await self._follow(due)
             return
         log.warning("order_settled_by_sweeper", order=str(order.id), fate=fate.value)
-        await self.database.statement(order_watch.postpone, due, SOON)
+        await self.database.fetch(order_watch.postpone, due, SOON)
 
     async def _unknown(self, due: DueOrder, why: str) -> None:
         order = due.order
@@ -181,7 +181,7 @@ class OrderSweeper:
             at_ms=int(datetime.now(UTC).timestamp() * 1000),
             reason=f"{OutcomeUnknown.code}: {why}",
         )
-        await self.database.transaction(recording.record_events, [event])
+        await self.database.write(recording.record_events, [event])
         log.warning("order_unknown", order=str(due.order.id), reason=why)
         await self._follow(due)
 
@@ -212,7 +212,7 @@ class OrderSweeper:
             static_summary=f"follows an order of user {order.user_id}",
             rpc_timeout=CALL,
         )
-        await self.database.statement(order_watch.postpone, due, FOLLOWED)
+        await self.database.fetch(order_watch.postpone, due, FOLLOWED)
 
     async def _generation(self) -> str:
         return await valkey.ensure_generation(self.client, uuid4().hex)

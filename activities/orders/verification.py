@@ -171,7 +171,7 @@ class OrderActivities:
 
     async def _known(self, order_id: uuid.UUID) -> Order:
         """The order, after a worker's answer that the recorder has not written yet."""
-        order = await self._database.transaction(recording.get_order, order_id)
+        order = await self._database.write(recording.get_order, order_id)
         if order.state in FINAL_ORDER_STATES:
             return order
         try:
@@ -180,16 +180,16 @@ class OrderActivities:
             return order
         if answer is None:
             return order
-        await self._database.transaction(recording.apply_outcome, *outcome_of(answer, str(order_id)))
-        return await self._database.transaction(recording.get_order, order_id)
+        await self._database.write(recording.apply_outcome, *outcome_of(answer, str(order_id)))
+        return await self._database.write(recording.get_order, order_id)
 
     async def _compared(self, order: Order, report: AccountReport) -> om.Verified:
         listed, doubtful = await self._find(order, report)
         if listed is not None:
-            await self._database.transaction(
+            await self._database.write(
                 recording.record_events, [listed_event(order, listed, report.taken_at_ms or _now_ms())]
             )
-            order = await self._database.transaction(recording.get_order, order.id)
+            order = await self._database.write(recording.get_order, order.id)
             final = order.state in FINAL_ORDER_STATES
             finding = om.VerificationFinding.FINAL if final else om.VerificationFinding.LISTED
             return om.Verified(finding=finding, state=order.state)

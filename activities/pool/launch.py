@@ -196,7 +196,7 @@ class LaunchActivities:
     ) -> m.Launched:
         try:
             if spec.image:  # whoever reaches Temporal could start a rollout of any image
-                await self.database.statement(images.require_allowed, spec.image)
+                await self.database.fetch(images.require_allowed, spec.image)
             # Before the launch: it may be claimed before the launcher's answer is here.
             await self._record(spec.config)
             server = await self._create_user(spec.config)
@@ -241,7 +241,7 @@ class LaunchActivities:
             return bool(await launches.assigned_workers(session, [worker_id]))
 
     async def _record(self, config: WorkerConfig, task_id: str | None = None) -> None:
-        await self.database.statement(
+        await self.database.fetch(
             launches.record_launch,
             worker_id=config.worker_id,
             pool=config.pool,

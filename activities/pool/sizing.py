@@ -80,7 +80,7 @@ class PoolActivities:
         # A worker that the list does not show yet counts if we launched it; one that has a user never does,
         # whatever its entry says.
         entered = {worker for worker, state in announced.items() if state == b"ready"}
-        own = await self._database.statement(launches.never_assigned, request.pool, entered)
+        own = await self._database.fetch(launches.never_assigned, request.pool, entered)
         dead, lost = ready - own.keys(), own.keys() - ready
         if dead:
             await reply_of(self._client.zrem(keys.pool_ready(request.pool), *dead))
@@ -91,7 +91,7 @@ class PoolActivities:
         free = own.keys() - launching
         silent = tasks.keys() - announced.keys() - launching
         if silent:  # one that belongs to a user has no entry either, once that has expired
-            silent -= await self._database.transaction(launches.assigned_workers, silent)
+            silent -= await self._database.write(launches.assigned_workers, silent)
         hanging = self._hanging(silent, request.launch_timeout)
         for worker_id in hanging:
             log.warning("pool_worker_hangs", pool=request.pool, worker_id=worker_id)
@@ -109,7 +109,7 @@ class PoolActivities:
         if seconds <= 0:
             return None
         try:
-            return await self._database.statement(worker_sessions.count_claims, pool, seconds)
+            return await self._database.fetch(worker_sessions.count_claims, pool, seconds)
         except BerthError as error:  # the pool goes on with the number that it knows
             log.warning("pool_demand_unknown", pool=pool, reason=error.detail)
             return None
@@ -158,7 +158,7 @@ class PoolActivities:
                 gone.add(found.worker_id)
                 continue
             claims[found.worker_id] = claim_id
-        own = await self._database.statement(launches.never_assigned, request.pool, claims)
+        own = await self._database.fetch(launches.never_assigned, request.pool, claims)
         for worker_id in claims.keys() - own.keys():
             log.error("pool_entry_refused", worker_id=worker_id, pool=request.pool, reason="it has a user")
             await entries.discard_entry(self._client, request.pool, worker_id, claims[worker_id])

@@ -64,7 +64,7 @@ class DailyActivities:
         day = _asked_day(request.day, last) or last
         if not self.calendar.trades_on(day):
             return sm.StatementsPlan(day=day.isoformat(), reason=f"{day} was no trading day")
-        users = await self.database.transaction(
+        users = await self.database.write(
             statement_addresses.count_addresses, email=self._email, webhook=self._webhook
         )
         log.info("statements_planned", day=day.isoformat(), users=users)
@@ -103,7 +103,7 @@ class DailyActivities:
     async def _packed(self, user_id: str, day: date) -> bytes | None:
         """The day's orders, packed for a job; None: they are too many."""
         until = datetime.combine(day, time(), TAIPEI) + self._end
-        rows = await self.database.transaction(
+        rows = await self.database.write(
             statement_orders.orders_of_statement, user_id, until - _DAY, until, limit=self.most_orders + 1
         )
         if len(rows) > self.most_orders:
@@ -149,7 +149,7 @@ class DailyActivities:
         if not self.calendar.trades_on(trading_day):
             return sm.ReportResult(day=day.isoformat(), reason=f"{trading_day} is no trading day")
         async with beating():
-            report = await self.database.transaction(reports.make_report, self.calendar, day, self._end)
+            report = await self.database.write(reports.make_report, self.calendar, day, self._end)
             mails = 0 if report.mailed_at else await self._mail(report)
         log.info("report_made", day=day.isoformat(), mails=mails)
         return sm.ReportResult(day=day.isoformat(), mails=mails)
@@ -162,7 +162,7 @@ class DailyActivities:
             job_id = f"report-mail.{day}.{sha256(address.encode()).hexdigest()[:16]}"
             mail = catalog.SendEmail(to=address, subject=f"Berth on {day}", text="\n".join(lines)[:16_000])
             mails += await self._put(job_id, mail) == "enqueued"
-        await self.database.transaction(reports.set_mailed, report.day)
+        await self.database.write(reports.set_mailed, report.day)
         return mails
 
 

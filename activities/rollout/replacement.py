@@ -79,7 +79,7 @@ class RolloutActivities:
         version = self._version(request.release.version)
         versions = await self._free_versions(request.pool)
         others = [task.worker_id for task in await self._others(request.pool, version)]
-        users = await self.database.transaction(workers_in_use.workers_in_use, others)
+        users = await self.database.write(workers_in_use.workers_in_use, others)
         new = sum(one == version for one in versions.values())
         served, failed = await self._canary_counts(request)
         return rm.ReleaseSnapshot(
@@ -120,7 +120,7 @@ class RolloutActivities:
                 pipe.hget(keys.pool_worker(pool, task.worker_id), "state")
             states = await replies_of(pipe) if tasks else []
         ready = [task.worker_id for task, state in zip(tasks, states, strict=True) if state == b"ready"]
-        found = await self.database.statement(launches.never_assigned, pool, ready)
+        found = await self.database.fetch(launches.never_assigned, pool, ready)
         return {worker_id: launched.version for worker_id, launched in found.items()}
 
     async def _others(self, pool: str, version: str) -> list[Task]:

@@ -118,7 +118,9 @@ async def list_attention(
     after all. Operators only.
     """
     behind = position_of(cursor) if cursor is not None else None
-    rows = await call.fetch(attention.orders_for_a_person, after=behind, limit=limit + 1, unknown=unknown)
+    rows = await call.database.fetch(
+        attention.orders_for_a_person, after=behind, limit=limit + 1, unknown=unknown
+    )
     more, rows = len(rows) > limit, rows[:limit]
     found = [_attention_view(row) for row in rows]
     end = cursor_of((rows[-1].attention_at or rows[-1].created_at, rows[-1].id)) if more else None
@@ -137,7 +139,7 @@ async def recheck_order(order_id: UUID, call: Call) -> OrderView:
     It stays on the list for a person until it is settled. Another user's order is not found.
     """
     await own_order(call, order_id)
-    row = await call.write(attention.recheck_order, order_id, actor=call.actor)
+    row = await call.database.write(attention.recheck_order, order_id, actor=call.actor)
     return view_of(row)
 
 
@@ -152,7 +154,7 @@ async def resolve_order(order_id: UUID, body: ResolveOrderRequest, call: Call) -
     Nothing is changed at the broker: find out there first. Operators only; it stands in the audit trail.
     """
     found = attention.Resolution(**body.model_dump())
-    row = await call.write(attention.resolve_order, order_id, found, actor=call.actor)
+    row = await call.database.write(attention.resolve_order, order_id, found, actor=call.actor)
     return view_of(row)
 
 
@@ -169,7 +171,7 @@ async def list_reconciliations(user_id: KnownUserId, call: Call, limit: Most = 1
     A comparison closes what it shows to be in order again. An order that is not ours stays until an operator
     closes it, and what is under way in a symbol leaves its positions as they were.
     """
-    rows = await call.fetch(reconciliations.reconciliations_of_user, user_id, limit=limit)
+    rows = await call.database.fetch(reconciliations.reconciliations_of_user, user_id, limit=limit)
     return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
 
 
@@ -180,7 +182,7 @@ async def list_open_reconciliations(
     limit: Most = 100,
 ) -> ReconciliationList:
     """The open ones of all users, the oldest first. Operators only."""
-    rows = await call.fetch(reconciliations.open_reconciliations, after=after, limit=limit)
+    rows = await call.database.fetch(reconciliations.open_reconciliations, after=after, limit=limit)
     return ReconciliationList(reconciliations=[ReconciliationView.model_validate(row) for row in rows])
 
 
@@ -196,7 +198,7 @@ async def resolve_reconciliation(
 
     What is closed is known from then on: the same orders and the same lots are no difference again.
     """
-    row = await call.write(
+    row = await call.database.write(
         reconciliations.resolve_reconciliation, number, actor=call.actor, reason=body.reason
     )
     return ReconciliationView.model_validate(row)

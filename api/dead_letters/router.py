@@ -71,7 +71,7 @@ async def list_dead_letters(
     """Workflow runs, jobs, alerts and messages that failed for good, and orders that wait for a person; the
     one that came last first. They stop nobody, but something was lost. For operators."""
     behind = position_of(cursor) if cursor else None
-    rows = await call.fetch(
+    rows = await call.database.fetch(
         dead_letters.list_letters, kind=kind, user_id=user_id, after=behind, limit=limit + 1
     )
     end = cursor_of((rows[limit - 1].last_at, rows[limit - 1].id)) if len(rows) > limit else None
@@ -81,7 +81,7 @@ async def list_dead_letters(
 @router.get("/{letter_id}", summary="Look at a dead letter", responses=problems.responses(DeadLetterNotFound))
 async def get_dead_letter(letter_id: UUID, call: Call) -> DeadLetterView:
     """One of them, open or closed. For operators."""
-    return DeadLetterView.model_validate(await call.fetch(dead_letters.get_letter, letter_id))
+    return DeadLetterView.model_validate(await call.database.fetch(dead_letters.get_letter, letter_id))
 
 
 @router.post(
@@ -98,13 +98,15 @@ async def close_dead_letter(
     """`redrive`: does it once more (rechecks an order, requeues a job or an alert, starts a workflow with the
     same input, hands a message to its readers); the letter is back if that fails. `dismiss`: nothing more is
     done about it, and a failed job leaves its queue. For operators."""
-    letter = await call.fetch(dead_letters.get_letter, letter_id)
+    letter = await call.database.fetch(dead_letters.get_letter, letter_id)
     if letter.closed_at is not None:
         raise LetterRefused("somebody has redriven or dismissed it")
     about = {"kind": letter.kind, "of": letter.subject, "reason": body.reason}
     await call.audit(f"dead_letter.{act}_requested", f"dead_letter:{letter_id}", **about)
     await (_redrive if act == "redrive" else _dismiss)(call, letter)
-    await call.write(dead_letters.close_letter, letter)  # it opens again when the same thing fails again
+    await call.database.write(
+        dead_letters.close_letter, letter
+    )  # it opens again when the same thing fails again
     return await get_dead_letter(letter_id, call)
 
 
@@ -122,7 +124,7 @@ async def _redrive(call: AuthorizedCall, letter: DeadLetterRow) -> None:
     elif letter.kind in ("order", "outcome"):
         with suppress(OrderSettled):
             try:
-                await call.write(recheck_order, UUID(letter.subject), actor=call.actor)
+                await call.database.write(recheck_order, UUID(letter.subject), actor=call.actor)
             except ValueError:
                 raise LetterRefused("it names no order") from None
     else:

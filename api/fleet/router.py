@@ -30,7 +30,7 @@ async def show_fleet(call: Call) -> schemas.FleetView:
     states: dict[str, int] | None = None
     with suppress(errors.TemporalUnavailable):
         states = {state.value: count for state, count in (await call.services.fleet.count_by_state()).items()}
-    last = await call.fetch(passes.pass_summary)
+    last = await call.database.fetch(passes.pass_summary)
     shown = schemas.MaintenancePassView.model_validate(last) if last else None
     return schemas.FleetView(states=states, maintenance=shown)
 
@@ -60,7 +60,7 @@ async def list_passes(
     limit: Rows = 100,
 ) -> schemas.MaintenancePassList:
     """What the passes of the last two weeks found and did, the newest first. For operators."""
-    rows = await call.fetch(passes.list_passes, odd=odd, limit=limit)
+    rows = await call.database.fetch(passes.list_passes, odd=odd, limit=limit)
     return schemas.MaintenancePassList(
         passes=[schemas.MaintenancePassView.model_validate(row) for row in rows]
     )
@@ -104,7 +104,7 @@ Days = Annotated[int, Query(ge=1, le=90, description="Days until now.")]
 @router.get("/reports/daily", summary="Show a daily report", responses=problems.responses(ReportNotFound))
 async def show_report(call: Call, day: ReportDay = None) -> schemas.ReportView:
     """Users, orders by outcome, lots, latencies, claims and failures of a trading day. For operators."""
-    return schemas.ReportView.model_validate(await call.fetch(reports.get_report, day))
+    return schemas.ReportView.model_validate(await call.database.fetch(reports.get_report, day))
 
 
 @router.get(

@@ -139,7 +139,7 @@ async def list_api_keys(
     cursor: Annotated[UUID | None, Query(description="`next_cursor` of the page before.")] = None,
 ) -> ApiKeyList:
     """Whose they are, when they were last used and when they end, the latest first. For administrators."""
-    found = await call.fetch(
+    found = await call.database.fetch(
         api_keys.list_api_keys, user_id=user_id, revoked=revoked, behind=cursor, limit=limit + 1
     )
     shown = [ApiKeyView.model_validate(key) for key in found[:limit]]
@@ -192,7 +192,7 @@ async def revoke_api_key(key_id: UUID, call: Call, reason: Reason = "requested")
 @image_router.get("", summary="List allowed images")
 async def list_images(call: Call) -> ImageList:
     """What workers may be launched from, besides what the launcher was configured with."""
-    found = await call.fetch(images.allowed_images)
+    found = await call.database.fetch(images.allowed_images)
     return ImageList(images=[ImageView.model_validate(image) for image in found])
 
 
@@ -200,14 +200,14 @@ async def list_images(call: Call) -> ImageList:
 async def allow_image(body: ImageRequest, call: Call) -> ImageView:
     """Its workers get tokens with which they may get credentials. For administrators."""
     images.check_exact(call.services.settings.launcher, body.image)
-    found = await call.write(images.allow_image, body.image, actor=call.actor, reason=body.reason)
+    found = await call.database.write(images.allow_image, body.image, actor=call.actor, reason=body.reason)
     return ImageView.model_validate(found)
 
 
 @image_router.delete("", summary="Forbid an image", responses=problems.responses(images.ImageNotAllowed))
 async def forbid_image(image: Image, call: Call, reason: Reason = "requested") -> ImageList:
     """Nothing is launched from it any more; workers that run go on. For administrators."""
-    await call.write(images.forbid_image, image, actor=call.actor, reason=reason)
+    await call.database.write(images.forbid_image, image, actor=call.actor, reason=reason)
     return await list_images(call)
 
 
@@ -215,6 +215,6 @@ async def forbid_image(image: Image, call: Call, reason: Reason = "requested") -
 async def list_audit_entries(call: Call, query: Annotated[AuditQuery, Query()]) -> AuditPage:
     """Who did what to whom, the latest first. For operators and administrators."""
     wanted = query.model_dump(exclude={"cursor", "limit"})
-    rows = await call.fetch(audit.list_entries, **wanted, before=query.cursor, limit=query.limit + 1)
+    rows = await call.database.fetch(audit.list_entries, **wanted, before=query.cursor, limit=query.limit + 1)
     shown = [AuditEntryView.model_validate(row) for row in rows[: query.limit]]
     return AuditPage(entries=shown, next_cursor=shown[-1].id if len(rows) > query.limit else None)

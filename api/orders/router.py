@@ -237,7 +237,7 @@ _LATER = problems.answer(schemas.OrderView, "Sent on; what became of it is not k
 
 async def own_order(call: AuthorizedCall, order_id: UUID) -> models.Order:
     """Raises `OrderNotFound`, also for another user's order."""
-    row = await call.fetch(recording.get_order, order_id)
+    row = await call.database.fetch(recording.get_order, order_id)
     if not call.caller.may_see(row.user_id):
         raise OrderNotFound(f"there is no order {order_id}")
     return row

@@ -188,7 +188,7 @@ async def show_pool(
         "pool.html",
         f"Pool {name}",
         pool_name=name,
-        names=page.read_part(page.fetch(pools_launched_for)),
+        names=page.read_part(page.database.fetch(pools_launched_for)),
         pool=page.read(pools.get_pool, pool=name),
         rollout=page.read(pools.get_rollout, pool=name),
         samples=page.services.pool_history.samples_of(name),

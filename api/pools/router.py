@@ -95,7 +95,7 @@ async def start_rollout(pool: PoolName, body: RolloutRequest, call: Call) -> Rol
     """
     if body.image and not body.version:
         raise errors.RolloutInvalid("an image needs the version that its workers report")
-    await call.fetch(require_allowed, body.image)
+    await call.database.fetch(require_allowed, body.image)
     before = (await call.services.pools.view(pool)).release
     if body.version and body.version == before.version and body.image != before.image:
         raise errors.RolloutInvalid(

@@ -63,7 +63,9 @@ async def list_users(
     cursor: Annotated[IdPart | None, Query(description="`next_cursor` of the page before.")] = None,
 ) -> schemas.UserPage:
     """All users by id, without those that were removed. For operators and administrators."""
-    rows = await call.fetch(users.list_users, prefix=prefix, disabled=disabled, after=cursor, limit=limit + 1)
+    rows = await call.database.fetch(
+        users.list_users, prefix=prefix, disabled=disabled, after=cursor, limit=limit + 1
+    )
     shown = [schemas.UserView.model_validate(row) for row in rows[:limit]]
     return schemas.UserPage(users=shown, next_cursor=shown[-1].user_id if len(rows) > limit else None)
 
@@ -90,7 +92,7 @@ async def disable_user(user_id: UserId, call: Call, reason: GivenReason) -> sche
     Open orders stay at the broker: operators cancel them. Without Temporal the answer is an error, but the
     user is disabled; a repeat ends the worker.
     """
-    user = await call.write(users.put_disabled, user_id, True, actor=call.actor, reason=reason)
+    user = await call.database.write(users.put_disabled, user_id, True, actor=call.actor, reason=reason)
     try:
         await call.services.control.signal(user_id, "shutdown", ShutdownRequest(reason=f"disabled: {reason}"))
     except NoWorker:
@@ -103,7 +105,7 @@ async def disable_user(user_id: UserId, call: Call, reason: GivenReason) -> sche
 @router.post("/{user_id}/enable", summary="Enable a user", responses=problems.responses(users.UserNotFound))
 async def enable_user(user_id: UserId, call: Call, reason: GivenReason) -> schemas.UserView:
     """Takes the user's keys, alerts and orders again. For administrators."""
-    user = await call.write(users.put_disabled, user_id, False, actor=call.actor, reason=reason)
+    user = await call.database.write(users.put_disabled, user_id, False, actor=call.actor, reason=reason)
     return schemas.UserView.model_validate(user)
 
 
@@ -118,13 +120,13 @@ async def remove_user(user_id: UserId, call: Call, reason: Why = "requested") ->
 
     Orders and the audit trail are kept, so the id is not given again. For administrators.
     """
-    await call.write(users.remove_user, user_id, actor=call.actor, reason=reason)
+    await call.database.write(users.remove_user, user_id, actor=call.actor, reason=reason)
 
 
 @router.get(_ADDRESSES_PATH, summary="Look at statement addresses")
 async def get_statement_addresses(user_id: KnownUserId, call: Call) -> schemas.StatementAddressesView:
     """Where the statement of each trading day goes."""
-    found = await call.fetch(users.get_addresses, user_id)
+    found = await call.database.fetch(users.get_addresses, user_id)
     return schemas.StatementAddressesView.model_validate(found)
 
 
@@ -135,7 +137,7 @@ async def put_statement_addresses(
     """Sets both; without any the user gets no statements. For administrators, who have to know that the
     address is the user's: nothing is sent to confirm it."""
     addresses = StatementAddress(email=body.email, webhook_url=body.webhook_url)
-    await call.write(users.put_addresses, user_id, addresses, actor=call.actor)
+    await call.database.write(users.put_addresses, user_id, addresses, actor=call.actor)
     return schemas.StatementAddressesView.model_validate(addresses)
 
 
@@ -205,7 +207,7 @@ async def remove_account(
     user_id: VisibleUserId, account_id: AccountId, call: Call, reason: Why = "requested"
 ) -> None:
     """For good, with its credentials, limits and webhooks, once no worker runs and no order of it is open."""
-    await call.write(accounts.remove_account, user_id, account_id, actor=call.actor, reason=reason)
+    await call.database.write(accounts.remove_account, user_id, account_id, actor=call.actor, reason=reason)
 
 
 async def _try_login(

@@ -48,14 +48,14 @@ async def create_webhook(
 @router.get("/users/{user_id}/webhooks", summary="List webhooks")
 async def list_webhooks(user_id: VisibleUserId, call: Call) -> alerts.WebhookList:
     """A user's webhooks, also those that were revoked."""
-    rows = await call.fetch(webhooks.webhooks_of_user, user_id)
+    rows = await call.database.fetch(webhooks.webhooks_of_user, user_id)
     return alerts.WebhookList(webhooks=[alerts.WebhookView.model_validate(row) for row in rows])
 
 
 @router.delete("/users/{user_id}/webhooks/{webhook_id}", summary="Revoke a webhook")
 async def revoke_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> alerts.WebhookView:
     """From now on nothing is taken there. Its orders stay."""
-    row = await call.write(webhooks.revoke_webhook, user_id, webhook_id, actor=call.actor)
+    row = await call.database.write(webhooks.revoke_webhook, user_id, webhook_id, actor=call.actor)
     if row is None:
         raise errors.NotFound
     return alerts.WebhookView.model_validate(row)

@@ -87,7 +87,7 @@ async def start_worker(
 ) -> Response:
     """Makes the user's worker Active: one that is already is simply returned. Safe to repeat."""
     await call.audit("worker.start_requested", f"user:{user_id}", reason=reason)
-    await call.fetch(accounts.require_login, user_id)
+    await call.database.fetch(accounts.require_login, user_id)
     marked = await call.services.valkey.exists(keys.mark(user_id))
     task = call.services.starter.ensure(user_id, mark_missing=not marked)
     await asyncio.wait({task}, timeout=wait)
@@ -217,7 +217,7 @@ async def get_timeline(
 
     It is written a moment after the change.
     """
-    found = await call.fetch(transitions, user_id, after=after, limit=limit)
+    found = await call.database.fetch(transitions, user_id, after=after, limit=limit)
     return schemas.TimelineView(
         user_id=user_id, transitions=found, next_after=found[-1].id if found else after or 0
     )

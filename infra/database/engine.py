@@ -231,19 +231,22 @@ class Database:
                 DATABASE_WAIT.observe(time.perf_counter() - started)
                 yield session
 
-    async def transaction(
-        self, work: Callable[Concatenate[AsyncSession, P], Awaitable[T]], *args: P.args, **named: P.kwargs
+    async def fetch(
+        self, function: Callable[Concatenate[AsyncSession, P], Awaitable[T]], *args: P.args, **named: P.kwargs
     ) -> T:
-        """The result of one function of the tables, in a transaction of its own. Raises as `session` does."""
-        async with self.session() as session:
-            return await work(session, *args, **named)
+        """What a repository's function reads; each of its statements is a transaction of its own.
 
-    async def statement(
-        self, work: Callable[Concatenate[AsyncSession, P], Awaitable[T]], *args: P.args, **named: P.kwargs
-    ) -> T:
-        """The same with `autocommit`: for a function that sends one statement."""
+        Raises as `session` does.
+        """
         async with self.session(autocommit=True) as session:
-            return await work(session, *args, **named)
+            return await function(session, *args, **named)
+
+    async def write(
+        self, function: Callable[Concatenate[AsyncSession, P], Awaitable[T]], *args: P.args, **named: P.kwargs
+    ) -> T:
+        """The same in one transaction, for a function that changes something."""
+        async with self.session() as session:
+            return await function(session, *args, **named)
 
     async def row(self, single: SingleStatement, values: Mapping[str, Any]) -> SingleRow | None:
         """Runs one statement as a transaction of its own and returns its first row.
