@@ -316,25 +316,23 @@ def worker(
     """Run one runner until SIGTERM or Ctrl-C: running jobs end first; a second signal kills them."""
     from infra.jobs import fleet
 
+    served = [] if queues in ("all", "*") else [queue.strip() for queue in queues.split(",")]
     try:
-        more = (
-            {} if config is None else json_object(key_file.read_key_file(config, private=True), str(config))
-        )
+        document = {
+            "name": name or socket.gethostname(),
+            "node": socket.gethostname(),
+            "valkey_url": _settings(valkey).valkey_url,
+            "tag": _tag(user),
+            "message_keys": _message_keys(_tag(user)),
+            "queues": served or ["*"],
+            "slots": slots,
+            "recycle": recycle,
+            "lease": lease,
+        }
+        if config is not None:
+            document |= json_object(key_file.read_key_file(config, private=True), str(config))
     except BerthError as error:
         raise typer.BadParameter(error.detail) from None
-    served = [] if queues in ("all", "*") else [queue.strip() for queue in queues.split(",")]
-    document = {
-        "name": name or socket.gethostname(),
-        "node": socket.gethostname(),
-        "valkey_url": _settings(valkey).valkey_url,
-        "tag": _tag(user),
-        "message_keys": _message_keys(_tag(user)),
-        "queues": served or ["*"],
-        "slots": slots,
-        "recycle": recycle,
-        "lease": lease,
-        **more,
-    }
     try:
         fleet.exec_runner(msgspec.json.encode(document))
     except ValueError as error:
