@@ -351,7 +351,9 @@ def test_every_server_is_up_on_its_page_and_leads_to_temporal(house: House, admi
     admin.act("Run maintenance now", "a look at the launcher")
     rows = page.locator("[data-part=servers] tbody tr")
     for name in ("postgresql", "valkey", "temporal", "orchestrator", "launcher", "paper exchange"):
-        expect(rows.filter(has_text=name).locator(".state").first).to_have_text("up")
+        # One of them: an orchestrator that an earlier test ended is listed for five minutes more.
+        state = rows.filter(has_text=name).locator(".state").filter(has_text=re.compile(r"^up$"))
+        expect(state.first).to_be_visible()
     expect(rows.filter(has_text="no orchestrator")).to_have_count(0)
     passes = page.locator("[data-part=schedules] tr").filter(has_text="maintenance")
     ui = f"{house.stack.settings.temporal_ui_url}/namespaces/default"
