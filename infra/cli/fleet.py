@@ -174,7 +174,7 @@ def forbid(api: OperatorApi, image: Image, reason: Reason = "requested") -> Comm
 def call(
     api: OperatorApi,
     method: Annotated[str, typer.Argument(metavar="METHOD", help="GET, POST, PUT or DELETE.")],
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Behind /v1, with its query.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="With its query; /v1 may be left out.")],
     body: Annotated[
         str | None, typer.Option(metavar="JSON", help="What it sends; -: standard input.")
     ] = None,
@@ -189,7 +189,8 @@ def call(
         document = None if body is None else json_text.loads(sys.stdin.read() if body == "-" else body)
     except ValueError:
         raise typer.BadParameter("the body is no JSON") from None
-    found = api.client.request(method.upper(), path, body=document).body
+    below = path[3:] if path.startswith("/v1/") else path
+    found = api.client.request(method.upper(), below, body=document).body
     write = partial(typer.echo, nl=False) if isinstance(found, str) else as_json
     return CommandAnswer(found, lambda: write(found))
 

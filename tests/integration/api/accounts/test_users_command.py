@@ -104,7 +104,8 @@ async def test_any_route_can_be_called(whole_api: ServedApi, berth: OperatorComm
     found = await berth("call", "GET", f"/users?prefix={user}&limit=1")
     assert json.loads(found.out)["users"][0]["user_id"] == user
     assert json.loads((await berth("call", "GET", "/users?prefix=nobody")).out)["users"] == []
-    assert "USER_NOT_FOUND" in (await berth("call", "GET", "/users/nobody")).err
+    for path in ("/users/nobody", "/v1/users/nobody"):
+        assert "USER_NOT_FOUND" in (await berth("call", "GET", path)).err
     # Also what is no JSON.
     exported = (await berth("call", "GET", f"/users/{user}/orders.csv")).out
     assert (exported[:15], exported.count("\n")) == ("accepted_at,id,", 1)
