@@ -10,7 +10,7 @@ from pydantic import Field
 
 from api.container import Call, KnownUserId
 from api.http import problems
-from api.http.fields import Body, View
+from api.http.fields import PLAIN_TEXT, Body, View
 from api.orders.outcomes import view_of
 from api.orders.router import own_order
 from api.orders.schemas import (
@@ -61,7 +61,10 @@ class ResolveOrderRequest(Body):
         description="Of the filled lots.",
     )
     reason: str = Field(
-        min_length=1, max_length=500, description="How it is known; it stands in the audit trail."
+        min_length=1,
+        max_length=500,
+        pattern=PLAIN_TEXT,
+        description="How it is known; it stands in the audit trail.",
     )
 
 
@@ -95,7 +98,9 @@ class ReconciliationList(View):
 class ResolveReconciliationRequest(Body):
     """Somebody has looked at it."""
 
-    reason: str = Field(min_length=1, max_length=500, description="Why; it stands in the audit trail.")
+    reason: str = Field(
+        min_length=1, max_length=500, pattern=PLAIN_TEXT, description="Why; it stands in the audit trail."
+    )
 
 
 router = APIRouter(tags=["orders"])

@@ -12,8 +12,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 #: a letter or digit, so that it is never the pool's `-1`.
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
-#: Why something is done, in any script: no control characters, line ends or marks that change the direction.
-Reason = Annotated[str, Field(max_length=200, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$")]
+#: Text in any script: no control characters (PostgreSQL takes no NUL), line ends or marks of direction.
+PLAIN_TEXT = r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$"
+#: Why something is done.
+Reason = Annotated[str, Field(max_length=200, pattern=PLAIN_TEXT)]
 UserId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["alice"])]
 AccountId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["9A95-0123456"])]
 OfUser = Annotated[str | None, Query(pattern=ID_PATTERN, max_length=64, description="Only of this user.")]

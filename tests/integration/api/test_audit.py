@@ -130,6 +130,10 @@ async def test_the_trail_is_filtered_and_paged(
         assert (await berth("audit", "--subject", "user:nobody")).out == "no such entry\n"
         assert f"user:{api.user}" in (await berth("audit", "--subject", f"user:{api.user}")).out
         assert "no such entry" in (await berth("audit", "--hours", "0")).out
+    async with api.client(erika) as admin:
+        for field in ("actor", "action", "subject"):  # PostgreSQL's texts have no NUL
+            refused = await admin.get("/audit", params={field: "a\x00b"})
+            assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_REQUEST")
     async with api.client(api.key) as user:
         assert (await user.get("/audit")).status_code == 403
 

@@ -129,6 +129,7 @@ async def test_an_operator_ends_an_order_once_and_its_symbol_is_free(
             "RESOLUTION_INVALID",
         ),
         ({"state": "cancelled", "reason": ""}, "INVALID_REQUEST"),
+        ({"state": "cancelled", "reason": "a\x00b"}, "INVALID_REQUEST"),
         ({"state": "cancelled", "filled_quantity": -1, "reason": "r"}, "INVALID_REQUEST"),
         ({"state": "cancelled", "filled_quantity": 1.5, "reason": "r"}, "INVALID_REQUEST"),
         ({"state": "gone", "reason": "r"}, "INVALID_REQUEST"),
