@@ -13,7 +13,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 #: Text in any script: no control characters (PostgreSQL takes no NUL), line ends or marks of direction.
-PLAIN_TEXT = r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]*$"
+_REFUSED = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
+PLAIN_TEXT = rf"^[^{_REFUSED}]*$"
+#: The same, and not of spaces alone.
+NOT_BLANK = rf"^[^{_REFUSED}]*[^\s{_REFUSED}][^{_REFUSED}]*$"
 #: Why something is done.
 Reason = Annotated[str, Field(max_length=200, pattern=PLAIN_TEXT)]
 UserId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["alice"])]

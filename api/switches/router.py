@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from api.container import AuthorizedCall, Call
 from api.http import problems
 from api.http.errors import Forbidden, InvalidRequest, NotFound
-from api.http.fields import AccountId, Body, OfUser, Rows, UserId, UserPrefix, View
+from api.http.fields import NOT_BLANK, AccountId, Body, OfUser, Rows, UserId, UserPrefix, View
 from infra.database.accounts import AccountNotFound
 from infra.database.trading import models as trading_models
 from infra.database.trading.switches import TradingScope
@@ -41,7 +41,7 @@ class SwitchRequest(Body):
     account_id: AccountId | None = None
     state: SwitchState
     reason: str = Field(
-        min_length=1, max_length=500, pattern=r"\S", description="Why; it stands in the audit trail."
+        min_length=1, max_length=500, pattern=NOT_BLANK, description="Why; it stands in the audit trail."
     )
     held_by: SwitchHolder | None = Field(
         default=None, description="For operators: `user` sets the user's own switch, on the user's request."

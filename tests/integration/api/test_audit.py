@@ -134,6 +134,9 @@ async def test_the_trail_is_filtered_and_paged(
         for field in ("actor", "action", "subject"):  # PostgreSQL's texts have no NUL
             refused = await admin.get("/audit", params={field: "a\x00b"})
             assert (refused.status_code, refused.json()["code"]) == (422, "INVALID_REQUEST")
+        halt = {"scope": "all", "state": "reducing"}
+        for reason in ("a\x00b", " ", ""):
+            assert (await admin.put("/switches", json={**halt, "reason": reason})).status_code == 422
     async with api.client(api.key) as user:
         assert (await user.get("/audit")).status_code == 403
 
