@@ -10,7 +10,7 @@ from pydantic import Field
 
 from api.container import Call, KnownUserId
 from api.http import problems
-from api.http.fields import PLAIN_TEXT, Body, View
+from api.http.fields import Body, LongReason, View
 from api.orders.outcomes import view_of
 from api.orders.router import own_order
 from api.orders.schemas import (
@@ -60,12 +60,7 @@ class ResolveOrderRequest(Body):
         allow_inf_nan=False,
         description="Of the filled lots.",
     )
-    reason: str = Field(
-        min_length=1,
-        max_length=500,
-        pattern=PLAIN_TEXT,
-        description="How it is known; it stands in the audit trail.",
-    )
+    reason: LongReason = Field(min_length=1, description="How it is known; it stands in the audit trail.")
 
 
 class ReconciliationView(View):
@@ -98,9 +93,7 @@ class ReconciliationList(View):
 class ResolveReconciliationRequest(Body):
     """Somebody has looked at it."""
 
-    reason: str = Field(
-        min_length=1, max_length=500, pattern=PLAIN_TEXT, description="Why; it stands in the audit trail."
-    )
+    reason: LongReason = Field(min_length=1)
 
 
 router = APIRouter(tags=["orders"])

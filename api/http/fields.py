@@ -19,6 +19,10 @@ PLAIN_TEXT = rf"^[^{_REFUSED}]*$"
 NOT_BLANK = rf"^[^{_REFUSED}]*[^\s{_REFUSED}][^{_REFUSED}]*$"
 #: Why something is done.
 Reason = Annotated[str, Field(max_length=200, pattern=PLAIN_TEXT)]
+#: The same in a body that a person fills in; `NOT_BLANK` where it must be said.
+LongReason = Annotated[
+    str, Field(max_length=500, pattern=PLAIN_TEXT, description="Why; it stands in the audit trail.")
+]
 UserId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["alice"])]
 AccountId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["9A95-0123456"])]
 OfUser = Annotated[str | None, Query(pattern=ID_PATTERN, max_length=64, description="Only of this user.")]

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import Field
 
-from api.http.fields import EMPTY_IS_NONE, PLAIN_TEXT, Body, View
+from api.http.fields import EMPTY_IS_NONE, Body, LongReason, View
 from workflows.rollout.messages import ENDED, Release, RolloutInput, RolloutPhase, RolloutView
 from workflows.worker_pool.messages import PoolMode, PoolView
 from workflows.worker_pool.policy import PoolPolicy, PoolWindow
@@ -68,9 +68,7 @@ class PoolPolicyRequest(PoolPolicyBody):
     revision: int | None = Field(
         default=None, description="The one that you saw: if the policy was changed since, nothing is done."
     )
-    reason: str = Field(
-        default="requested", max_length=500, pattern=PLAIN_TEXT, description="It stands in the audit trail."
-    )
+    reason: LongReason = "requested"
 
 
 class PoolStatusView(View):
@@ -154,9 +152,7 @@ class RolloutRequest(Body):
         allow_inf_nan=False,
         description="How long it waits for a first user served by it.",
     )
-    reason: str = Field(
-        default="requested", max_length=500, pattern=PLAIN_TEXT, description="It stands in the audit trail."
-    )
+    reason: LongReason = "requested"
 
     def given(self, pool: str, actor: str) -> RolloutInput:
         return RolloutInput(

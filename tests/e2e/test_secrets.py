@@ -20,12 +20,16 @@ from typing import Any
 from uuid import uuid4
 
 import psutil
+import pytest
 from sqlalchemy import text
 
 from infra.database.engine import Database
 from infra.lab.processes import processes_of
 from tests.e2e.conftest import House, until
 from tests.redteam.test_takeover import shows
+
+#: All data is searched, and every history exported: up to 43 s where the host gives us half of its CPU.
+pytestmark = pytest.mark.timeout(120)
 
 #: Another one in each run: files of an earlier run may still lie about.
 CANARY = f"canary-{uuid4().hex[:12]}"
