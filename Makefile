@@ -5,8 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 #: Processes of the tests, each with servers of its own. tests/groups.py says what they get as a unit, and in
-#: which order. On 2 quiet cores 26 minutes by three, 33 by two. One that dies ends the run: pytest-xdist never
-#: ends a run in which it replaced one.
+#: which order. One that dies ends the run: pytest-xdist never ends a run in which it replaced one.
 JOBS ?= 2
 
 # Compiled modules are kept whatever the environment says: hundreds of processes of ours are started, and each
@@ -21,9 +20,9 @@ help: ## List the commands
 run: setup ## Start the whole system, run the main job, stay up until Ctrl-C (ONCE=1: stop after the job)
 	@$(BIN)/berth up --main-job $(if $(ONCE),--once)
 
-test: setup ## The whole suite, on real servers, by JOBS processes (ARGS="tests/unit -k name" chooses)
+test: setup ## The suite, on real servers (ARGS="tests/unit -k name" chooses; ARGS=tests: with all drills, as CI)
 	@$(BIN)/python -m pytest --ignore tests/aws --numprocesses $(JOBS) --dist loadscope --no-loadscope-reorder \
-	  --max-worker-restart 0 $(ARGS)
+	  --max-worker-restart 0 $(or $(ARGS),-m "not drill")
 
 quick: check ## What a change needs, in under 2 minutes: `check`, then the unit tests of all but the lab
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder \

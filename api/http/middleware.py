@@ -148,8 +148,9 @@ def _caller(scope: MutableMapping[str, Any]) -> dict[str, str]:
     found = {}
     if principal := scope["state"].get("principal"):
         found["key_id"] = str(principal.key_id)
-    if code := scope.get("berth.code"):
-        found["code"] = code
+    for name in ("code", "cause"):
+        if value := scope.get(f"berth.{name}"):
+            found[name] = value
     return found
 
 

@@ -133,6 +133,7 @@ def problem_response(scope: Scope, error: Exception) -> Response:
         case RequestValidationError():
             return _answer(scope, invalid_request(error.errors()))
         case RedisError():
+            scope["berth.cause"] = f"{type(error).__name__}: {error}"[:200]  # for the access log, too
             return _answer(scope, errors.ValkeyUnavailable())
         case HTTPException():
             response = _answer(scope, _of_http(error))

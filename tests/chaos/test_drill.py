@@ -74,7 +74,7 @@ def drill() -> Iterator[Drill]:
         yield Drill(house)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 @pytest.mark.timeout(400)
 def test_rolling_hosts_and_deploys_park_none_of_50_active_users(drill: Drill) -> None:
     stack = drill.house.stack

@@ -54,7 +54,7 @@ def host() -> Iterator[LostHost]:
             yield LostHost(house, lines)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", ["frozen", "frozen with its node", "killed with its node", "partitioned"])
 def test_each_user_of_a_lost_host_is_served_again_by_one_owner(host: LostHost, how: str) -> None:

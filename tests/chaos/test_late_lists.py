@@ -41,7 +41,7 @@ def late_house() -> Iterator[House]:
         yield house
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 @pytest.mark.timeout(300)
 def test_no_user_has_two_sessions_where_lists_are_late(late_house: House) -> None:
     house = late_house

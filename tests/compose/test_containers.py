@@ -16,7 +16,7 @@ from tests.e2e.conftest import until
 from tests.unit.docs.test_compose import FLEETS
 
 #: The first test builds images, on a machine that has none.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]
 
 
 class Trading:

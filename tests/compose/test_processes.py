@@ -12,7 +12,7 @@ from infra.worker_task import MEMORY_HARD
 from tests.compose.compose_house import PATIENCE, ComposeHouse, Customer
 from tests.e2e.conftest import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

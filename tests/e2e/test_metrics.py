@@ -30,7 +30,12 @@ def scrape(house: House) -> Counter[Sample]:
     """The sums over the API, the orchestrator and its Temporal SDK."""
     address = house.stack.settings.metrics_address
     host, port = address.split(":")
-    found = Counter(read(house.call("GET", "/v1/metrics", house.stack.admin_key).text))
+
+    def page() -> str | None:  # as Prometheus would: one that failed is asked for again
+        answer = house.call("GET", "/v1/metrics", house.stack.admin_key)
+        return answer.text if answer.is_success else None
+
+    found = Counter(read(until(page, "page of metrics")))
     for place in (address, f"{host}:{int(port) + 1}"):
         found.update(read(httpx.get(f"http://{place}/metrics", trust_env=False).text))
     return found

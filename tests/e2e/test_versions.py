@@ -21,7 +21,7 @@ from tests.e2e.conftest import POOL, House, Trader, house_of, until
 from workflows import names
 from workflows.user_worker import messages as m
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(180)]
 
 T = TypeVar("T")
 _builds = itertools.count(1)

@@ -43,7 +43,7 @@ MINUTE = {
     "MaintenanceWorkflow": Counter(starts=1, activities=2),
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(240)]
 
 
 def _bench(folder: Path, *words: str) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def only_the_broker_knows(house: House, traders: list[Trader], known: set[str]) 
     until(listed, "list of what only the broker knows")
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("how", ["point in time", "failover"])
 def test_300_orders_and_none_is_doubled_or_lost(house: House, how: str) -> None:

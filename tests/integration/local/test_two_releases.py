@@ -192,7 +192,7 @@ class Clients:
             thread.join(90)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 @pytest.mark.timeout(240)
 def test_no_order_is_lost_and_no_claim_fails_on_the_way_to_this_release_and_back(
     house: RollingHouse, old: RunningRelease

@@ -233,6 +233,6 @@ def _workers(client: Client, starter: WorkerStarter, parts: OrchestratorResource
                 task_queue=hosted.name,
                 workflows=hosted.workflows,
                 activities=hosted.activities(),
-                workflow_runner=workflow_runner(passed=()),
+                workflow_runner=workflow_runner(),
             )
         )

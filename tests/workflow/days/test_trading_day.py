@@ -59,7 +59,7 @@ def most_within(times: list[float], seconds: float) -> int:
     return max(sum(start <= at < start + seconds for at in times) for start in times)
 
 
-@pytest.mark.slow
+@pytest.mark.drill
 @pytest.mark.timeout(400)
 async def test_on_a_day_of_300_users_nobody_waits_at_his_bell(system: MovedSystem) -> None:
     day = next_trading_day()

@@ -161,8 +161,8 @@ async def job_days(client: Redis, kind: str) -> list[date]:
     return sorted(date.fromisoformat(name.split(f"{kind}.")[1][:10]) for name in found)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.drill
+@pytest.mark.timeout(550)
 async def test_in_a_year_each_thing_happens_on_its_days_and_no_other(
     played: tuple[MovedSystem, RecordingStarter, Year], valkey_client: Redis
 ) -> None:
