@@ -145,12 +145,9 @@ class RequestMiddleware:
 
 
 def _caller(scope: MutableMapping[str, Any]) -> dict[str, str]:
-    found = {}
+    found = {name: scope[f"berth.{name}"] for name in ("code", "cause") if f"berth.{name}" in scope}
     if principal := scope["state"].get("principal"):
         found["key_id"] = str(principal.key_id)
-    for name in ("code", "cause"):
-        if value := scope.get(f"berth.{name}"):
-            found[name] = value
     return found
 
 

@@ -337,7 +337,7 @@ class JobChaosRun:
         down = self._chance.uniform(0.05, 0.5)
         async with self._client.client() as one:
             await one.set("chaos:synced", "1")
-            await one.execute_command("WAITAOF", 1, 0, 2000)
+            await one.execute_command("WAITAOF", 1, 0, 2000)  # type: ignore[no-untyped-call]
         await asyncio.to_thread(self._server.restart, signal.SIGKILL, down)
         self.faults["restart"] += 1
         self.outages.append((began, time.monotonic() + _AFTERMATH))
