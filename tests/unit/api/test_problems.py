@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI, Request
 from redis.exceptions import ConnectionError as RedisConnectionError
 from starlette.types import Message
+from structlog.testing import capture_logs
 
 from api.http import errors, problems
 from api.http.middleware import MAX_BODY, RequestMiddleware
@@ -110,9 +111,13 @@ async def test_a_missing_server_is_named(kind: type[BerthError], name: str) -> N
     assert answer.json()["dependency"] == name
 
 
-async def test_a_redis_error_is_valkey_being_away_and_shows_no_address() -> None:
-    async with client() as http:
-        answer = await http.get("/redis")
+async def test_a_redis_error_is_valkey_being_away_and_only_the_log_shows_an_address() -> None:
+    with capture_logs() as lines:
+        async with client() as http:
+            answer = await http.get("/redis")
+    [line] = [one for one in lines if one["event"] == "request"]
+    assert line["cause"].startswith("ConnectionError: ")
+    assert "10.0.0.1" in line["cause"]
     assert answer.status_code == 503
     assert answer.json()["code"] == "VALKEY_UNAVAILABLE"
     assert "10.0.0.1" not in answer.text
