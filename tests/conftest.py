@@ -245,6 +245,13 @@ def pytest_exception_interact() -> None:
     faulthandler.dump_traceback_later(CLEAN_UP, exit=True, file=sys.__stderr__ or sys.stderr)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Why CI tried a test again: a fault of the test or of the product, to be found."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.write_sep("_", f"TRIED AGAIN: {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> UnitScheduling | None:
     """Units of our own in place of modules."""
     return UnitScheduling(config, log) if config.getvalue("dist") == "loadscope" else None
