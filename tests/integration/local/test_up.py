@@ -151,7 +151,7 @@ def test_a_start_that_is_interrupted_leaves_nothing_behind(
     up = Up(environment, short_directory / "up.log")
     run_up.append(up)
     up.wait_for("Valkey")
-    assert up.end(signal.SIGTERM) == 130
+    assert up.end(signal.SIGTERM) == 130, up.text()
     wait_nothing_left(folder)
 
 
