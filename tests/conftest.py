@@ -42,6 +42,9 @@ _numbers = itertools.count(1)
 #: Seconds for what a failed test leaves to be ended.
 CLEAN_UP = 180.0
 
+#: Tests that CI may try again in a run that counts.
+MOST_TRIED_AGAIN = 3
+
 #: A file system in memory, and the bytes that a run may put there: it needs a quarter of them.
 MEMORY, ROOM = Path("/dev/shm"), 2 << 30  # noqa: S108 - folders in it have names of their own
 
@@ -243,6 +246,15 @@ def pytest_exception_interact() -> None:
     The limit of the next test takes this one's place.
     """
     faulthandler.dump_traceback_later(CLEAN_UP, exit=True, file=sys.__stderr__ or sys.stderr)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """More than `MOST_TRIED_AGAIN` are no accident: the run has failed."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and len(reporter.getreports("rerun")) > MOST_TRIED_AGAIN:
+        reporter.write_line(f"FAILED: more than {MOST_TRIED_AGAIN} tests were tried again")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

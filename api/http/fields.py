@@ -14,15 +14,13 @@ ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 #: Text in any script: no control characters (PostgreSQL takes no NUL), line ends or marks of direction.
 _REFUSED = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
-PLAIN_TEXT = rf"^[^{_REFUSED}]*$"
-#: The same, and not of spaces alone.
+PlainText = Annotated[str, Field(pattern=rf"^[^{_REFUSED}]*$")]
+#: The pattern of one that is not of spaces alone.
 NOT_BLANK = rf"^[^{_REFUSED}]*[^\s{_REFUSED}][^{_REFUSED}]*$"
 #: Why something is done.
-Reason = Annotated[str, Field(max_length=200, pattern=PLAIN_TEXT)]
-#: The same in a body that a person fills in; `NOT_BLANK` where it must be said.
-LongReason = Annotated[
-    str, Field(max_length=500, pattern=PLAIN_TEXT, description="Why; it stands in the audit trail.")
-]
+Reason = Annotated[PlainText, Field(max_length=200)]
+#: The same in a body that a person fills in.
+LongReason = Annotated[PlainText, Field(max_length=500, description="Why; it stands in the audit trail.")]
 UserId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["alice"])]
 AccountId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["9A95-0123456"])]
 OfUser = Annotated[str | None, Query(pattern=ID_PATTERN, max_length=64, description="Only of this user.")]

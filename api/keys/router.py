@@ -9,7 +9,7 @@ from pydantic import AwareDatetime, Field, model_validator
 
 from api.container import Call
 from api.http import problems
-from api.http.fields import EMPTY_IS_NONE, PLAIN_TEXT, Body, OfUser, Reason, Rows, UserId, View
+from api.http.fields import EMPTY_IS_NONE, Body, OfUser, PlainText, Reason, Rows, UserId, View
 from api.http.rights import Role
 from infra.database import api_keys, audit, images, users
 from infra.database.api_keys import ApiKeyNotFound
@@ -96,14 +96,10 @@ class ImageList(View):
 class AuditQuery(Body):
     """Which entries of the audit trail."""
 
-    actor: str | None = Field(
-        default=None, max_length=128, pattern=PLAIN_TEXT, description="A part of who did it."
-    )
-    action: str | None = Field(
-        default=None, max_length=64, pattern=PLAIN_TEXT, description="How it begins, such as `api_key.`"
-    )
-    subject: str | None = Field(
-        default=None, max_length=160, pattern=PLAIN_TEXT, description="To whom or what, such as `user:alice`."
+    actor: PlainText | None = Field(None, max_length=128, description="A part of who did it.")
+    action: PlainText | None = Field(None, max_length=64, description="How it begins, such as `api_key.`")
+    subject: PlainText | None = Field(
+        default=None, max_length=160, description="To whom or what, such as `user:alice`."
     )
     since: AwareDatetime | None = None
     cursor: int | None = Field(default=None, ge=1, le=2**63 - 1, description="As `next_cursor` says.")

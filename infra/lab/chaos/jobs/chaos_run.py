@@ -17,6 +17,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeout
 
 from infra.lab.chaos.jobs import freeze
 from infra.lab.chaos.jobs.ledger import RunnerFreeze, RunnerKill, SentJob
@@ -328,6 +329,16 @@ class JobChaosRun:
                 del self.open[job_id]
         self.outages.append((began, time.monotonic() + _AFTERMATH))
 
+    @staticmethod
+    async def _synced(client: Redis) -> None:
+        """Raises `TimeoutError` of Valkey's client if the log is not on the disk within 2 s."""
+        async with client.pipeline(transaction=False) as pipe:  # both on one connection
+            pipe.set("chaos:synced", "1")
+            pipe.waitaof(1, 0, 2000)
+            _, (local, _) = await pipe.execute()
+        if not local:
+            raise RedisTimeout("no fsync within 2 s")
+
     async def _crash(self) -> None:
         """Kills Valkey with SIGKILL, just behind an fsync: all that it has acknowledged comes back.
 
@@ -335,9 +346,7 @@ class JobChaosRun:
         """
         began = time.monotonic()
         down = self._chance.uniform(0.05, 0.5)
-        async with self._client.client() as one:
-            await one.set("chaos:synced", "1")
-            await one.execute_command("WAITAOF", 1, 0, 2000)  # type: ignore[no-untyped-call]
+        await self._retry(self._synced)
         await asyncio.to_thread(self._server.restart, signal.SIGKILL, down)
         self.faults["restart"] += 1
         self.outages.append((began, time.monotonic() + _AFTERMATH))
