@@ -1,5 +1,6 @@
 """The activities of a claim: from a claim id to a connected worker. All are idempotent by the claim id."""
 
+import asyncio
 import time
 import uuid
 from collections.abc import Collection, Sequence
@@ -89,8 +90,10 @@ class ClaimActivities:
         if found.status == "refused":
             return _no_account(request, claimed)
         # Read after the commit of the assignment, so that no change of the switch is missed.
-        generation, server = await valkey.read_generation_and_server(self.client, uuid.uuid4().hex)
-        switch = await self.database.fetch(switches.switch_of_user, request.user_id)
+        (generation, server), switch = await asyncio.gather(
+            valkey.read_generation_and_server(self.client, uuid.uuid4().hex),
+            self.database.fetch(switches.switch_of_user, request.user_id),
+        )
         words = self._switches.words(request.user_id, switch, server)
         if not await entries.write_owner(self.client, request.user_id, worker, generation, words):
             return _gone(worker, "a later assignment owns the user")
