@@ -291,3 +291,23 @@ STEPS = (
     *_changes(Way.CANCELLED, b"order.cancel_requested"),
     *_changes(Way.REPLACED, b"order.replace_requested"),
 )
+
+#: Where no drills are asked for: an order's whole way, and of what is beside it the steps at which most is at
+#: stake, since something is done and not noted yet.
+BRIEF = (
+    *_API,
+    *_SESSION,
+    *(
+        step
+        for step in STEPS
+        if step.name
+        in {
+            "orchestrator: after a fill is written, before it is acknowledged",
+            "orchestrator: after it queued an order",
+            "orchestrator: after it wrote the end",
+            "orchestrator: after it started the workflow",
+            "session: cancelled, after the broker has it",
+            "session: replaced, after the broker has it",
+        }
+    ),
+)

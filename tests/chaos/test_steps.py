@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -31,12 +31,12 @@ from infra.local.process import HOST, ServerFailed
 from infra.local.servers import PostgresServer
 from infra.local.stack import DATABASE, LocalStack
 from infra.market.calendar import TAIPEI
-from tests.chaos.steps import STEPS, KillStep, Mine, Way
+from tests.chaos.steps import BRIEF, STEPS, KillStep, Mine, Way
 from tests.chaos.traps import KillTrap, ServerLine, Traps
 from tests.e2e.conftest import House, Trader, until
 from worker_runtime.protocol import keys
 
-#: The first test pays for all of it: all steps are played at the same time.
+#: The first test pays for all of it: the steps of this run are played at the same time.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
 T = TypeVar("T")
@@ -91,9 +91,10 @@ class Played:
 
 
 class Play:
-    """All steps on one system: each trader goes through some, one after the other."""
+    """The chosen steps on one system: each trader goes through some, one after the other."""
 
-    def __init__(self, stack: LocalStack, traps: Traps) -> None:
+    def __init__(self, stack: LocalStack, traps: Traps, chosen: Sequence[KillStep]) -> None:
+        self._chosen = chosen
         self._house = House(stack)
         self._stack = stack
         self._traps = traps
@@ -129,7 +130,7 @@ class Play:
         self._until_answered(trader, "WARMUP", 1)  # from now on Valkey knows all scripts
 
     def _share(self, trader: Trader, number: int) -> dict[str, StepScene]:
-        return {step.name: self._scene(trader, step) for step in STEPS[number::TRADERS]}
+        return {step.name: self._scene(trader, step) for step in self._chosen[number::TRADERS]}
 
     def _scene(self, trader: Trader, step: KillStep) -> StepScene:
         """Again with another order if the first one went another way: at the same time other traps kill the
@@ -280,12 +281,18 @@ class Play:
 
 
 @pytest.fixture(scope="module")
-def played() -> Iterator[Played]:
+def played(request: pytest.FixtureRequest) -> Iterator[Played]:
+    """What became of the steps that this run asks for."""
+    chosen = [
+        item.callspec.params["step"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path and hasattr(item, "callspec")
+    ]
     folder = Path(tempfile.mkdtemp(prefix="berth-steps-"))
     folder.chmod(0o755)  # PostgreSQL runs as another user than root
     try:
         with Traps() as traps, _stack(folder, traps) as stack:
-            yield Play(stack, traps).run()
+            yield Play(stack, traps, chosen).run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -315,7 +322,10 @@ def _stack(folder: Path, traps: Traps) -> LocalStack:
     return stack
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.name)
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(one, marks=() if one in BRIEF else pytest.mark.drill, id=one.name) for one in STEPS],
+)
 def test_an_order_survives_a_kill_at_this_step(played: Played, step: KillStep) -> None:
     scene = played.scenes[step.name]
     assert scene.sprung, f"nobody came to: {step.name}"

@@ -133,6 +133,7 @@ def fail_over(house: House, replica: ValkeyServer, login: str) -> None:
         client.config_set("port", primary.port)
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(120 + 3 * FLEET)
 def test_restarts_and_a_failover_under_a_fleet(tmp_path: Path) -> None:
     """In the long form with 300 workers: `BERTH_USERS_FLEET=300`."""

@@ -199,8 +199,8 @@ async def test_an_alert_that_was_answered_with_an_error_is_not_carried_on(
     said = an_alert(made, action="long_entry", symbol="MXFA6", quantity=3)
     async with AsyncExitStack() as stack:
         line, url = await stack.enter_async_context(way_to_postgresql(api))
-        # The answer waits for what the failure makes of the alert.
-        changed = api.settings.model_copy(update={"database_url": url, "webhook_wait": 30.0})
+        # The answer is given when this time is over, by which the worker has taken the close.
+        changed = api.settings.model_copy(update={"database_url": url, "webhook_wait": 10.0})
         failing = await stack.enter_async_context(running_api(changed))
 
         def breaks_off(order: PlaceOrder) -> None:
