@@ -3,6 +3,7 @@
 Their values stand in messages, in tables and in the REST API.
 """
 
+import re
 from enum import StrEnum
 
 
@@ -36,6 +37,15 @@ class OrderLot(StrEnum):
 ODD_LOTS = frozenset({OrderLot.ODD, OrderLot.INTRADAY_ODD})
 #: Shares in one lot (TWSE, TPEx).
 SHARES_PER_LOT = 1000
+#: TAIFEX as Shioaji names it: the nearest month of a product, or the one after it (TXFR1, TXFR2).
+ROLLING = re.compile(r"[A-Z]{2}[A-Z0-9]R[12]")
+
+
+def may_be_same_contract(one: str, other: str) -> bool:
+    """Whether two symbols may name the same contract. Only the broker knows which contract of its product a
+    rolling code stands for."""
+    rolling = ROLLING.fullmatch(one) or ROLLING.fullmatch(other)
+    return one == other or (rolling is not None and one[:3] == other[:3])
 
 
 class OrderCondition(StrEnum):

@@ -4,7 +4,6 @@ Invariants: *submit-once* (nothing here repeats a submission; what may have reac
 *nothing-lost* (the journal entry and the event SUBMITTING are in Valkey before the broker is called).
 """
 
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
@@ -31,6 +30,7 @@ from worker_runtime.protocol.errors import (
 )
 from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import Failure, OrderEvent, OrderOutcome, OrderState, PlaceOrder
+from worker_runtime.protocol.order_terms import may_be_same_contract
 from worker_runtime.protocol.requests import ReplaceOrder, SwitchState, UserSwitch
 from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.session.send_buffer import SendBuffer
@@ -50,8 +50,6 @@ _ROUNDING = SECOND // 100
 #: Nanoseconds after which PostgreSQL knows of an unknown outcome: the recorder needs milliseconds, an API
 #: that waits writes it after 2 s. Shorter than the proof takes that the broker does not have the order.
 _RECORDED_AFTER = 5 * SECOND
-#: TAIFEX as Shioaji names it: the nearest month of a product, or the one after it (TXFR1, TXFR2).
-_ROLLING = re.compile(r"[A-Z]{2}[A-Z0-9]R[12]")
 
 
 class OrderPostponed(Exception):
@@ -161,13 +159,6 @@ class UnknownOutcomes:
 def _blocks(other: PlaceOrder, order: PlaceOrder) -> bool:
     same = other.account_id == order.account_id
     return same and (order.unknown_blocks == "account" or may_be_same_contract(other.symbol, order.symbol))
-
-
-def may_be_same_contract(one: str, other: str) -> bool:
-    """Whether two symbols may name the same contract. Only the broker knows which contract of its product a
-    rolling code stands for."""
-    rolling = _ROLLING.fullmatch(one) or _ROLLING.fullmatch(other)
-    return one == other or (rolling is not None and one[:3] == other[:3])
 
 
 @dataclass(eq=False, repr=False)

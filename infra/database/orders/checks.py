@@ -30,7 +30,7 @@ from worker_runtime.protocol.errors import (
     TradingHalted,
     UnknownAccount,
 )
-from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
+from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot, may_be_same_contract
 from worker_runtime.protocol.requests import SwitchState
 
 #: Orders of unknown outcome that block another one. An order whose worker ended while submitting it counts as
@@ -125,8 +125,9 @@ async def database_clock(session: AsyncSession) -> datetime:
 
 
 async def lock_symbol(session: AsyncSession, user_id: str, account_id: str, symbol: str) -> None:
-    """Waits for the lock of one symbol in an account, held until the transaction ends."""
-    name = func.hashtext(f"{user_id}/{account_id}/{symbol}")
+    """Waits for the lock of one symbol in an account, held until the transaction ends. Symbols of one product
+    share it."""
+    name = func.hashtext(f"{user_id}/{account_id}/{symbol[:3]}")
     await session.execute(select(func.pg_advisory_xact_lock(_SYMBOL_LOCKS, name)))
 
 
@@ -141,16 +142,17 @@ async def conflicting_order(
 ) -> Order | None:
     """Returns an open order on this side ('' for both), or one with fills that changed since `since`.
 
-    Ignores orders whose client order id is in `but`.
+    Ignores orders whose client order id is in `but`. A rolling code and what it may stand for are one symbol.
     """
     is_open: ColumnElement[bool] = Order.state.in_(OPEN_STATES)
     if side:
         is_open = and_(is_open, Order.side == side)
     filled_since = and_(Order.updated_at >= since, Order.filled_quantity > 0)
-    orders = select(Order).filter_by(user_id=user_id, account_id=account_id, symbol=symbol)
+    orders = select(Order).filter_by(user_id=user_id, account_id=account_id)
     orders = orders.where(Order.client_order_id.not_in(but), or_(is_open, filled_since))
-    order: Order | None = await session.scalar(orders.order_by(Order.created_at.desc()).limit(1))
-    return order
+    orders = orders.where(func.left(Order.symbol, 3) == symbol[:3]).order_by(Order.created_at.desc())
+    found = await session.scalars(orders)
+    return next((order for order in found if may_be_same_contract(order.symbol, symbol)), None)
 
 
 async def orders_by_client_ids(session: AsyncSession, user_id: str, ids: Collection[str]) -> dict[str, Order]:

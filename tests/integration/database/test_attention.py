@@ -23,7 +23,7 @@ from tests.integration.database.test_database import database, event, new_order
 from tests.order_model import OrderModel
 from worker_runtime.protocol.errors import AccountBlocked, SymbolBlocked, UnknownAccount
 from worker_runtime.protocol.messages import OrderOutcome, OrderState
-from worker_runtime.trading.order_submitter import may_be_same_contract
+from worker_runtime.protocol.order_terms import may_be_same_contract
 
 __all__ = ["database"]  # the fixture, shared with the room's first file
 

@@ -242,6 +242,17 @@ async def test_an_exit_closes_its_own_side_only(
         assert (answer.status_code, answer.json()["code"]) == (409, "NO_POSITION")
 
 
+async def test_an_order_under_a_rolling_code_makes_the_positions_of_its_product_busy(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker = await broker(api, start_worker, 3, resting)
+    order = an_order(7, symbol="MXFR1", side="sell", quantity=3)
+    assert (await user.post(f"/users/{api.user}/orders", json=order)).status_code == 201
+    answer = await close(user, api)
+    assert (answer.status_code, answer.json()["code"]) == (409, "POSITION_BUSY"), answer.text
+    assert sent(worker) == [("sell", 3, False)]
+
+
 @pytest.mark.parametrize(
     ("script", "code"),
     [
