@@ -32,7 +32,7 @@ from infra.database.trading.reconciliations import FILL_MARGIN
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, WorkerLost
 from worker_runtime.protocol.exchange import Position
 from worker_runtime.protocol.messages import Side
-from worker_runtime.protocol.order_terms import OpenClose
+from worker_runtime.protocol.order_terms import OpenClose, may_be_same_contract
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
 
 log = structlog.get_logger()
@@ -135,12 +135,12 @@ class PositionClose:
         )
 
     def closes(self, position: Position) -> bool:
-        """Whether it can mean this position. An entry closes the other side, whatever its condition."""
+        """Whether it may mean this position. An entry closes the other side, whatever its condition."""
         held, wanted = position.held(self.pricing.lot), self.pricing.condition
         if self.opens is not None:  # of shares it may not open beside lots on the other side
             held, wanted = held or position.quantity, None
         return (
-            position.symbol == self.symbol
+            may_be_same_contract(position.symbol, self.symbol)
             and held != 0
             and self.long in (None, held > 0)
             and wanted in (None, position.condition)
@@ -185,7 +185,10 @@ class PositionCloser:
         behind = timedelta(milliseconds=report.behind_ms)
         certain = report.absence_certain and report.positions_agree
         since -= behind if certain else max(FILL_MARGIN, behind)
-        found = [one for one in report.positions if close.closes(one)]
+        meant = [one for one in report.positions if close.closes(one)]
+        found = [one for one in meant if one.symbol == close.symbol]
+        if meant and not found:
+            raise CloseInvalid(f"{close.symbol} may stand for {meant[0].symbol}, which is held: name that")
         if not found:
             async with self._database.session() as session:
                 where = (close.user_id, close.account_id, close.symbol)

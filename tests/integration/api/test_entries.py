@@ -77,6 +77,31 @@ async def test_an_order_of_another_symbol_is_not_in_the_way_of_an_entry(
     assert len(worker.popped) == 2
 
 
+@pytest.mark.parametrize(
+    ("intent", "position", "orders"),
+    [
+        ("long_entry", -3, []),
+        ("long_exit", 3, []),
+        ("long_entry", 3, [("buy", 1, False)]),
+        ("long_entry", 0, [("buy", 1, False)]),
+    ],
+)
+async def test_a_rolling_code_neither_opens_beside_nor_closes_a_contract_that_it_may_stand_for(
+    api: ServedApi,
+    user: httpx.AsyncClient,
+    start_worker: StartWorker,
+    intent: str,
+    position: int,
+    orders: list[tuple[str, int, bool]],
+) -> None:
+    worker = await broker(api, start_worker, position)  # of MXFA6: the broker names real contracts
+    answer = await want(user, api, intent, symbol="MXFR1", quantity=1)
+    assert sent(worker) == orders
+    if not orders:
+        assert (answer.status_code, answer.json()["code"]) == (422, "CLOSE_INVALID"), answer.text
+        assert "MXFA6" in answer.json()["detail"]
+
+
 async def test_after_its_deadline_no_order_is_written_however_long_its_turn_took(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
