@@ -93,6 +93,7 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
 ), twin as (
   insert into order_twins (user_id, fingerprint, client_order_id, at)
   select :user_id, :fingerprint, :client_order_id, clock_timestamp() from counter where :window > 0
+     and not exists (select from orders where user_id = :user_id and client_order_id = :client_order_id)
   on conflict (user_id, fingerprint) do update
      set client_order_id = excluded.client_order_id, at = excluded.at
    where order_twins.at < excluded.at - :window * interval '1 second'

@@ -78,6 +78,15 @@ async def test_a_second_order_for_the_same_is_a_mistake_for_a_while(api: ServedA
         assert (await trading_limits.get_limits(session, api.user, "main")).duplicate_window_s == 0
 
 
+async def test_an_id_that_was_used_before_is_no_twin_of_the_order_that_it_did_not_become(
+    api: ServedApi, place: Any
+) -> None:
+    await limit(api, duplicate_window_s=60)
+    assert await place(1) == (201, "filled")
+    assert await place(1, quantity=2) == (409, "CLIENT_ORDER_ID_REUSED")
+    assert await place(2, quantity=2) == (201, "filled")
+
+
 async def test_the_worker_learns_what_to_hold_against_the_brokers_reference_price(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
