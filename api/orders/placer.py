@@ -304,7 +304,7 @@ class OrderPlacer:
                 if not await orders_by_client_ids(reading, user_id, [body.client_order_id]):
                     raise
             bounds = OrderBounds()
-        window = 0.0 if body.allow_duplicate else bounds.window
+        window = -bounds.window if body.allow_duplicate else bounds.window
         if session is None:
             accepted = await acceptance.accept_order_alone(self.database, new, window)
         else:

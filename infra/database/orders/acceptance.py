@@ -92,7 +92,7 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
   returning last
 ), twin as (
   insert into order_twins (user_id, fingerprint, client_order_id, at)
-  select :user_id, :fingerprint, :client_order_id, clock_timestamp() from counter where :window > 0
+  select :user_id, :fingerprint, :client_order_id, clock_timestamp() from counter where :window <> 0
      and not exists (select from orders where user_id = :user_id and client_order_id = :client_order_id)
   on conflict (user_id, fingerprint) do update
      set client_order_id = excluded.client_order_id, at = excluded.at
@@ -153,7 +153,8 @@ _ACCEPT_ALONE = SingleStatement(_ACCEPT_TYPED)
 async def accept_order(session: AsyncSession, new: NewOrder, window: float = 0.0) -> AcceptedOrder:
     """Writes an order before it is sent anywhere; a repeated client order id returns the first order.
 
-    `window`: seconds in which a second order for the same is refused, unless the first one came to nothing.
+    `window`: seconds in which a second order for the same is refused, unless the first one came to nothing;
+    negative: this one is not, but those after it are.
     Raises `UnknownAccount` if the user has no such account; `LoginRejected` if the broker has rejected its
     credentials; `UserDisabled`; `TradingHalted` or `ReducingOnly` by the switches (the worker checks again,
     right before the broker); `SymbolBlocked` while an order of unknown outcome blocks it; `AccountBlocked`
@@ -189,7 +190,7 @@ async def _repeat_or_refusal(session: AsyncSession, new: NewOrder, window: float
         twin = select(OrderTwin.client_order_id).where(
             OrderTwin.user_id == new.user_id, OrderTwin.fingerprint == new.fingerprint
         )
-        if window and refusal is None and (other := await session.scalar(twin)) is not None:
+        if window > 0 and refusal is None and (other := await session.scalar(twin)) is not None:
             raise DuplicateOrder(f"{other} asked for the same less than {window:g} s ago")
         # None: what blocked the order was settled since.
         raise refusal or SymbolBlocked("another order had to be settled; it is now: place the order again")

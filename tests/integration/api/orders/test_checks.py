@@ -73,6 +73,8 @@ async def test_a_second_order_for_the_same_is_a_mistake_for_a_while(api: ServedA
     assert await place(10, quantity=2) == (201, "filled")
     assert await place(11, quantity=2) == (409, "DUPLICATE_ORDER")
     assert await place(11, quantity=2, allow_duplicate=True) == (201, "filled")
+    assert await place(12, quantity=3, allow_duplicate=True) == (201, "filled")
+    assert await place(13, quantity=3) == (409, "DUPLICATE_ORDER")  # nobody said so of this one
     await limit(api, duplicate_window_s=0)
     async with api.services.database.session() as session:
         assert (await trading_limits.get_limits(session, api.user, "main")).duplicate_window_s == 0
