@@ -231,3 +231,13 @@ def test_what_stands_at_the_broker_as_ordered_tells_no_change() -> None:
     known.load_open_orders([msgspec.structs.replace(ORDER, broker_order_id="b1")])
     known.reconcile_list(KEY, [reported(OrderState.SUBMITTED, [])])
     assert [event.quantity for event in events] == [None]
+
+
+def test_a_fill_that_was_missed_is_told_with_those_that_were_not() -> None:
+    tracker, events = new_tracker()
+    tracker.mark_submitting(ORDER)
+    later = reported(OrderState.PART_FILLED, [FILLS[1]])
+    tracker.apply_change(KEY, OrderChanged(event_id="e1", order=later, fill=FILLS[1]))
+    tracker.reconcile_list(KEY, [reported(OrderState.PART_FILLED, FILLS[:2])])  # of a new login
+    assert [event.filled_quantity for event in events if event.fill] == [1, 2]
+    assert events[-1].average_price == Decimal("10.5")
