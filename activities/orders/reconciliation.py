@@ -23,7 +23,7 @@ from infra.database.trading import reconciliations
 from infra.database.trading.reconciliations import FILL_MARGIN, ODD_SHARES, EarlierComparisons
 from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, AccountReported, OrderEvent, OrderState
-from worker_runtime.protocol.order_terms import SHARES_PER_LOT
+from worker_runtime.protocol.order_terms import ROLLING, SHARES_PER_LOT, may_be_same_contract
 from worker_runtime.protocol.requests import AccountReport, decode_report
 
 
@@ -172,11 +172,15 @@ async def _positions(
             expected[one["symbol"]] += one["broker"] - one["ours"]
     differ = _unexplained(expected, report)
     unseen = () if report.odd_shown else (ODD_SHARES,)
+
+    def moves(one: Any) -> bool:
+        return any(may_be_same_contract(one["symbol"], symbol) for symbol in moving)
+
     return {
         kind: sorted(
             [
-                *(one for one in known.open.get(kind, ()) if one["symbol"] in moving or kind in unseen),
-                *(one for one in those if one["symbol"] not in moving),
+                *(one for one in known.open.get(kind, ()) if moves(one) or kind in unseen),
+                *(one for one in those if not moves(one)),
             ],
             key=lambda one: str(one["symbol"]),
         )
@@ -200,16 +204,20 @@ def _whose(event: AccountReported) -> dict[str, Any]:
 
 
 def _unexplained(expected: Mapping[str, int], report: AccountReport) -> Differences:
-    """What differs in lots, and in the shares beyond them. `expected`: shares by symbol."""
-    theirs: Counter[str] = Counter()
+    """What differs in lots, and in the shares beyond them. `expected`: shares by symbol. A product of which
+    it has a rolling code is compared as a whole: only the broker knows for which contract that stands."""
+    names = {symbol[:3]: symbol for symbol in expected if ROLLING.fullmatch(symbol)}
+    ours, theirs = Counter[str](), Counter[str]()
+    for symbol, shares in expected.items():
+        ours[names.get(symbol[:3], symbol)] += shares
     for held in report.positions:  # a broker may list cash and margin of one symbol separately
-        theirs[held.symbol] += held.shares
+        theirs[names.get(held.symbol[:3], held.symbol)] += held.shares
     found: Differences = {POSITIONS: [], ODD_SHARES: []}
-    for symbol in sorted({*expected, *theirs}):
-        pairs = zip(_lots_of(expected.get(symbol, 0)), _lots_of(theirs[symbol]), strict=True)
-        for kind, (ours, broker) in zip(found, pairs, strict=True):
-            if ours != broker and (kind == POSITIONS or report.odd_shown):
-                found[kind].append({"symbol": symbol, "ours": ours, "broker": broker})
+    for symbol in sorted({*ours, *theirs}):
+        pairs = zip(_lots_of(ours[symbol]), _lots_of(theirs[symbol]), strict=True)
+        for kind, (own, broker) in zip(found, pairs, strict=True):
+            if own != broker and (kind == POSITIONS or report.odd_shown):
+                found[kind].append({"symbol": symbol, "ours": own, "broker": broker})
     return found
 
 
