@@ -181,6 +181,15 @@ def test_a_market_order_has_no_price_and_a_reduced_one_its_new_quantity(sdk: Any
     assert (order.price, order.quantity, order.side) == (None, 1, Side.SELL)
 
 
+@pytest.mark.parametrize(("left", "filled"), [(2, 2), (0, 0)])
+def test_an_order_whose_rest_was_cancelled_is_not_filled(sdk: Any, left: int, filled: int) -> None:
+    """The manual's examples: `order_quantity` is what was not cancelled, so at the end what was filled."""
+    deals = [("000001", filled, 17.0, 1673501631.629)] if filled else []
+    order = mapping.order_of(trade(sdk, status="Cancelled", order_quantity=left, deals=deals))
+    assert (order.state, order.quantity) == (OrderState.CANCELLED, 3)
+    assert sum(fill.quantity for fill in order.fills) == filled
+
+
 def test_positions_get_a_sign_for_their_direction(sdk: Any) -> None:
     found = [
         SimpleNamespace(code="2890", direction=sdk.Action.Buy, quantity=2, price=17.05),

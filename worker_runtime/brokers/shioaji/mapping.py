@@ -126,8 +126,10 @@ def order_of(trade: Any) -> ExchangeOrder:
     fills = [
         fill_of(str(order.id), str(deal.seq), deal.quantity, deal.price, deal.ts) for deal in status.deals
     ]
-    # A reduced order keeps its first quantity in `order`; the exchange's is in the status.
-    quantity = int(status.order_quantity or order.quantity)
+    # A reduced order keeps its first quantity in `order`; the status has what was not cancelled: in the end,
+    # what was filled.
+    cancelled = _enum_value(status.status) == "Cancelled"
+    quantity = int(order.quantity if cancelled else status.order_quantity or order.quantity)
     price_type = price_type_of(_enum_value(order.price_type))
     filled = sum(done.quantity for done in fills)
     return ExchangeOrder(
