@@ -3,6 +3,7 @@
 import asyncio
 import re
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +14,7 @@ from sqlalchemy.exc import DBAPIError
 
 from infra.database import retention
 from infra.database.engine import Database
+from infra.database.trading import reconciliations
 from infra.settings import Settings
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
@@ -106,6 +108,36 @@ async def test_orders_go_with_their_events_and_only_if_nobody_needs_them(databas
         )
     assert await retention.purge(database, SETTINGS) == {"orders": 2}
     assert await count(database, "order_events") == 6
+
+
+async def test_positions_stay_explained_when_the_orders_behind_them_go(database: Database) -> None:
+    old = timedelta(days=200)
+    async with database.session() as session:
+        reconciliations.note_first_comparison(
+            session,
+            user_id="alice",
+            account_id="main",
+            epoch=1,
+            held={"positions": [{"symbol": "2330", "ours": 0, "broker": 3}]},
+        )
+    for number in range(3):
+        await put(database, "orders", number, 200)
+    async with database.session() as session:
+        await session.execute(text("update orders set filled_quantity = 1"))
+        await session.execute(
+            text("update orders set side = 'sell', lot = 'odd' where client_order_id = 'o2'")
+        )
+        await session.execute(
+            text("update reconciliations set resolved_at = now() - cast(:old as interval)"), {"old": old}
+        )
+    for _ in range(2):
+        async with database.session() as session:
+            ours = Counter(await reconciliations.filled_positions(session, "alice", "main"))
+            known = await reconciliations.earlier_comparisons(session, "alice", "main")
+        assert known.begun
+        assert ours["2330"] + known.base["2330"] == 3000 + 2000 - 1
+        await retention.purge(database, SETTINGS)
+    assert await count(database, "orders") == 0
 
 
 async def test_more_rows_than_one_transaction_takes_go_and_two_at_once_may_try(database: Database) -> None:
