@@ -146,8 +146,9 @@ async def _orders(
 
 
 def _contradictions(row: Order, listed: ExchangeOrder, certain: bool, found: Differences) -> None:
-    """Adds what a listing contradicts. A listing that may lag proves nothing by what it lacks."""
-    filled = filled_of(listed)
+    """Adds what a listing contradicts. A listing that may lag proves nothing by what it lacks, nor does an
+    order on its way: so Shioaji lists filled ones of the day before."""
+    filled, certain = filled_of(listed), certain and listed.state is not OrderState.SUBMITTING
     works = row.state in FINAL_ORDER_STATES and listed.state not in FINAL_ORDER_STATES and certain
     if works or (filled and row.state in _NEVER_TAKEN):
         found["states"].append({"order": str(row.id), "ours": row.state, "broker": listed.state.value})

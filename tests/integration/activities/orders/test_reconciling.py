@@ -147,8 +147,7 @@ async def test_the_fills_of_a_rolling_code_explain_the_position_in_its_contract(
     for symbol, side in (("TXFR1", "buy"), ("TXFA6", "sell")):
         order_id = await a_filled_order(stage, broker_order_id=symbol)
         async with stage.database.session() as session:
-            moved = update(Order).where(Order.id == order_id).values(symbol=symbol, side=side)
-            await session.execute(moved)
+            await session.execute(update(Order).where(Order.id == order_id).values(symbol=symbol, side=side))
         await report(stage, held("TXFA6", 3 if side == "buy" else 1))
         assert await rows(stage) == []
     await report(stage, held("TXFA6", 2))
@@ -205,6 +204,9 @@ async def test_fills_that_nobody_heard_of_are_written_and_lost_ones_are_a_differ
     await a_while_passes(stage)
     await report(stage, orders=(listed("B-1", 1),), complete=False, certain=False)
     assert await rows(stage) == []  # this broker's lists lag
+    await report(stage, orders=(listed("B-1", state=OrderState.SUBMITTING),), complete=False)
+    assert await rows(stage) == []  # of the day before
+    await a_while_passes(stage)
     await report(stage, orders=(listed("B-1", 1),), complete=False)
     [row] = await rows(stage)
     assert row.differences == {"fills": [{"order": str(order_id), "ours": 2, "broker": 1}]}
