@@ -189,7 +189,7 @@ class PoolState(PoolFigures):
             waits.append(max(self.until - now, 0.1))
         if self.starting:
             waits.append(SOON)
-        if self.failing and not in_flight and self.mode is PoolMode.RUNNING:
+        if self.failing and not in_flight and self.mode is PoolMode.RUNNING and self.gap(0) > 0:
             waits.append(max(self.not_before - now, 0.1))
         return min(waits)
 

@@ -84,14 +84,18 @@ def test_what_is_launched_never_exceeds_what_is_wanted(
 
 
 def test_a_pool_sleeps_until_something_can_change() -> None:
-    rest = PoolState()
+    rest = PoolState(wanted=1, ready=1)
     assert rest.seconds_until_count(100.0, in_flight=0, period=60.0) == 60.0
     assert replace(rest, until=130.0).seconds_until_count(100.0, in_flight=0, period=60.0) == 30.0
     assert replace(rest, starting=1).seconds_until_count(100.0, in_flight=0, period=60.0) == SOON
-    failing = rest.failed("no room", 100.0, seen=0)
+    failing = replace(rest, ready=0).failed("no room", 100.0, seen=0)
     assert failing.seconds_until_count(100.0, in_flight=0, period=60.0) == 1.0
     assert failing.seconds_until_count(100.0, in_flight=1, period=60.0) == 60.0
     assert replace(failing, draining=True).seconds_until_count(100.0, in_flight=0, period=60.0) == 60.0
+    filled = replace(failing, ready=1)  # nothing is missing any more, and so no launch ends the failures
+    assert filled.seconds_until_count(200.0, in_flight=0, period=60.0) == 60.0
+    unsettled = replace(filled, unsettled=("token",), ready=0)
+    assert unsettled.seconds_until_count(200.0, in_flight=0, period=60.0) == 0.1
 
 
 def test_the_last_good_release_is_the_one_of_which_a_worker_became_ready() -> None:
