@@ -53,6 +53,8 @@ class OverdueLimits:
     connect: float
     #: Of a worker that nobody uses, and that should have ended.
     idle: float
+    #: Of a launch: until then a task announces nothing.
+    launch: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -119,8 +121,9 @@ def mark_of(one: AssignmentRow) -> str:
 
 def find_anomalies(snapshot: FleetSnapshot, limits: OverdueLimits) -> list[Suspect]:
     """All anomalies, each at most once."""
-    rules = _duplicates, _orphan_tasks, _marks, _entries
-    found = chain(*(rule(snapshot) for rule in rules), _overdue(snapshot, limits))
+    rules = _duplicates, _marks, _entries
+    late = _orphan_tasks(snapshot, limits), _overdue(snapshot, limits)
+    found = chain(*(rule(snapshot) for rule in rules), *late)
     return list(dict.fromkeys(found))
 
 
@@ -149,8 +152,9 @@ def _duplicates(snapshot: FleetSnapshot) -> Iterator[Suspect]:
                 yield _suspect(AnomalyKind.DUPLICATE, "the worker runs twice", task)
 
 
-def _orphan_tasks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
-    """Running workers that belong neither to a user nor, as free ones, to their pool."""
+def _orphan_tasks(snapshot: FleetSnapshot, limits: OverdueLimits) -> Iterator[Suspect]:
+    """Running workers that belong neither to a user nor, as free ones, to their pool, and are not being
+    launched: on a host that has to start first that takes longer than the time between two passes."""
     for worker_id, tasks in snapshot.running.items():
         if worker_id in snapshot.by_worker:
             continue
@@ -162,7 +166,7 @@ def _orphan_tasks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
             yield _suspect(AnomalyKind.OVERDUE, "claimed for nobody", task, claim_id=entry.claim)
         elif last is not None:
             yield _suspect(AnomalyKind.ORPHAN_TASK, "its assignment is over", last, task_id=task.task_id)
-        else:
+        elif snapshot.now - task.launched_at >= limits.launch:
             why = f"{entry.state} and assigned to nobody" if entry else "it announces nothing"
             yield _suspect(AnomalyKind.ORPHAN_TASK, why, task)
 

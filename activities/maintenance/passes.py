@@ -40,7 +40,7 @@ class MaintenanceActivities:
         self._database = database
         self._confirm = settings.maintenance_confirm
         idle = 2 * settings.idle_timeout + settings.morning_window + IDLE_MARGIN
-        self._limits = OverdueLimits(connect=CONNECT_LIMIT, idle=idle)
+        self._limits = OverdueLimits(connect=CONNECT_LIMIT, idle=idle, launch=settings.launch_timeout)
         self._history_days = settings.worker_history_days
         self._boot = boot_id()
 

@@ -84,6 +84,16 @@ def test_a_claim_under_way_is_not_odd() -> None:
     assert [one.kind for one in find_anomalies(late, LIMITS)] == [AnomalyKind.OVERDUE] * 2
 
 
+def test_a_worker_that_is_being_launched_is_no_orphan() -> None:
+    """A pass comes every 60 s, and a host that has to start first takes a launch longer than that."""
+    limits = replace(LIMITS, launch=90.0)
+    new = replace(task("p"), launched_at=NOW - 61.0)
+    snapshot = replace(served(1, 0), tasks=[task("w-u0"), new])
+    assert find_anomalies(snapshot, limits) == []
+    for late in (replace(snapshot, now=NOW + 29.0), replace(snapshot, tasks=[task("w-u0"), task("p")])):
+        assert [one.kind for one in find_anomalies(late, limits)] == [AnomalyKind.ORPHAN_TASK]
+
+
 def replace_rows(snapshot: FleetSnapshot, rows: list[AssignmentRow]) -> FleetSnapshot:
     return replace(snapshot, open=rows)
 

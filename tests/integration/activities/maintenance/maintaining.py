@@ -57,10 +57,15 @@ class MaintainedFleet:
         self.serving: list[ServingUser] = []
         self.use(yard.client)
 
-    def use(self, client: Redis, confirm: float = 0.0) -> None:
-        """Maintenance takes this way to Valkey from now on."""
+    def use(self, client: Redis, confirm: float = 0.0, launch_timeout: float = -1.0) -> None:
+        """Maintenance takes this way to Valkey from now on.
+
+        It reads whole seconds of Valkey's clock, so a task may be up to a second younger than no time.
+        """
         yard = self.yard
-        settings = yard.settings.model_copy(update={"maintenance_confirm": confirm})
+        settings = yard.settings.model_copy(
+            update={"maintenance_confirm": confirm, "launch_timeout": launch_timeout}
+        )
         scanner = FleetScanner(client, yard.database, yard.launcher, yard.secrets, pool=POOL)
         cleaning = AnomalyCleaner(client, yard.database, yard.launcher, yard.ends, self.temporal)
         self.maintenance = MaintenanceActivities(scanner, cleaning, yard.database, settings)

@@ -210,6 +210,15 @@ async def test_the_second_pass_cleans_it_up_and_nothing_else(
         assert (await fleet.scan()).found == 0
 
 
+async def test_a_worker_whose_launch_takes_long_is_left_alone(fleet: MaintainedFleet) -> None:
+    fleet.use(fleet.yard.client, launch_timeout=60.0)
+    task = await fleet.launched("p-slow")
+    for _ in range(2):
+        scanned, outcomes = await fleet.run()
+        assert (scanned.found, scanned.guarded, outcomes) == (0, "", {})
+    assert task.task_id in await fleet.running()
+
+
 async def test_nobody_is_stopped_with_an_order_in_hand(fleet: MaintainedFleet) -> None:
     gone = await worker_that_drains_for_ever(fleet)
     user = next(iter({one.user_id for one in await open_rows(fleet)} - {one.user for one in fleet.serving}))
