@@ -153,9 +153,15 @@ class FakeRollout:
         self.may_tell.set()
         #: Checks that fail.
         self.blind = 0
+        #: Checks that began; none of them ends until `may_check` is set.
+        self.checks = 0
+        self.may_check = asyncio.Event()
+        self.may_check.set()
 
     @activity.defn
     async def check_release(self, request: rm.CheckRelease) -> rm.ReleaseSnapshot:
+        self.checks += 1
+        await self.may_check.wait()
         if self.blind:
             self.blind -= 1
             raise ApplicationError("nothing is known", type="LAUNCHER_UNREACHABLE", non_retryable=True)

@@ -53,7 +53,8 @@ class RolloutWorkflow:
                     "rollout_rolled_back", extra={"pool": given.pool, "reason": self._state.reason}
                 )
                 await self._record("is rolled back", self._state.reason)
-            elif self._renew or workflow.info().is_continue_as_new_suggested():
+            # An abort that came meanwhile is in no carried state: the next round begins with it.
+            elif not self._abort and (self._renew or workflow.info().is_continue_as_new_suggested()):
                 continue_as_new(replace(self._given, carried=asdict(self._state)))
             elif self._state.phase == before.phase:
                 await self._wait()
