@@ -217,6 +217,9 @@ class FakePool:
         #: Launches that go well, and whose answers nobody gets.
         self.lost_replies = 0
         self.counts = 0
+        #: No count ends until it is set.
+        self.may_count = asyncio.Event()
+        self.may_count.set()
         self.uncounted = 0
         self.in_use = 0
         self.claims: int | None = 0
@@ -226,6 +229,7 @@ class FakePool:
     @activity.defn
     async def count_pool(self, request: pm.CountPool) -> pm.PoolCount:
         self.counts += 1
+        await self.may_count.wait()
         if self.uncounted:
             self.uncounted -= 1
             raise ApplicationError("node down", type="LAUNCHER_UNREACHABLE")

@@ -79,6 +79,8 @@ class PoolState(PoolFigures):
     until: float | None = None
     #: Since when there are too many free workers; None: there are not.
     surplus_since: float | None = None
+    #: The policy changed since the last count: a surplus is stopped at once.
+    resized: bool = False
     #: The episode of failures was logged.
     failures_reported: bool = False
     #: Nothing is launched before.

@@ -36,8 +36,6 @@ class WorkerPoolWorkflow:
         self._state = carried_state(PoolState, given.carried)
         self._in_flight: dict[str, asyncio.Task[None]] = {}
         self._changed = True
-        #: The policy changed since the last count: a surplus is stopped at once.
-        self._resized = False
         #: Counts in a row that failed.
         self._uncounted = 0
         self._renew = False
@@ -103,8 +101,8 @@ class WorkerPoolWorkflow:
 
     def _resize(self, policy: PoolPolicy) -> pm.PoolView:
         self._given = replace(self._given, policy=policy, revision=self._given.revision + 1)
-        self._state = self._state.without_failures()
-        self._resized = self._changed = True
+        self._state = replace(self._state.without_failures(), resized=True)
+        self._changed = True
         return self.view()
 
     @workflow.update(name="set_release")
@@ -150,7 +148,8 @@ class WorkerPoolWorkflow:
     async def _count(self) -> None:
         # Those under way when the count begins: one that ends meanwhile would be in neither number.
         under_way = (*self._in_flight, *self._state.unsettled)
-        busy, resized, self._resized = bool(self._in_flight), self._resized, False
+        busy, resized = bool(self._in_flight), self._state.resized
+        self._state = replace(self._state, resized=False)
         request = pm.CountPool(
             pool=self._given.pool,
             launching=under_way,
@@ -161,8 +160,8 @@ class WorkerPoolWorkflow:
             count = await calls.count_pool(request)
         except FailureError as error:  # nothing is known: nothing is launched
             self._uncounted += 1
-            self._resized = self._resized or resized
-            self._state = replace(self._state, last_failure=f"count: {calls.cause(error)}")
+            resized = resized or self._state.resized
+            self._state = replace(self._state, resized=resized, last_failure=f"count: {calls.cause(error)}")
             return
         self._uncounted = 0
         self._state = self._state.counted(count, self._given.policy)
@@ -239,7 +238,7 @@ class WorkerPoolWorkflow:
             count = min(surplus, state.ready)
             await self._shrink(min(count, SHRINK_MAX))
             if count > SHRINK_MAX:
-                self._resized, self._changed = at_once, True
+                self._state, self._changed = replace(self._state, resized=at_once), True
 
     async def _shrink(self, count: int) -> None:
         if count <= 0:
