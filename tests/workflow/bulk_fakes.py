@@ -87,6 +87,8 @@ class FakeMorning:
         self.plans = 0
         self.at_once = self.most_at_once = 0
         self.takes = 0.0
+        #: No try of these users ends before; while one is under way, the server's clock does not jump.
+        self.held: dict[str, asyncio.Event] = {}
 
     @activity.defn
     async def plan_morning(self, request: mo.PlanMorning) -> mo.MorningPlan:
@@ -113,6 +115,8 @@ class FakeMorning:
         at = activity.info().current_attempt_scheduled_time
         self.tries.append((request.user_id, at.astimezone(UTC).timestamp()))
         await asyncio.sleep(self.takes)
+        if request.user_id in self.held:
+            await self.held[request.user_id].wait()
         self.at_once -= 1
         script = self.script.get(request.user_id)
         return script.pop(0) if script else mo.Connected(ok=True)

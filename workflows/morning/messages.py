@@ -18,6 +18,8 @@ class MorningInput:
     rate: float = 5.0
     #: Users who are connected at the same time.
     abreast: int = 10
+    #: Seconds after the first failed login until it is tried again; then twice as many.
+    retry: float = 30.0
     #: Trading days before today that count as recent.
     days: int = 5
     #: Users of one run, before it continues as new: 8 events each, and 9 for each repeat.

@@ -24,9 +24,6 @@ with workflow.unsafe.imports_passed_through():
 from workflows import calls
 from workflows.calls import cause
 
-#: Seconds after the first failed login until it is tried again; then twice as many.
-RETRY = 30.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class MorningProgress:
@@ -113,7 +110,9 @@ class MorningProgress:
 @workflow.defn(name=names.MORNING)
 class MorningWorkflow:
     def __init__(self) -> None:
-        self._stay_until = 0.0
+        self._stay_until = self._retry = 0.0
+        #: All users of this run had their turn: who failed is tried again by the next one.
+        self._turns_over = False
         #: Who waits for another try, and how it ended for the others of this run.
         self._again: list[mo.LaterTry] = []
         self._outcomes: list[mo.Connected] = []
@@ -151,6 +150,7 @@ class MorningWorkflow:
                 break
             progress = progress.next_group(given, workflow.time())
         self._again, self._stay_until = list(progress.again), progress.stay_until
+        self._retry = given.retry
         abreast = asyncio.Semaphore(given.abreast)
         repeating = asyncio.create_task(self._repeat(1.0 / given.rate, abreast))
         for user_id in users:
@@ -161,6 +161,8 @@ class MorningWorkflow:
             progress = progress.began(user_id)
             await abreast.acquire()  # a wait here delays all later users
             self._begin(mo.LaterTry(user_id=user_id), abreast)
+        # Else repeats would follow one another, and the next page wait for a moment without any under way.
+        self._turns_over = bool(users) and workflow.patched("a page ends with its turns")
         if not users:  # nobody is left but those who are tried again
             self._show(progress)
             full = workflow.info().is_continue_as_new_suggested
@@ -180,6 +182,8 @@ class MorningWorkflow:
             one = min(self._again, key=lambda later: later.due)
             await workflow.sleep(max(one.due - workflow.time(), pause), summary="until the next repeat")
             await abreast.acquire()
+            if self._turns_over:
+                return
             self._again.remove(one)
             self._begin(one, abreast)
 
@@ -197,7 +201,7 @@ class MorningWorkflow:
             outcome = mo.Connected(ok=False, code=code, detail=detail, retryable=True)
         finally:
             abreast.release()
-        due = workflow.time() + RETRY * 2.0**one.tries
+        due = workflow.time() + self._retry * 2.0**one.tries
         if outcome.ok or not outcome.retryable or (one.tries and due > self._stay_until):
             self._outcomes.append(outcome)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -13,6 +14,7 @@ from temporalio.client import Client
 from temporalio.testing import WorkflowEnvironment
 
 from tests.workflow.bulk_fakes import DAY, FakeMorning
+from tests.workflow.fakes import until
 from workflows import names
 from workflows.morning import messages as mo
 from workflows.morning.workflow import MorningProgress, MorningWorkflow
@@ -108,6 +110,25 @@ async def test_who_fails_is_tried_again_until_the_last_bell_and_stops_nobody_els
     )
     turns = [times[0] for times in tried.values()]
     assert [round(after - at) for at, after in pairwise(turns)] == pytest.approx([200] * 5, abs=3)
+
+
+async def test_who_is_tried_again_holds_up_no_later_page(skipping: WorkflowEnvironment) -> None:
+    morning = FakeMorning(4, bell_in=1200.0)
+    morning.script = {"u0000": [mo.Connected(ok=False, code="WORKER_UNAVAILABLE", retryable=True)]}
+    morning.held["u0001"] = asyncio.Event()
+    tried = morning.tries
+    async with morning.serving(skipping.client):
+        given = mo.MorningInput(day=DAY, window=1.0, rate=20.0, page=2, retry=0.5)
+        ending = asyncio.create_task(run(skipping.client, given))
+        await until(lambda: "u0001" in dict(tried))
+        again = morning.held["u0000"] = asyncio.Event()
+        await asyncio.sleep(1.5)  # the repeat of the first one is due, and will not end
+        morning.held["u0001"].set()
+        await until(lambda: "u0003" in dict(tried))
+        again.set()
+        result = await ending
+    assert (result.users, result.connected) == (4, 4)
+    assert [user for user, _ in tried].count("u0000") == 2
 
 
 async def test_after_the_bell_who_fails_is_tried_once_more(skipping: WorkflowEnvironment) -> None:
