@@ -95,7 +95,7 @@ class Absences:
         self, now: float, place: str, marks: Mapping[WorkerInService, bytes | None]
     ) -> list[WorkerInService]:
         """Adds one read: the mark of each worker in service. Returns the workers to signal now, the longest
-        missing first. `place`: names Valkey's generation and server process."""
+        due first. `place`: names Valkey's generation and server process."""
         updated_at, self._updated_at = self._updated_at, now
         if updated_at is None or now - updated_at > GAP or place != self._place:
             self._since.clear()
@@ -112,7 +112,7 @@ class Absences:
             self._settled_at = max(self._settled_at, now + self._hold)
         if now < self._settled_at:
             return []
-        return sorted((one for one in missing if self._due_at(one) <= now), key=self._since.__getitem__)
+        return sorted((one for one in missing if self._due_at(one) <= now), key=self._due_at)
 
     def _due_at(self, one: WorkerInService) -> float:
         if one in self._without_workflow:
@@ -148,6 +148,9 @@ RETRY = 1.0
 #: Users who ask for nothing and are signalled at one check while many marks are missing: 5 a second. Each
 #: needs a launch and a login, and those who ask go first.
 QUIET_AT_ONCE = 10
+#: Seconds after which a check leaves the other signals to the next one. One may take 5 s: together they stay
+#: below `GAP`, or else all absences would begin anew, and below the silence that ends the leadership.
+SIGNALLING = 3.0
 
 
 @dataclass(eq=False, repr=False)
@@ -161,6 +164,8 @@ class MarkWatcher:
     #: And the launcher of their workers; None: workers log in to Valkey as we do.
     users: WorkerUsers | None = None
     launcher: Launcher | None = None
+    #: As the constant.
+    signalling: float = SIGNALLING
 
     def __post_init__(self) -> None:
         #: The last server on which this process made the workers' users.
@@ -330,7 +335,10 @@ class MarkWatcher:
         return asking + quiet[:QUIET_AT_ONCE]
 
     async def _signal(self, due: Sequence[WorkerInService], generation: str, absences: Absences) -> None:
-        for one in due:
+        until = _now() + self.signalling
+        for number, one in enumerate(due):
+            if number and _now() >= until:
+                return
             workflow_id = names.user_worker_id(one.user_id)
             unmarked = m.WorkerUnmarked(
                 worker_id=one.worker_id, epoch=one.epoch, generation=generation, outage=True

@@ -164,6 +164,23 @@ async def test_one_without_a_workflow_is_logged_once_and_no_more(yard: Yard, tem
     assert [line["event"] for line in logs] == ["unmarked_worker_of_no_workflow"]
 
 
+async def test_a_slow_temporal_makes_no_check_so_long_that_absences_begin_anew(
+    yard: Yard, temporal: Client
+) -> None:
+    dead = [await serving(yard) for _ in range(3)]
+    for one in dead:
+        await one.die()
+    watcher = MarkWatcher(yard.client, temporal, yard.settings, SECRETS, signalling=0.0)
+    absences, told = Absences(confirm=0.0, settle=0.0), []
+    async with yard.database.engine.connect() as connection:
+        for number in range(1, 4):
+            with structlog.testing.capture_logs() as logs:
+                await watcher.check_marks(connection, absences)
+            told += [line["user_id"] for line in logs if line["event"] == "unmarked_worker_of_no_workflow"]
+            assert len(told) == number
+    assert set(told) == {one.user for one in dead}
+
+
 async def test_a_claim_that_is_not_connected_and_an_older_assignment_are_not_watched(yard: Yard) -> None:
     one = await serving(yard)
     fresh_user, worker = await yard.user(), await yard.worker()
