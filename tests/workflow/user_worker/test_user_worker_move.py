@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import FakeFleet, ensure_active, handle, serving, skipped, until, until_state
+from tests.workflow.fakes import (
+    FakeFleet,
+    ensure_active,
+    finished,
+    handle,
+    serving,
+    skipped,
+    until,
+    until_state,
+)
 from workflows.user_worker import messages as m
 from workflows.user_worker.state import MOVE_PAUSE, UserWorkerState
 from workflows.user_worker.workflow import MOVES, UserWorkerWorkflow
@@ -95,6 +104,23 @@ async def test_orders_that_come_while_it_moves_get_the_next_worker(
     assert view.worker is not None
     assert again.worker.worker_id == view.worker.worker_id == "w2"
     assert len(fleet.stops) == 1
+
+
+async def test_a_user_who_is_shut_down_while_he_moves_gets_no_other_worker(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    """He was disabled, for example."""
+    fleet.hold_stop.clear()
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u")
+        await ask(skipping, quiet=5.0, deadline=3600.0)
+        async with skipped(skipping):
+            await until_state(skipping.client, "u", m.WorkerState.DRAINING)
+        request = m.ShutdownRequest(reason="disabled")
+        await handle(skipping.client, "u").signal(UserWorkerWorkflow.shutdown, request)
+        fleet.hold_stop.set()
+        await finished(skipping, "u")
+    assert (len(fleet.claims), len(fleet.stops)) == (1, 1)
 
 
 async def test_who_asks_for_another_worker_than_the_present_one_is_not_heard(
