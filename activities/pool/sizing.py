@@ -58,8 +58,8 @@ class PoolActivities:
         self._database = database
         self._launcher = launcher
         self._calendar = calendar
-        #: When each running worker without an entry was first seen so (monotonic seconds).
-        self._silent_since: dict[str, float] = {}
+        #: Pool → when each running worker without an entry was first seen so (monotonic seconds).
+        self._silent_since: dict[str, dict[str, float]] = {}
 
     @activity.defn
     async def count_pool(self, request: pm.CountPool) -> pm.PoolCount:
@@ -92,7 +92,7 @@ class PoolActivities:
         silent = tasks.keys() - announced.keys() - launching
         if silent:  # one that belongs to a user has no entry either, once that has expired
             silent -= await self._database.write(launches.assigned_workers, silent)
-        hanging = self._hanging(silent, request.launch_timeout)
+        hanging = self._hanging(request.pool, silent, request.launch_timeout)
         for worker_id in hanging:
             log.warning("pool_worker_hangs", pool=request.pool, worker_id=worker_id)
             await self._launcher.stop(tasks[worker_id].task_id, "announced nothing")
@@ -139,10 +139,10 @@ class PoolActivities:
         ready = {worker for worker, score in zip(workers, found[::2], strict=True) if score is not None}
         return ready, {worker: state for worker, state in zip(workers, found[1::2], strict=True) if state}
 
-    def _hanging(self, silent: set[str], launch_timeout: float) -> set[str]:
-        now = time.monotonic()
-        self._silent_since = {worker: self._silent_since.get(worker, now) for worker in silent}
-        return {worker for worker, since in self._silent_since.items() if now - since > launch_timeout}
+    def _hanging(self, pool: str, silent: set[str], launch_timeout: float) -> set[str]:
+        now, before = time.monotonic(), self._silent_since.get(pool, {})
+        known = self._silent_since[pool] = {worker: before.get(worker, now) for worker in silent}
+        return {worker for worker, since in known.items() if now - since > launch_timeout}
 
     @activity.defn
     async def shrink_pool(self, request: pm.StopPoolWorkers) -> int:

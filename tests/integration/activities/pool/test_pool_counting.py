@@ -75,6 +75,7 @@ async def test_a_worker_that_stays_silent_is_stopped(yard: Yard) -> None:
     await yard.client.flushall()
     await count(yard, launch_timeout=0.0)
     await asyncio.sleep(0.01)
+    await yard.run(yard.pool.count_pool, pm.CountPool(pool="another"))
     assert await count(yard, launch_timeout=0.0) == pm.PoolCount(ready=0, starting=0)
     assert yard.launcher.stops == [(worker.task_id, "announced nothing")]
 
