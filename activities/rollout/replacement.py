@@ -61,8 +61,8 @@ class RolloutActivities:
 
     def __post_init__(self) -> None:
         self._canaries = CanaryRegistry(self.client)
-        #: User → the last request to move.
-        self._asked: dict[str, _MoveRequest] = {}
+        #: Pool → user → the last request to move.
+        self._asked: dict[str, dict[str, _MoveRequest]] = {}
 
     @activity.defn
     async def check_release(self, request: rm.CheckRelease) -> rm.ReleaseSnapshot:
@@ -170,20 +170,23 @@ class RolloutActivities:
             users = await workers_in_use.workers_in_use(session, [task.worker_id for task in others])
         now = time.monotonic()
         present = {one.user_id for one in users}
-        self._asked = {user: asked for user, asked in self._asked.items() if user in present}
+        before = self._asked.get(request.pool, {})
+        asked = self._asked[request.pool] = {user: one for user, one in before.items() if user in present}
         due = []
         for one in users:
             quiet = request.quiet if self._trades_now(one.markets) else QUIET_WHEN_CLOSED
             wanted = _MoveRequest(one.worker_id, version, min(quiet, request.quiet), now)
-            last = self._asked.get(one.user_id)
+            last = asked.get(one.user_id)
             if last is None or last[:3] != wanted[:3] or now - last.at > AGAIN:
                 due.append((one, wanted))
         for one, wanted in due[: request.most]:
             activity.heartbeat()
-            await self._ask(one, wanted, request.deadline)
-        return len(self._asked)
+            if await self._ask(one, wanted, request.deadline):
+                asked[one.user_id] = wanted
+        return len(asked)
 
-    async def _ask(self, one: workers_in_use.WorkerInUse, wanted: _MoveRequest, deadline: float) -> None:
+    async def _ask(self, one: workers_in_use.WorkerInUse, wanted: _MoveRequest, deadline: float) -> bool:
+        """Whether there is a run to ask; else it has ended, and its worker ends."""
         message = m.MoveWhenQuiet(
             worker_id=one.worker_id,
             version=wanted.version,
@@ -191,8 +194,7 @@ class RolloutActivities:
             quiet=wanted.quiet,
         )
         workflow_id = names.user_worker_id(one.user_id)
-        if await signal_workflow(self.temporal, workflow_id, "move_when_quiet", message):
-            self._asked[one.user_id] = wanted  # else the run has ended, and its worker ends
+        return await signal_workflow(self.temporal, workflow_id, "move_when_quiet", message)
 
     def _trades_now(self, markets: Iterable[str]) -> bool:
         """Whether one of these markets is open; an unknown one may be."""

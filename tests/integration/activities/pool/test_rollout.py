@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 from sqlalchemy import select
 from temporalio.client import Client
 
+from activities.rollout.replacement import RolloutActivities
 from infra import tasks
 from infra.database.models import AuditEntry
 from infra.local.servers import TemporalServer
+from infra.market import calendar
 from tests.integration.activities.conftest import Yard
+from tests.integration.activities.listener import ListenerWorkflow, listening
 from tests.integration.activities.pool.rolling import Dock
-from workflows.rollout.messages import AbortRollout, RolloutPhase
+from tests.integration.activities.scripted import POOL
+from workflows import names
+from workflows.rollout.messages import AbortRollout, AskToMove, RolloutPhase
 from workflows.rollout.workflow import RolloutWorkflow
 from workflows.user_worker import messages as m
 
@@ -45,6 +52,28 @@ async def claims(dock: Dock, users: list[str], pause: float, failed: list[str]) 
         under_way.append(asyncio.create_task(one(user_id)))
         await asyncio.sleep(pause)
     await asyncio.gather(*under_way)
+
+
+async def test_users_are_asked_in_turn_beside_the_rollout_of_another_pool(
+    yard: Yard, temporal_server: TemporalServer
+) -> None:
+    temporal = await Client.connect(temporal_server.address)
+    moving = RolloutActivities(
+        yard.client, yard.database, yard.launcher, temporal, calendar.load_calendar(), yard.settings
+    )
+    ask = AskToMove(pool=POOL, version="2", deadline=0.0, quiet=60.0, most=1)
+    async with AsyncExitStack() as stack:
+        told = []
+        for _ in range(2):
+            user = await yard.user()
+            worker = await yard.worker(f"p-of-{user}")
+            claim = yard.claim(user, f"claim-{user}")
+            await asyncio.gather(yard.run(yard.claiming.claim_worker, claim), worker.serve())
+            told.append(await stack.enter_async_context(listening(temporal, names.user_worker_id(user))))
+        for asked in (1, 2):
+            assert await yard.run(moving.ask_to_move, ask) == asked
+            await yard.run(moving.ask_to_move, replace(ask, pool="another"))
+        assert [len(await one.query(ListenerWorkflow.heard)) for one in told] == [1, 1]
 
 
 @pytest.mark.timeout(240)
