@@ -54,7 +54,9 @@ class RolloutWorkflow:
                 )
                 await self._record("is rolled back", self._state.reason)
             # An abort that came meanwhile is in no carried state: the next round begins with it.
-            elif not self._abort and (self._renew or workflow.info().is_continue_as_new_suggested()):
+            elif (self._renew or workflow.info().is_continue_as_new_suggested()) and not (
+                self._abort and workflow.patched("an abort comes first")
+            ):
                 continue_as_new(replace(self._given, carried=asdict(self._state)))
             elif self._state.phase == before.phase:
                 await self._wait()

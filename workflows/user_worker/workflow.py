@@ -320,8 +320,8 @@ class UserWorkerWorkflow:
         life = self._life
         life.show()
         waiting = await life.confirm_stop(reason, grace=life.state.settings.drain_timeout, crashed=crashed)
-        # Nobody stopped it, or disabled its user, meanwhile.
-        moves = reason == MOVES and not life.shutdown
+        # Unless somebody stopped it, or disabled its user, meanwhile.
+        moves = reason == MOVES and not (life.shutdown and workflow.patched("a shutdown ends a move"))
         life.shutdown = ""
         if reopen and (waiting or moves):
             life.state = life.state.reopened(life.now(), reason if not waiting else "work is waiting")
