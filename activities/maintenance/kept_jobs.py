@@ -71,7 +71,8 @@ class KeptJobSweeper:
         found = await valkey.reply_of(self._client.xread({stream: self._cursor}, count=MOST, block=block))
         entries = [entry for lists in (found or {}).values() for some in lists for entry in some]
         if entries:
-            ended = KeptJob.job_id.in_({valkey.text_of(told.get(b"job")) for _, told in entries})
+            names = {valkey.text_of(told.get(b"job")).replace("\0", "") for _, told in entries}
+            ended = KeptJob.job_id.in_(names)
             live = KeptJob.user_id == "", KeptJob.sealed != b""
             async with self._kept.database.session() as session:
                 check = update(KeptJob).where(ended, *live).values(check_at=func.clock_timestamp())
@@ -100,12 +101,13 @@ class KeptJobSweeper:
             try:
                 await self._check(row)
             except Exception as error:  # the boundary of one job, which must not hold up the others
-                away = isinstance(error, RedisError | OSError | DatabaseUnavailable)
-                if away and "WRONGTYPE" not in str(error):  # a user's worker may write any key of it
+                refused = isinstance(error, ResponseError)  # a user's worker may write any key of it
+                if isinstance(error, RedisError | OSError | DatabaseUnavailable) and not refused:
                     raise
                 log.warning("kept_job_not_checked", job_id=row.job_id, reason=reason_of(error))
-                failure = Failure(code="NOT_CHECKED", detail=reason_of(error))
-                await self._note_failure(row, failure, time.time(), check_at=None)
+                if not refused or "WRONGTYPE" in str(error):  # else the server may be to blame: again later
+                    failure = Failure(code="NOT_CHECKED", detail=reason_of(error))
+                    await self._note_failure(row, failure, time.time(), check_at=None)
         return len(rows)
 
     async def _check(self, row: KeptJob) -> None:

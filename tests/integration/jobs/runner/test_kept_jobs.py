@@ -275,3 +275,27 @@ async def test_what_a_users_worker_wrote_of_its_jobs_holds_up_nobody_elses(
         letters = {one.subject: one.count for one in await session.scalars(select(DeadLetterRow))}
     assert sorted(letters) == ["a", "b", "c"]
     assert letters["a"] == 1
+
+
+async def test_settings_that_a_users_worker_ruined_hold_up_nobody_elses_jobs(keeper: JobKeeper) -> None:
+    """A script fails on them, which is no outage of Valkey."""
+    await keeper.add("a", user_id="eve")
+    await keeper.add("z")
+    await keeper.client.flushall()
+    await reply_of(keeper.client.hset(job_keys.meta(job_keys.user_tag("eve")), "sequence", "none"))
+    for _ in range(2):
+        await keeper.sweep()
+    assert await keeper.queued() == ["z"]
+    assert await keeper.outcomes() == {"a": None, "z": None}
+
+
+async def test_an_end_of_a_job_that_postgresql_cannot_look_up_hides_no_other(
+    keeper: JobKeeper, fleet: RunnerFleet
+) -> None:
+    await keeper.client.xadd(job_keys.events(job_keys.FLEET_TAG), {"job": b"\x00"})
+    await asyncio.to_thread(fleet.start)
+    await keeper.add("j")
+    await asyncio.to_thread(fleet.result, "j")
+    await keeper.sweeper.hear_ends()
+    assert await keeper.sweeper.sweep() == 1
+    assert await keeper.outcomes() == {"j": "done"}
