@@ -141,6 +141,8 @@ class PushJobRequest(_JobRequest):
     data: _Values = Field(default_factory=dict, description="For the app; nobody sees it.")
 
 
+#: What begins the ids of jobs that Berth itself makes, which it would then take for made.
+_OWN_IDS = ("alert-", "report-", "statement-")
 MESSAGES = (SmsJobRequest, WhatsappJobRequest, PushJobRequest)
 FleetJob = (
     PingJobRequest | WebhookJobRequest | MailJobRequest | SmsJobRequest | WhatsappJobRequest | PushJobRequest
@@ -157,7 +159,9 @@ class FleetJobRequest(Body):
     )
 
     @model_validator(mode="after")
-    def _body_fits(self) -> Self:
+    def _is_acceptable(self) -> Self:
+        if self.job.job_id is not None and self.job.job_id.startswith(_OWN_IDS):
+            raise ValueError("ids that begin like this are those of Berth's own jobs")
         if isinstance(self.job, WebhookJobRequest):
             _check_body(self.job.body)
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import httpx
+import pytest
 from redis.asyncio import Redis
 from sqlalchemy import select, text
 from typer.testing import CliRunner
@@ -16,7 +17,7 @@ from infra.jobs import limits as job_limits
 from infra.jobs.kept import JobSettings, KeptJob
 from infra.jobs.limits import JobLimits
 from infra.valkey.client import reply_of
-from tests.integration.api.conftest import ServedApi
+from tests.integration.api.conftest import ServedApi, make_key
 from worker_runtime.jobs.protocol import keys as job_keys
 
 MAIL = {"type": "email", "to": "ann@example.com", "subject": "s", "text": "t", "job_id": "m-1"}
@@ -70,6 +71,19 @@ async def test_an_accepted_job_is_told_of_after_a_flush_enqueued_again_and_known
         await sweep(api)  # a mail waits until a run of before has ended
         await sweep(api)
         assert (await admin.get("/jobs/m-1")).json()["state"] == "delayed"
+
+
+@pytest.mark.parametrize(
+    "job_id", ["statement-mail.2026-11-20.ann", "report-mail.2026-11-20.x", "alert-1795410000-1-0"]
+)
+async def test_nobody_takes_the_ids_of_the_jobs_that_berth_makes_itself(api: ServedApi, job_id: str) -> None:
+    """A statement, a report or an alert whose id is another job's would never go out."""
+    for key in (await make_key(api.settings, "operator"), api.admin_key):
+        async with api.client(key) as staff:
+            asked = await staff.post("/jobs", json={"job": {"type": "ping", "job_id": job_id}})
+            assert (asked.status_code, asked.json()["code"]) == (422, "INVALID_REQUEST")
+    async with api.services.database.session() as session:
+        assert await session.get(KeptJob, ("", job_id)) is None
 
 
 async def test_a_job_is_cancelled_while_valkey_does_not_know_it(
