@@ -28,7 +28,7 @@ from infra.database.engine import Database
 from infra.database.workers import launches
 from infra.launchers.port import Launcher
 from infra.process_metrics import REFUSED
-from infra.valkey.client import replies_of, reply_of, text_of
+from infra.valkey.client import read_hashes, reply_of, text_of
 from infra.valkey.worker_users import WorkerUsers
 from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.protocol import keys
@@ -154,13 +154,11 @@ class EventPump:
 
         Which claim a worker is launched for follows from its id.
         """
-        async with self.client.pipeline(transaction=False) as pipe:
-            for pool, worker_id in announced:
-                pipe.hmget(keys.pool_worker(pool, worker_id), "public_key", "proof", "reserved")
-            found = await replies_of(pipe) if announced else []
+        names = [keys.pool_worker(pool, worker_id) for pool, worker_id in announced]
+        found = await read_hashes(self.client, names) if names else []
         reserved: dict[str, dict[str, str]] = defaultdict(dict)
         for (pool, worker_id), fields in zip(announced, found, strict=True):
-            public_key, proof, claim_id = fields or (None, None, None)
+            public_key, proof, claim_id = map(fields.get, (b"public_key", b"proof", b"reserved"))
             if public_key is None or not pool.isprintable():  # it has ended, or there was none
                 continue
             entry = PoolEntry(status="", worker_id=worker_id, public_key=public_key, proof=proof or b"")

@@ -123,7 +123,7 @@ class AnswerListener:
 
     async def read(self, user_id: str, request_id: str, order_id: str, first_epoch: int) -> Answer | None:
         """The answer that stands in the response key, if any; also hands it to the call that waits for it."""
-        data = await valkey.reply_of(self.client.get(keys.response(user_id, request_id)))
+        data = await valkey.read_answer(self.client, user_id, request_id)
         answer = self._authenticator.read(data, user_id, request_id, order_id, first_epoch)
         pending = self._pending.get(request_id)
         if answer is not None and pending is not None and not pending.future.done():

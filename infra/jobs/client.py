@@ -29,8 +29,9 @@ from worker_runtime.jobs.protocol.messages import (
 )
 from worker_runtime.jobs.protocol.telemetry import JobEvent, JobEventFormatter
 from worker_runtime.protocol.authentication import RefusalCounter
-from worker_runtime.protocol.errors import BerthError
-from worker_runtime.protocol.messages import Failure
+from worker_runtime.protocol.errors import BerthError, MalformedMessage
+from worker_runtime.protocol.messages import MAX_MESSAGE, Failure
+from worker_runtime.protocol.scripts import READ_BOUNDED
 
 log = structlog.get_logger()
 
@@ -126,15 +127,17 @@ class JobClient:
         return int((await pipeline.execute())[1])
 
     async def get(self, job_id: str, *, tag: str = job_keys.FLEET_TAG) -> JobState | None:
-        """The job; None if there is none, or its result has expired."""
-        pipeline = self._client.pipeline(transaction=False)
-        pipeline.hgetall(job_keys.job(tag, job_id))
-        pipeline.get(job_keys.result(tag, job_id))
-        fields, stored = await pipeline.execute()
-        told = {reply_text(name): value for name, value in fields.items()}
-        kept = told.get("failure") if stored is None else stored
+        """The job; None if there is none, or its result has expired. Raises `MalformedMessage` for what no
+        job can be: a user's worker may write any of it."""
+        names, most = [job_keys.job(tag, job_id)], 2 * MAX_MESSAGE
+        [flat] = await valkey.run_script(self._client, READ_BOUNDED, names, ["hash", most])
+        stored = await valkey.reply_of(self._client.getrange(job_keys.result(tag, job_id), 0, most))
+        if flat == []:
+            raise MalformedMessage(f"job {job_id}: what stands in Valkey is none")
+        told = dict(zip(map(reply_text, (flat or ())[::2]), (flat or ())[1::2], strict=True))
+        kept = stored or told.get("failure")
         result = None if kept is None else self._result(kept, job_id, tag)
-        if stored is not None and result is not None:
+        if stored and result is not None:
             told["state"] = result.status.encode()
         return _state(job_id, told, result)
 

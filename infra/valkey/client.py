@@ -16,6 +16,7 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from infra.process_metrics import VALKEY_WAIT
 from worker_runtime.protocol import bounds, keys
+from worker_runtime.protocol.messages import MAX_MESSAGE
 from worker_runtime.protocol.scripts import READ_BOUNDED, Script
 
 #: The `second_repl_offset` of a server that was never promoted.
@@ -93,6 +94,12 @@ async def read_hashes(client: Redis, names: list[str]) -> list[dict[bytes, bytes
     """Hashes that workers write; empty for a missing one, and for one that is too large to be true."""
     found = await run_script(client, READ_BOUNDED, names, ["hash"])
     return [dict(zip(flat[::2], flat[1::2], strict=True)) if flat else {} for flat in found]
+
+
+async def read_answer(client: Redis, user_id: str, request_id: str) -> bytes:
+    """The answer that stands in a response key, cut where none of ours is as long; empty if there is none."""
+    found: bytes = await reply_of(client.getrange(keys.response(user_id, request_id), 0, 2 * MAX_MESSAGE))
+    return found
 
 
 async def read_mark(client: Redis, user_id: str) -> tuple[bytes | None, dict[bytes, bytes], int]:

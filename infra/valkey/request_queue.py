@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from infra.database.orders.acceptance import StoredOrder
 from infra.valkey import client as valkey
 from infra.valkey.answer_authenticator import AnswerAuthenticator
-from infra.valkey.client import reply_of, text_of
+from infra.valkey.client import text_of
 from infra.valkey.link import ValkeyLink
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol import keys, scripts
@@ -159,7 +159,7 @@ class RequestQueue:
 
     async def answer(self, user_id: str, request_id: str, order_id: str, first_epoch: int) -> Answer | None:
         """Returns the stored answer to a request, if any (`AnswerAuthenticator.read`)."""
-        data = await reply_of(self._client.get(keys.response(user_id, request_id)))
+        data = await valkey.read_answer(self._client, user_id, request_id)
         return self._answers.read(data, user_id, request_id, order_id, first_epoch)
 
     async def marked(self, user_id: str) -> bool:

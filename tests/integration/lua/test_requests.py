@@ -116,10 +116,10 @@ def test_a_repeat_after_the_answer_is_still_a_repeat(scripts: Scripts) -> None:
 
 
 def test_enqueue_tells_whether_a_worker_is_there(scripts: Scripts) -> None:
-    assert enqueue(scripts, "r1")[2] == ""
+    assert enqueue(scripts, "r1")[2] == 0
     own(scripts)
     mark(scripts)
-    assert enqueue(scripts, "r2")[2] == "1:w"
+    assert enqueue(scripts, "r2")[2] == 1
 
 
 def test_requests_come_out_in_the_order_they_went_in(scripts: Scripts) -> None:

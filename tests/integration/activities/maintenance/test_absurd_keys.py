@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
+from typing import Any
 
 import pytest
 from sqlalchemy import text
 from temporalio.client import Client
 
 from activities.events.mark_watcher import Absences, MarkWatcher
+from activities.events.pump import EventPump
 from activities.maintenance.scan import FleetScanner
 from activities.pool import entries
 from infra.database.trading import switches
 from infra.database.trading.switches import TradingScope
+from infra.jobs.client import JobClient
 from infra.valkey import client as valkey
 from infra.valkey.client import number_of, reply_of, seconds_of
+from infra.valkey.request_queue import RequestQueue
 from infra.valkey.switch_fanout import SwitchSigner
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.listener import listening, signals
@@ -23,8 +27,10 @@ from tests.integration.activities.maintenance.maintaining import MaintainedFleet
 from tests.integration.activities.maintenance.test_watcher import serving, temporal, watching
 from tests.integration.activities.scripted import POOL
 from tests.signed import SECRETS
-from worker_runtime.protocol import keys
-from worker_runtime.protocol.requests import EVERY_ACCOUNT, SwitchState
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.protocol import keys, scripts
+from worker_runtime.protocol.errors import MalformedMessage
+from worker_runtime.protocol.requests import EVERY_ACCOUNT, QueryAccount, SwitchState
 from workflows import names
 from workflows.user_worker import messages as m
 
@@ -32,7 +38,7 @@ __all__ = ["temporal"]  # a fixture
 
 #: More words than Lua's `unpack` takes.
 MANY = 5_000
-HUGE = 100_000_000
+HUGE, LARGE = 100_000_000, 20_000_000
 
 
 async def plant_switches(yard: Yard, user: str) -> None:
@@ -163,6 +169,46 @@ async def test_values_of_100_megabytes_are_not_read(yard: Yard, temporal: Client
             tracemalloc.stop()
     assert peak < HUGE / 10
     assert scanned.found > 0
+
+
+async def test_what_an_order_a_job_and_a_claim_read_has_bounds(yard: Yard) -> None:
+    """A user's own worker makes it as large as it likes, and so its user's request costs all others."""
+    user, worker, claimed = await serving(yard), await yard.worker(), await yard.worker()
+    name, tag = user.user, job_keys.user_tag(user.user)
+    queue, jobs = RequestQueue(yard.client, SECRETS), JobClient(yard.client, SECRETS)
+    fields: dict[str, Any] = {"user_id": name, "account_id": "main", "reply_to": "", "generation": "g"}
+    await queue.enqueue(QueryAccount(request_id="seen", **fields), 9)
+    ours = (*(keys.mark(name), keys.seen(name, "seen"), keys.response(name, "r")), job_keys.result(tag, "r"))
+    for key in ours:
+        await yard.client.setrange(key, LARGE, "x")
+    entries_of = [keys.pool_worker(POOL, one.worker_id) for one in (worker, claimed)]
+    for key, field in (*((entry, "public_key") for entry in entries_of), (job_keys.job(tag, "j"), "state")):
+        fill = f"redis.call('HSET', KEYS[1], '{field}', string.rep('x', {LARGE}))"
+        await reply_of(yard.client.eval(fill, 1, key))
+    ring = f"redis.call('RPUSH', KEYS[1], string.rep('x', {LARGE}) .. ' w')"
+    await reply_of(yard.client.eval(ring, 1, keys.EVENT_BELL))
+    pump = EventPump(yard.client, yard.database, yard.launcher, yard.keys)
+    overdue = [keys.seen(name, "r"), keys.requests(name), keys.processing(name), keys.journal(name, "r")]
+    tracemalloc.start()
+    try:
+        assert (await queue.enqueue(QueryAccount(request_id="new", **fields), 9)).marked
+        assert not (await queue.enqueue(QueryAccount(request_id="seen", **fields), 9)).new
+        assert await queue.answer(name, "r", "", 1) is None
+        names = [*overdue, keys.response(name, "r")]
+        fate, _ = await valkey.run_script(yard.client, scripts.RESOLVE_OVERDUE, names, ["r", "a", 60, 1000])
+        assert fate == b"answered"
+        state = await jobs.get("r", tag=tag)
+        assert state is None or state.result is not None
+        with pytest.raises(MalformedMessage):
+            await jobs.get("j", tag=tag)
+        await pump.step()
+        await pump.admit({(POOL, worker.worker_id)})
+        for claim in ("c1", "c2"):
+            assert not (await entries.claim_entry(yard.client, POOL, claim)).proven(yard.keys)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < LARGE / 10
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"-1", b"1e400", b"\xff", b"\xef\xbc\x91", b"9" * 5_000, None])

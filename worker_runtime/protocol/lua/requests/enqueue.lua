@@ -15,23 +15,23 @@
 --
 -- Of two orders with one client order id the first counts: PostgreSQL was restored and has lost it.
 -- A request that was seen before also rings if any waits, because its ring may have gone to a frozen worker.
--- Returns {1 if enqueued or 0 if seen before, the item as queued, the mark or ''}, or {2, 'request id|tag' of the
--- first order, the mark}.
+-- Returns {1 if enqueued or 0 if seen before, the item as queued, 1 if there is a mark, else 0}, or {2, 'request id|tag'
+-- of the first order, the same}.
 local function ring()
   if redis.call('LLEN', KEYS[3]) == 0 then
     redis.call('LPUSH', KEYS[3], '1')
   end
 end
 
-local mark = redis.call('GET', KEYS[4]) or ''
-local known = redis.call('GET', KEYS[1])
-if known then
+local marked = redis.call('EXISTS', KEYS[4])
+local known = redis.call('GETRANGE', KEYS[1], 0, 524287)  -- a worker may write it
+if known ~= '' then
   if redis.call('EXISTS', KEYS[2]) == 1 then ring() end
-  return {0, known, mark}
+  return {0, known, marked}
 end
 if KEYS[5] then
   local first = redis.call('SET', KEYS[5], ARGV[1] .. '|' .. ARGV[6], 'NX', 'GET', 'PX', ARGV[7])
-  if first and first ~= ARGV[1] .. '|' .. ARGV[6] then return {2, first, mark} end
+  if first and first ~= ARGV[1] .. '|' .. ARGV[6] then return {2, first, marked} end
 end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -40,4 +40,4 @@ local item = ARGV[3] .. '|' .. ARGV[1] .. '|' .. ARGV[5] .. '|' .. ARGV[2]
 redis.call('SET', KEYS[1], item, 'PX', string.format('%d', math.max(0, ARGV[3] - now) + ARGV[4]))
 redis.call('LPUSH', KEYS[2], item)
 ring()
-return {1, item, mark}
+return {1, item, marked}

@@ -13,8 +13,8 @@
 -- Safe to repeat. Returns {fate, answer or ''}; fate is 'answered', 'journaled' (it may have reached the
 -- broker), 'processing' (a worker took it), 'withdrawn' (it was still queued) or 'absent'. For 'absent' the
 -- caller writes the answer after it has checked that the server has lost no data: an empty server knows nothing.
-local answer = redis.call('GET', KEYS[5])
-if answer then return {'answered', answer} end
+local answer = redis.call('GETRANGE', KEYS[5], 0, 524287)  -- a worker may write it
+if answer ~= '' then return {'answered', answer} end
 if redis.call('EXISTS', KEYS[4]) == 1 then return {'journaled', ''} end
 local item = redis.call('GET', KEYS[1])
 if not item then

@@ -22,7 +22,7 @@ local MOST = 1000
 local function found(status, worker)
   local w = redis.call('HMGET', ARGV[2] .. worker, 'public_key', 'proof', 'claim')
   if not w[1] or w[3] ~= ARGV[1] then return {'gone', worker} end
-  return {status, worker, w[1], w[2]}
+  return {status, worker, string.sub(w[1], 1, 256), string.sub(w[2] or '', 1, 256)}  -- the worker wrote them
 end
 
 local before = redis.call('GET', KEYS[2])

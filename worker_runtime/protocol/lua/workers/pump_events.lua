@@ -14,6 +14,7 @@
 -- Returns {rings taken, rings that were left, announcements, {worker, length of its list…}}. An announcement is a
 -- ring with a space in it. Entries are added before they are removed, so that a failure loses none.
 local MOST, LONGEST = 2000, 264 * 1024  -- entries of one call; bytes: a message has at most 256 KiB, and its MAC
+local LONGEST_RING = 256  -- a pool and a worker id
 local CHANGE = ' {"type":"worker_event"'  -- what our workers begin one with; of others nobody is told but the recorder
 local bell, limit = KEYS[2], tonumber(ARGV[3])
 local rings, left, moved, seen, again, announced, long = 0, 0, 0, {}, {}, {}, {}
@@ -41,7 +42,7 @@ while rings < limit and moved < MOST do
   local ring = redis.call('LPOP', bell)
   if not ring then break end
   rings = rings + 1
-  if not seen[ring] then
+  if #ring <= LONGEST_RING and not seen[ring] then
     seen[ring] = true
     if string.find(ring, ' ', 1, true) then announced[#announced + 1] = ring else pump(ring) end
   end

@@ -2,16 +2,19 @@
 --
 -- KEYS     keys of one kind
 -- ARGV[1]  the kind, 'string' or 'hash'
+-- ARGV[2]  bytes of a hash; 16 KiB if missing
 --
--- Returns for each key the first 256 bytes of a string, or fields and values of a hash in turn; false for no
--- key, for one of another kind, and for a hash of more than 64 fields or 16 KiB.
+-- Returns for each key the first 256 bytes of a string, false for any other; or fields and values of a hash in turn,
+-- false for no key, and none for another kind, more bytes, or more than a field for each 256.
+local most = tonumber(ARGV[2] or 16384)
 local found = {}
 for i, key in ipairs(KEYS) do
-  found[i] = false
-  if redis.call('TYPE', key).ok ~= ARGV[1] then
+  local kind = redis.call('TYPE', key).ok
+  found[i] = ARGV[1] == 'hash' and kind ~= 'none' and {}
+  if kind ~= ARGV[1] then
   elseif ARGV[1] == 'string' then
     found[i] = redis.call('GETRANGE', key, 0, 255)
-  elseif redis.call('HLEN', key) <= 64 and redis.call('MEMORY', 'USAGE', key, 'SAMPLES', 0) <= 16384 then
+  elseif redis.call('HLEN', key) <= most / 256 and redis.call('MEMORY', 'USAGE', key, 'SAMPLES', 0) <= most then
     found[i] = redis.call('HGETALL', key)
   end
 end
