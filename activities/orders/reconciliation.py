@@ -70,6 +70,9 @@ _NEVER_TAKEN = frozenset({OrderState.REJECTED, OrderState.EXPIRED})
 
 Differences = dict[str, list[Any]]
 
+#: Orders of others that an account's books list: about what one report has room for.
+MOST_FOREIGN = 1000
+
 #: The kind of differences in full lots, or in contracts.
 POSITIONS = "positions"
 
@@ -140,8 +143,9 @@ async def _orders(
         stays = [one for one in known.open.get(kind, ()) if one["order"] not in settled]
         fresh = [one for one in found[kind] if one not in known.closed.get(kind, ())]
         found[kind] = sorted([*stays, *fresh], key=lambda one: str(one["order"]))
-    strangers = {*open_ones, *ids} - ours.keys() - by_tag.keys()
-    found["foreign_orders"] = sorted(strangers.difference(known.closed.get("foreign_orders", ())))
+    explained = {*ours, *by_tag, *known.closed.get("foreign_orders", ())}
+    strangers = [one for one in dict.fromkeys([*open_ones, *ids]) if one not in explained]
+    found["foreign_orders"] = sorted(strangers[:MOST_FOREIGN])
     return found
 
 

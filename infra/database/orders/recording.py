@@ -27,6 +27,8 @@ _ALL_STATES = tuple(OrderState)
 #: How long after the end of its worker a fill may reach Valkey. What a worker's keys sign later than that is
 #: for a person to look at.
 LATE = timedelta(days=1)
+#: Events of an order that are read, the last ones. No order has as many fills, but its worker may say so.
+MOST_EVENTS = 1000
 
 _OWN_RANK = "cast(cast(:ranks as jsonb) ->> orders.state as int)"
 #: The assignments of an UPDATE of `orders` joined with `step`, one row an order. They depend on the order's
@@ -154,14 +156,15 @@ async def get_order(session: AsyncSession, order_id: uuid.UUID) -> Order:
 
 
 async def events_of_order(session: AsyncSession, order_id: uuid.UUID) -> list[OrderEventRow]:
-    """Returns all events of an order in the order in which they happened."""
+    """Returns the last `MOST_EVENTS` of an order in the order in which they happened."""
     rows = await session.scalars(
         select(OrderEventRow)
         .where(OrderEventRow.order_id == order_id)
-        .order_by(OrderEventRow.at, OrderEventRow.recorded_at)
+        .order_by(OrderEventRow.recorded_at.desc())
+        .limit(MOST_EVENTS)
     )
     # Workers report whole milliseconds, and a batch is recorded at once: among equals the state decides.
-    return sorted(rows, key=lambda row: (row.at, rank(row.state)))
+    return sorted(rows, key=lambda row: (row.at, rank(row.state), row.recorded_at))
 
 
 async def record_events(

@@ -72,6 +72,22 @@ async def test_events_of_one_millisecond_stand_in_the_order_of_an_orders_life(da
     assert [state for state in told if state != OrderState.ACCEPTED] == life
 
 
+async def test_of_an_order_with_endless_events_the_last_ones_are_read(database: Database) -> None:
+    """Its worker may report any number of them, and whoever looks at the order reads them."""
+    async with database.session() as session:
+        order_id = (await acceptance.accept_order(session, new_order())).order.id
+        many = [
+            event(str(order_id), f"e{number}", OrderState.SUBMITTED)
+            for number in range(recording.MOST_EVENTS + 10)
+        ]
+        await recording.record_events(session, many)
+    async with database.session() as session:
+        await recording.record_event(session, event(str(order_id), "end", OrderState.FILLED))
+        found = await recording.events_of_order(session, order_id)
+    assert len(found) == recording.MOST_EVENTS
+    assert found[-1].state == "filled"
+
+
 async def test_a_fill_that_had_to_wait_for_another_writer_of_the_order_still_counts(
     database: Database,
 ) -> None:

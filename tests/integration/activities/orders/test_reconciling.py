@@ -16,6 +16,7 @@ from sqlalchemy import text, update
 from temporalio.client import Client
 
 from activities.events.recorder import Recorder
+from activities.orders.reconciliation import MOST_FOREIGN
 from infra.database.engine import Database
 from infra.database.models import Order
 from infra.database.trading import reconciliations
@@ -191,6 +192,17 @@ async def test_an_order_that_is_not_ours_is_a_difference(stage: SweeperStage) ->
     await report(stage, orders=(listed("P-9", 1),))
     [row] = await rows(stage)
     assert row.differences == {"foreign_orders": ["P-9"]}
+
+
+async def test_no_worker_fills_the_books_with_orders_that_are_not_ours(stage: SweeperStage) -> None:
+    """Each stays until somebody looks, so they would grow with each report, for the recorder of all users."""
+    half = MOST_FOREIGN * 2 // 3
+    for first in (0, half):
+        await report(stage, orders=tuple(listed(f"P-{first + number}", 1) for number in range(half)))
+    newest, older = await rows(stage)
+    assert len(older.differences["foreign_orders"]) == half
+    assert len(newest.differences["foreign_orders"]) == MOST_FOREIGN
+    assert set(older.differences["foreign_orders"]) < set(newest.differences["foreign_orders"])
 
 
 async def test_fills_that_nobody_heard_of_are_written_and_lost_ones_are_a_difference(
