@@ -239,7 +239,8 @@ def switch_of(
 
 
 class BooksCompared(messages.ControlHeader, frozen=True, kw_only=True, tag="books_compared"):
-    """What the broker listed was compared with our books. It needs no number: a repeat says nothing new."""
+    """What the broker listed was compared with our books. It needs no number: once told of a report, nothing
+    counts that is said of it again, or of an earlier one."""
 
     account_id: Id
     #: `AccountReported.at_ms` of the report.

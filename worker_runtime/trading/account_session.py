@@ -76,7 +76,8 @@ class AccountSession:
         self.positions_known = False
         #: Whether orders still wait for the orchestrator to compare what was listed since the login.
         self.books_awaited = False
-        #: Unix ms of the login, by this process's clock: an earlier report says nothing of this session.
+        #: Unix ms of the login, by this process's clock, or behind the last report that was compared: what is
+        #: said of an earlier one says nothing of this session, or comes again.
         self.opened_ms = 0
         #: CLOCK_MONOTONIC ns at which the books were found to differ; 0: they were not.
         self.differs_since = 0
@@ -124,6 +125,7 @@ class AccountSession:
     def books_compared(self, at_ms: int, blocks: bool) -> None:
         """The orchestrator's answer to a report of this account."""
         if at_ms >= self.opened_ms:
+            self.opened_ms = at_ms + 1
             self.books_awaited = False
             self.differs_since = time.monotonic_ns() if blocks else 0
 

@@ -65,6 +65,19 @@ def test_books_that_differ_refuse_what_was_accepted_before_and_nothing_later(car
     assert worker.placed() == [later.order_id]
 
 
+def test_a_comparison_that_comes_again_changes_nothing(careful: WorkerStage) -> None:
+    """An earlier one would let pass what was accepted before the books were found to differ."""
+    worker = careful.active()
+    compare(careful, blocks=True)
+    compare(careful)
+    before = careful.order(account_id="a1", lifetime_ms=LIFE)
+    careful.enqueue(before, ttl_ms=LIFE - 10_000)
+    answer = careful.answer(before.request_id)
+    assert answer.failure is not None
+    assert answer.failure.code == "ACCOUNT_BLOCKED"
+    assert worker.placed() == []
+
+
 def test_an_order_that_nobody_compares_for_expires(careful: WorkerStage) -> None:
     worker = careful.active()
     order = accept(careful, ttl_ms=700)
