@@ -139,6 +139,7 @@ class Alert(BaseModel):
     id: str = Field(
         default="",
         max_length=128,
+        pattern=r"^[^\x00]*$",  # PostgreSQL takes no NUL
         description="Tells alerts apart that are otherwise the same, also in time.",
     )
 

@@ -61,6 +61,12 @@ async def outcome_of(
     return answer
 
 
+async def test_an_alert_that_postgresql_cannot_keep_is_refused(api: ServedApi) -> None:
+    made = await make(api)
+    answer = await post(api, made, an_alert(made, id="a\0b"))
+    assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST")
+
+
 async def test_an_alert_becomes_one_order_however_often_it_comes(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
