@@ -6,6 +6,7 @@ run.
 """
 
 import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -28,6 +29,8 @@ BATCH_MAX = 100
 #: Transitions kept while they cannot be written: a state that changes every 10 s for more than an hour, and
 #: far below what continue-as-new may carry (2 MB).
 PENDING_MAX = 500
+#: What makes links, pictures and code.
+_MARKUP = re.compile(r"[\\`\[\]<>]")
 #: Characters of a reason.
 REASON_MAX = 500
 
@@ -60,11 +63,16 @@ def _clock(at: float | None) -> str:
     return "-" if not at else f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
+def _plain(text: str) -> str:
+    """What a worker or a broker said, in one line and without links and markup of Markdown."""
+    return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
+
+
 def details(state: UserWorkerState) -> str:
     """The current details, in Markdown."""
     lines = [f"### {state.state} since {_clock(state.since)}", f"**Next:** {state.next_step}{_when(state)}"]
     if state.reason:
-        lines.append(f"**Reason:** {state.reason}")
+        lines.append(f"**Reason:** {_plain(state.reason)}")
     if state.worker:
         worker = state.worker
         origin = "from the pool" if worker.warm else "launched for this user"
@@ -76,10 +84,10 @@ def details(state: UserWorkerState) -> str:
         lines.append(f"**Broker login:** attempt {state.attempts} of {most}")
     if state.serving:
         lines.append(f"**Connected:** {_clock(state.connected_at)}, attempt {state.attempts}")
-        lines.append(f"**Health:** {state.health}, known since {_clock(state.health_at)}")
+        lines.append(f"**Health:** {_plain(state.health)}, known since {_clock(state.health_at)}")
         lines.append(f"**Last known use:** {_clock(state.last_activity)}")
     if state.note:
-        lines.append(f"**Note:** {state.note}")
+        lines.append(f"**Note:** {_plain(state.note)}")
     if state.crashes:
         times = ", ".join(_clock(at) for at in state.crashes)
         lines.append(f"**Recent crashes:** {len(state.crashes)} ({times}); at {CRASH_LIMIT} it is parked")

@@ -11,6 +11,7 @@ from worker_runtime.protocol.messages import WorkerEventKind as K
 from workflows.user_worker import messages as m
 from workflows.user_worker.events import EventEffect, apply_event
 from workflows.user_worker.state import UserWorkerState
+from workflows.user_worker.visibility import details
 
 S = m.WorkerState
 WORKER = m.WorkerRef(worker_id="w1", task_id="t1", epoch=3, claim_id="c1", pool="default")
@@ -39,6 +40,15 @@ def test_a_lost_broker_makes_the_state_reconnecting_and_degraded(kind: K) -> Non
     assert (state.state, state.reason) == (S.RECONNECTING, "the line is dead")
     assert (state.health, state.health_at) == ("degraded: the line is dead", 990.0)
     assert not state.needs_credentials
+
+
+def test_what_a_worker_says_is_no_link_picture_or_markup_to_who_reads_the_details() -> None:
+    said = "[log in](https://x.example) ![](https://x.example/seen) <b>\n\n### now"
+    shown = details(apply_event(active(), event(K.DEGRADED, detail=said), NOW).state)
+    assert shown.count("https://x.example") == 4
+    for markup in ("](", "![", "<b>"):
+        assert markup not in shown.replace("\\]", "").replace("\\[", "").replace("\\<", "")
+    assert [line for line in shown.splitlines() if line.startswith("#")] == shown.splitlines()[:1]
 
 
 def test_a_degraded_worker_that_reconnects_keeps_its_deadline() -> None:
