@@ -62,7 +62,7 @@ class ValkeyServer(Server):
             *(str(self._binary()), *([str(self._config)] if self.password else [])),
             *("--bind", HOST, "--port", str(self.port), "--dir", str(self.directory), "--save", ""),
             *("--appendonly", "yes" if self.durable else "no", "--appendfsync", "everysec"),
-            *("--maxmemory-policy", "noeviction", "--daemonize", "no"),
+            *("--maxmemory-policy", "noeviction", "--proto-max-bulk-len", "1mb", "--daemonize", "no"),
         ]
 
     @staticmethod

@@ -196,6 +196,17 @@ async def test_a_hostile_worker_is_refused(attack: str, mallory: Redis, valkey_c
     assert await _everything(valkey_client) == before
 
 
+@pytest.mark.parametrize("to", [("PUBLISH", keys.answers("api")), ("RPUSH", keys.EVENT_BELL)])
+async def test_nobody_hears_strings_of_megabytes_from_a_worker(
+    mallory: Redis, valkey_client: Redis, to: tuple[str, str]
+) -> None:
+    """They would be read by who waits for answers or for the bell: the server takes none."""
+    await command(*to, "x" * 1_000_000)(mallory)
+    with pytest.raises((ConnectionError, ResponseError)):
+        await command(*to, "x" * 2_000_000)(mallory)
+    assert await valkey_client.llen(keys.EVENT_BELL) == (to[0] == "RPUSH")
+
+
 async def _everything(client: Redis) -> dict[Any, Any]:
     return {name: await client.dump(name) for name in sorted(await client.keys("*"))}
 

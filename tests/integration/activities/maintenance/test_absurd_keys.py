@@ -41,6 +41,12 @@ MANY = 5_000
 HUGE, LARGE = 100_000_000, 20_000_000
 
 
+async def swell(yard: Yard, key: str, size: int) -> None:
+    """As a server lets a client do that takes strings of that size."""
+    grow = "redis.call('SET', KEYS[1], (redis.call('GET', KEYS[1]) or '') .. string.rep('x', ARGV[1]))"
+    await reply_of(yard.client.eval(grow, 1, key, size))
+
+
 async def plant_switches(yard: Yard, user: str) -> None:
     """As if the user had made as many accounts, each with a switch."""
     async with yard.database.session() as session:
@@ -110,7 +116,7 @@ async def test_keys_of_the_wrong_kind_hide_no_other_worker_from_maintenance(yard
     assert broken.worker_id not in found.entries
 
 
-@pytest.mark.parametrize("absurd", ["x\0", "x" * 3_000_000], ids=["NUL", "huge"])
+@pytest.mark.parametrize("absurd", ["x\0", "x" * 1_000_000], ids=["NUL", "huge"])
 async def test_no_id_that_a_worker_forges_stops_maintenance(
     yard: Yard, temporal: Client, absurd: str
 ) -> None:
@@ -146,7 +152,7 @@ async def test_values_of_100_megabytes_are_not_read(yard: Yard, temporal: Client
     marked, reporting, healthy = fleet.serving
     free = next(name for name in yard.made if name not in {one.ref.worker_id for one in fleet.serving})
     watcher = MarkWatcher(yard.client, temporal, yard.settings, SECRETS)
-    await yard.client.setrange(keys.mark(marked.user), HUGE, "x")
+    await swell(yard, keys.mark(marked.user), HUGE)
     await reply_of(yard.client.delete(keys.metadata(reporting.user)))
     for key, field in (
         (keys.metadata(reporting.user), "state"),
@@ -180,7 +186,7 @@ async def test_what_an_order_a_job_and_a_claim_read_has_bounds(yard: Yard) -> No
     await queue.enqueue(QueryAccount(request_id="seen", **fields), 9)
     ours = (*(keys.mark(name), keys.seen(name, "seen"), keys.response(name, "r")), job_keys.result(tag, "r"))
     for key in ours:
-        await yard.client.setrange(key, LARGE, "x")
+        await swell(yard, key, LARGE)
     entries_of = [keys.pool_worker(POOL, one.worker_id) for one in (worker, claimed)]
     for key, field in (*((entry, "public_key") for entry in entries_of), (job_keys.job(tag, "j"), "state")):
         fill = f"redis.call('HSET', KEYS[1], '{field}', string.rep('x', {LARGE}))"
