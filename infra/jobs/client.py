@@ -135,6 +135,8 @@ class JobClient:
         if flat == []:
             raise MalformedMessage(f"job {job_id}: what stands in Valkey is none")
         told = dict(zip(map(reply_text, (flat or ())[::2]), (flat or ())[1::2], strict=True))
+        if told and not stored and reply_text(told.get("state", b"")) not in (*OPEN_STATES, "failed"):
+            stored = b"{"  # no script leaves a job so: nobody knows how it ended
         kept = stored or told.get("failure")
         result = None if kept is None else self._result(kept, job_id, tag)
         if stored and result is not None:

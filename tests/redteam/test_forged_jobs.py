@@ -100,3 +100,17 @@ async def test_a_forged_end_of_a_job_is_told_as_unknown(valkey_client: Redis, ta
     assert state is not None
     assert state.result is not None
     assert (state.state, encode(state.result)) == ("done", encode(done))
+
+
+@pytest.mark.parametrize("forged", ["done", "cancelled", "", "x" * 100])
+async def test_a_state_in_which_no_script_leaves_a_job_ends_it_as_unknown(
+    valkey_client: Redis, forged: str
+) -> None:
+    """It would be told as done and be forgotten, a mail that was never sent."""
+    client: Any = valkey_client
+    await client.hset(job_keys.job(job_keys.FLEET_TAG, "j"), mapping={"state": forged, "name": "email"})
+    state = await JobClient(client, SECRETS, lambda _line: None).get("j")
+    assert state is not None
+    assert state.result is not None
+    assert state.result.failure is not None
+    assert (state.state, state.result.failure.code) == ("failed", "JOB_OUTCOME_UNKNOWN")
