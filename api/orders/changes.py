@@ -181,7 +181,7 @@ class OrderChangeService:
             "symbol": order.symbol,
             "tag": row.tag,
             "broker_order_id": order.broker_order_id,
-            "reply_to": self.answers.channel,
+            "reply_to": self.answers.channels.name_of(order.user_id),
         }
 
     async def _send(

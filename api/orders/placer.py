@@ -313,7 +313,8 @@ class OrderPlacer:
             raise ClientOrderIdReused
         row = accepted.order
         trace = new.trace if accepted.new else ""
-        request = place_request(row, self.answers.channel, self.unknown_blocks, lasts, trace)
+        channel = self.answers.channels.name_of(user_id)
+        request = place_request(row, channel, self.unknown_blocks, lasts, trace)
         request = replace(request, price_band=bounds.price_band, most_price=bounds.most_price)
         if accepted.new:
             return PendingOrder(row, request, began + lasts, began)

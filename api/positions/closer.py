@@ -70,7 +70,7 @@ class Portfolio:
             orders=orders,
             positions=positions,
             balance=balance,
-            reply_to=self.answers.channel,
+            reply_to=self.answers.channels.name_of(user_id),
             generation=self.answers.generation,
         )
         task = self.worker_requests.send(query, seconds)

@@ -1,12 +1,10 @@
-"""Receives the answers of workers: one channel and one reader a process, one future a request.
+"""Receives the answers of workers: one reader a process, a channel for each user, one future a request.
 
 A published message can be lost while the connection is down. So after every (re)connect the listener reads
 the response keys of all pending requests; a key stays for 60 s.
 """
 
 import asyncio
-import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +17,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from api.http.errors import ValkeyUnavailable
+from api.workers.channels import AnswerChannels
 from infra import tasks
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
@@ -26,7 +25,6 @@ from infra.valkey.answer_authenticator import AnswerAuthenticator
 from infra.valkey.link import ValkeyLink
 from infra.valkey.request_queue import QueuedRequest, RequestQueue
 from infra.vault.message_secret import MessageSecrets
-from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Answer
 
@@ -55,7 +53,7 @@ class AnswerListener:
 
     client: Redis
     message_secrets: MessageSecrets
-    process_id: str = field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}")
+    channels: AnswerChannels = field(default_factory=AnswerChannels)
 
     def __post_init__(self) -> None:
         self._authenticator = AnswerAuthenticator(self.message_secrets)
@@ -66,10 +64,6 @@ class AnswerListener:
         self._tried = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._log = structlog.get_logger()
-
-    @property
-    def channel(self) -> str:
-        return keys.answers(self.process_id)
 
     @property
     def generation(self) -> str:
@@ -112,6 +106,7 @@ class AnswerListener:
             future = asyncio.get_running_loop().create_future()
             pending = _PendingAnswer(user_id, order_id, first_epoch, future)
             self._pending[request_id] = pending
+            self.channels.listen(user_id, self.link)
         pending.waiters += 1
         try:
             yield pending.future
@@ -137,17 +132,22 @@ class AnswerListener:
             return None
         return await self.read(pending.user_id, request_id, pending.order_id, pending.first_epoch)
 
-    def _on_message(self, data: bytes) -> None:
+    def _on_message(self, channel: bytes, data: bytes) -> None:
+        if self.channels.is_open(channel) and not self._take(data):
+            self.channels.count_unawaited(channel, len(data))
+
+    def _take(self, data: bytes) -> bool:
         """Takes a published answer, if anybody waits for it."""
         signed = self._authenticator.decode(data)
         pending = None if signed is None else self._pending.get(signed.answer.request_id)
         if signed is None or pending is None or pending.future.done():
-            return
+            return False
         answer = self._authenticator.check(
             signed, pending.user_id, signed.answer.request_id, pending.order_id, pending.first_epoch
         )
         if answer is not None:
             pending.future.set_result(answer)
+        return answer is not None
 
     async def _run(self) -> None:
         while True:
@@ -169,7 +169,8 @@ class AnswerListener:
 
     async def _connect(self, link: ValkeyLink) -> None:
         # First, so that everything published from now on arrives.
-        await link.subscribe(self.channel)
+        for user_id in {pending.user_id for pending in self._pending.values()}:
+            self.channels.listen(user_id, link)
         await link.read_clock()
         self._link = link
         self._generation = await valkey.ensure_generation(self.client, uuid4().hex)

@@ -1,4 +1,4 @@
-"""A connection to Valkey that pipelines the commands of many callers and receives a channel's messages.
+"""A connection to Valkey that pipelines the commands of many callers and receives the messages of channels.
 
 The API uses it for each order, because it saves CPU: an EVALSHA takes 0.03 ms here and 0.16 ms with redis-py,
 which takes a connection from a pool and makes a task and two timers for each command; a message takes less
@@ -45,7 +45,7 @@ class ValkeyLink(asyncio.Protocol):
     A cancelled call is still executed, and its reply is ignored.
     """
 
-    def __init__(self, timeout: float, on_message: Callable[[bytes], object]) -> None:
+    def __init__(self, timeout: float, on_message: Callable[[bytes, bytes], object]) -> None:
         self._timeout = timeout
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
@@ -60,10 +60,10 @@ class ValkeyLink(asyncio.Protocol):
         self.lost: asyncio.Future[RedisError] = self._loop.create_future()
 
     @classmethod
-    async def connect(cls, client: Redis, on_message: Callable[[bytes], object]) -> ValkeyLink:
+    async def connect(cls, client: Redis, on_message: Callable[[bytes, bytes], object]) -> ValkeyLink:
         """Connects to this client's server with its login and timeout. Raises `RedisError` or `OSError`.
 
-        Calls `on_message` with the data of each message.
+        Calls `on_message` with the channel and the data of each message.
         """
         pool = client.connection_pool
         given = pool.connection_kwargs
@@ -123,11 +123,18 @@ class ValkeyLink(asyncio.Protocol):
         """The server's time in Unix milliseconds: at most a quick round trip behind, hardly ever ahead."""
         return int(self._clock_ms + time.monotonic() * 1000)
 
-    async def subscribe(self, channel: str) -> None:
-        """Subscribes to a channel; all messages published after the return are received."""
-        if self._transport is not None:
-            self._transport.write(_pack(("SUBSCRIBE", channel)))
-        await self.execute("PING")  # the confirmation is no reply, but comes before this one
+    def subscribe(self, channel: str) -> None:
+        """Subscribes to a channel: all that is published after the next reply on this link is received."""
+        self._tell("SUBSCRIBE", channel)
+
+    def unsubscribe(self, channel: str) -> None:
+        """What is under way on the channel still comes."""
+        self._tell("UNSUBSCRIBE", channel)
+
+    def _tell(self, *command: Argument) -> None:
+        """Sends a command whose confirmation is no reply; a lost connection needs none."""
+        if self._transport is not None and not self.lost.done():
+            self._transport.write(_pack(command))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -181,7 +188,7 @@ class ValkeyLink(asyncio.Protocol):
                 return
             if isinstance(reply, hiredis.PushNotification):
                 if reply[0] == b"message":
-                    self._on_message(reply[2])
+                    self._on_message(reply[1], reply[2])
             elif self._replies:
                 waiting, _ = self._replies.popleft()
                 _resolve(waiting, reply)

@@ -64,7 +64,7 @@ async def scripted(timeout: float = 30.0) -> AsyncIterator[tuple[ScriptedServer,
     server = await asyncio.start_server(script.serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with server, valkey.connect_valkey(f"redis://127.0.0.1:{port}", socket_timeout=timeout) as client:
-        link = await ValkeyLink.connect(client, lambda data: None)
+        link = await ValkeyLink.connect(client, lambda channel, data: None)
         yield script, link
         link.close()
         await link.lost
@@ -100,16 +100,16 @@ async def test_tls_is_checked_as_the_client_does(tmp_path: Path) -> None:
         valkey.connect_valkey(f"{url}?ssl_ca_certs={public}") as client,
         valkey.connect_valkey(url) as other,
     ):
-        made = await ValkeyLink.connect(client, lambda data: None)
+        made = await ValkeyLink.connect(client, lambda channel, data: None)
         made.close()
         await made.lost
         with pytest.raises(ssl.SSLCertVerificationError):
-            await ValkeyLink.connect(other, lambda data: None)
+            await ValkeyLink.connect(other, lambda channel, data: None)
 
 
 @pytest.fixture
 async def link(valkey_client: Redis) -> AsyncIterator[ValkeyLink]:
-    made = await ValkeyLink.connect(valkey_client, lambda data: None)
+    made = await ValkeyLink.connect(valkey_client, lambda channel, data: None)
     yield made
     made.close()
 
@@ -147,16 +147,22 @@ async def test_a_script_that_the_server_does_not_know_is_sent_to_it(
 
 
 async def test_messages_arrive_from_the_subscription_on_and_between_replies(valkey_client: Redis) -> None:
-    got: list[bytes] = []
-    made = await ValkeyLink.connect(valkey_client, got.append)
-    await made.subscribe("channel")
+    told: list[tuple[bytes, bytes]] = []
+    made = await ValkeyLink.connect(valkey_client, lambda *message: told.append(message))
+    made.subscribe("channel")
+    await made.execute("PING")
     for number in range(50):
         await asyncio.gather(
             made.execute("PUBLISH", "channel", f"own {number}"), valkey_client.publish("channel", "other")
         )
     await made.execute("PING")  # what came before its reply has been told
+    assert {channel for channel, _ in told} == {b"channel"}
+    got = [data for _, data in told]
     assert [data for data in got if data != b"other"] == [f"own {number}".encode() for number in range(50)]
     assert len(got) == 100
+    made.unsubscribe("channel")
+    await made.execute("PUBLISH", "channel", "too late")
+    assert len(told) == 100
     made.close()
 
 
@@ -171,13 +177,13 @@ async def test_a_login_and_a_database_are_those_of_the_client(short_directory: P
         for login in (":secret", "ann:p%40ss"):
             url = f"redis://{login}@127.0.0.1:{server.port}/3"
             async with valkey.connect_valkey(url) as client:
-                made = await ValkeyLink.connect(client, lambda data: None)
+                made = await ValkeyLink.connect(client, lambda channel, data: None)
                 await made.execute("SET", "key", login)
                 assert await client.get("key") == login.encode()
                 made.close()
         async with valkey.connect_valkey(f"redis://:wrong@127.0.0.1:{server.port}") as client:
             with pytest.raises(ResponseError, match="WRONGPASS"):
-                await ValkeyLink.connect(client, lambda data: None)
+                await ValkeyLink.connect(client, lambda channel, data: None)
     finally:
         server.stop()
 
@@ -187,7 +193,7 @@ async def test_a_late_reply_fails_its_call_and_drops_the_connection(short_direct
     server.start()
     try:
         async with valkey.connect_valkey(server.url, socket_timeout=0.2) as client:
-            made = await ValkeyLink.connect(client, lambda data: None)
+            made = await ValkeyLink.connect(client, lambda channel, data: None)
             os.kill(server.pid, signal.SIGSTOP)
             try:
                 with pytest.raises(TimeoutError):

@@ -45,7 +45,7 @@ one slot, so that one script may use them together.
 | berth:alerts | string | for ever | what operators were told, and what they are told next |
 | berth:alerts:turn | string | 10 s | the API process that looked last whether there is something to tell |
 | berth:launches | string | a burst | when the next launch is due by the platform's rate |
-| berth:answers:<process> | channel |  | answers for one API process |
+| berth:answers:<process>:<user> | channel |  | a user's answers for one API process |
 | berth:answers:{user}:<request> | channel |  | the answer for a job of the user's own |
 """
 
@@ -146,8 +146,8 @@ def events_of(worker_id: str) -> str:
     return f"{{{EVENTS}}}:of:{worker_id}"
 
 
-def answers(process_id: str) -> str:
-    return f"berth:answers:{process_id}"
+def answers(name: str) -> str:
+    return f"berth:answers:{name}"
 
 
 def own_answers(user_id: str, request_id: str) -> str:

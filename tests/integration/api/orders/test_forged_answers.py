@@ -100,7 +100,7 @@ async def test_a_former_workers_answer_is_as_if_it_were_not_there(
 
     async def say(request_id: str, answer: bytes) -> None:
         await valkey_client.set(keys.response(api.user, request_id), answer, ex=60)
-        assert await valkey_client.publish(api.services.answers.channel, answer) == 1
+        assert await valkey_client.publish(api.services.answers.channels.name_of(api.user), answer) == 1
 
     worker = await start_worker(api.user, silent)
     await assign(f"{api.user}-1")
@@ -130,3 +130,42 @@ async def test_a_former_workers_answer_is_as_if_it_were_not_there(
     assert not cancelling.done()
     await say(cancelled.request_id, worker_answer(api.user, cancelled, epoch=2))
     assert (await cancelling).json()["state"] == "cancelled"
+
+
+async def test_a_flood_on_one_users_channel_holds_up_nobody_else(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker, valkey_client: Redis
+) -> None:
+    """A worker knows the channel of its own user, on which it may publish what it likes."""
+    listener = api.services.answers
+    hostile = await start_worker(api.user, silent)
+    waiting = asyncio.create_task(user.post(f"/users/{api.user}/orders?wait=30", json=an_order()))
+    await hostile.taken.wait()
+    (order,) = hostile.popped
+    link, over = listener.link, asyncio.Event()
+
+    async def flood() -> None:
+        while not over.is_set():
+            async with valkey_client.pipeline(transaction=False) as pipe:
+                for number in range(500):
+                    pipe.publish(order.reply_to, (b"x" * 400, by_a_stranger(order))[number % 2])
+                await pipe.execute()
+
+    flooding = asyncio.create_task(flood())
+    try:
+        await until(lambda: not listener.channels.is_open(order.reply_to.encode()))
+        other = f"{api.user}-other"
+        await start_worker(other)
+        async with api.client(api.admin_key) as admin:
+            await admin.post("/users", json={"user_id": other})
+            credentials = {"broker": "paper", "api_key": "k", "secret_key": "s"}
+            await admin.put(f"/users/{other}/accounts/main/credentials", json=credentials)
+            answers = [await admin.post(f"/users/{other}/orders", json=an_order(n)) for n in range(20)]
+        assert {one.json()["state"] for one in answers} == {"filled"}
+        # Its own user's answer is found by its key.
+        await hostile.answer_later(filled(order))
+        assert (await waiting).json()["state"] == "filled"
+    finally:
+        over.set()
+        await flooding
+    assert listener.link is link, "the connection was lost"
+    assert await valkey_client.publish(order.reply_to, b"{}") == 0

@@ -38,7 +38,7 @@ async def test_an_order_is_answered_with_its_outcome(
     assert (request.order_id, request.user_id, request.account_id) == (body["id"], api.user, "main")
     assert request.price == Decimal("1005.5")
     assert len(request.tag) == 6
-    assert request.reply_to == api.services.answers.channel
+    assert request.reply_to == api.services.answers.channels.name_of(api.user)
 
 
 async def listeners(client: Redis, count: int) -> None:
