@@ -32,7 +32,7 @@ MADE_UP = (MessageKey(1, b"x" * KEY_SIZE),)
 
 
 def scripted(fleet: RunnerFleet, job_id: str) -> Job:
-    arguments = job_calls.encode_arguments(JobScript(ledger=str(fleet.ledger_path)))
+    arguments = msgspec.Raw(msgspec.json.encode(JobScript(ledger=str(fleet.ledger_path))))
     return Job(job_id=job_id, name="scripted", args=arguments)
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from tests.integration.jobs.scripted import JobScript
 from tests.integration.jobs.stage import KEYS, QueueStage
 from worker_runtime.jobs.config import RunnerConfig
-from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobResult
 from worker_runtime.protocol.messages import encode
@@ -158,7 +159,7 @@ class RunnerFleet:
         script = script or JobScript()
         values = {**{name: getattr(script, name) for name in script.__struct_fields__}}
         values["ledger"] = str(self.ledger_path)
-        arguments = job_calls.encode_arguments(JobScript(**values))
+        arguments = msgspec.Raw(msgspec.json.encode(JobScript(**values)))
         assert self.stage.enqueue(job_id, "scripted", args=arguments, **fields) == "queued"
 
     def waits(self, job_id: str) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 from redis.asyncio import Redis
 from sqlalchemy import select, text
 
@@ -22,7 +23,6 @@ from infra.temporal.starter import WorkerStarter
 from infra.valkey.client import connect_valkey, reply_of
 from tests.integration.jobs.scripted import JobScript
 from tests.signed import SECRETS
-from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import Job
 
@@ -49,7 +49,7 @@ class JobKeeper:
     async def add(self, job_id: str, script: JobScript | None = None, **fields: Any) -> bool:
         values: dict[str, Any] = {"name": "scripted", "idempotent": True, **fields}
         user_id = values.pop("user_id", "")
-        arguments = job_calls.encode_arguments(script or JobScript())
+        arguments = msgspec.Raw(msgspec.json.encode(script or JobScript()))
         return await self.jobs.enqueue(Job(job_id=job_id, args=arguments, **values), user_id=user_id)
 
     async def sweep(self) -> None:

@@ -57,11 +57,6 @@ def reply_text(value: bytes | str) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
-def encode_arguments(value: object) -> msgspec.Raw:
-    """The arguments of a job, from the struct that its type declares."""
-    return msgspec.Raw(msgspec.json.encode(value))
-
-
 def enqueue(job: Job, keys: MessageKeys, tag: str = job_keys.FLEET_TAG) -> QueueCall:
     """Puts a job on its queue; raises `MalformedMessage`. `keys`: the tag's.
 

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 from redis import Redis
 
 from infra.lab.bench.jobs import peers, tasks
@@ -179,7 +180,9 @@ def new_job(**arguments: Any) -> Job:
     """One of our jobs, with a random id, as producers make them."""
     # An id need not be secret, only unique.
     job_id = f"{random.getrandbits(64):016x}"
-    return Job(job_id=job_id, name=LOADTEST, idempotent=True, args=job_calls.encode_arguments(arguments))
+    return Job(
+        job_id=job_id, name=LOADTEST, idempotent=True, args=msgspec.Raw(msgspec.json.encode(arguments))
+    )
 
 
 def runner_command(module: str = "infra.lab.loadtest_job") -> list[str]:

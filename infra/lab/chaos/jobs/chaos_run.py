@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeout
@@ -241,7 +242,7 @@ class JobChaosRun:
             name="loadtest_brief",
             queue=queue,
             idempotent=True,
-            args=job_calls.encode_arguments({"ledger": str(self.ledger), "sleeps": length}),
+            args=msgspec.Raw(msgspec.json.encode({"ledger": str(self.ledger), "sleeps": length})),
             result_ttl=86_400,
         )
         self.sent[job.job_id] = SentJob(job.job_id, job.idempotent)
@@ -257,7 +258,7 @@ class JobChaosRun:
             priority=chance.randrange(10),
             idempotent=chance.random() < 0.6,
             group=f"g{chance.randrange(_GROUPS)}" if chance.random() < 0.15 else "",
-            args=job_calls.encode_arguments({"ledger": str(self.ledger), "sleeps": self._length(long)}),
+            args=msgspec.Raw(msgspec.json.encode({"ledger": str(self.ledger), "sleeps": self._length(long)})),
             result_ttl=86_400,
         )
         self.sent[job.job_id] = SentJob(job.job_id, job.idempotent)
