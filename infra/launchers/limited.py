@@ -1,8 +1,8 @@
 """A launcher that launches no faster than the platform allows, and serves the pools in turn.
 
 The rate is a token bucket: a burst after a rest, and a number a second in the long run (Fargate: 100 and 20,
-https://docs.aws.amazon.com/AmazonECS/latest/developerguide/throttling.html). It is counted for one process,
-or in Valkey for all orchestrators together.
+https://docs.aws.amazon.com/AmazonECS/latest/developerguide/throttling.html). Valkey counts it for all
+orchestrators together.
 
 When the rate is used up, the pools take turns. A user who waits for a worker takes turns with the refill of
 the pool.
@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import structlog
 from redis.asyncio import Redis
@@ -25,45 +26,28 @@ from infra.worker_task import LaunchFailed, LaunchSpec, Task
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import BerthError
 
-#: Launches. A token that lacks less than this, through rounding, counts as whole.
-ROUNDING = 1e-9
+#: Seconds until Valkey, which did not answer, is asked again.
+RETRY = 1.0
 
 log = structlog.get_logger()
 
 
-class OwnRate:
-    """The rate of one process, which knows of no other's launches."""
-
-    def __init__(self, rate: float, burst: int, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`rate`: launches a second; `burst`: launches at once after a rest; `clock`: seconds."""
-        self._rate = rate
-        self._burst = float(burst)
-        self._clock = clock
-        self._tokens, self._at = self._burst, clock()
+class LaunchRate(Protocol):
+    """How fast workers may be launched."""
 
     async def take(self) -> float:
         """Counts a launch and returns 0.0, or returns the seconds after which to ask again."""
-        now = self._clock()
-        self._tokens = min(self._tokens + (now - self._at) * self._rate, self._burst)
-        self._at = now
-        missing = 1.0 - self._tokens
-        if missing > ROUNDING:
-            return missing / self._rate
-        self._tokens -= 1.0
-        return 0.0
 
 
 class SharedRate:
-    """The rate of all orchestrators at one Valkey. While Valkey is away, each counts by itself."""
+    """The rate of all orchestrators at one Valkey. Nothing is launched while Valkey is away: no worker could
+    be ready without it."""
 
     def __init__(self, client: Redis, rate: float, burst: int) -> None:
-        """As `OwnRate`. The caller closes the client."""
+        """`rate`: launches a second; `burst`: launches at once after a rest. The caller closes the client."""
         self._client = client
         self._interval_us = max(round(1e6 / rate), 1)
         self._burst = burst
-        self._own = OwnRate(rate, burst)
-        #: Whether Valkey did not answer last time; that was logged.
-        self._alone = False
 
     async def take(self) -> float:
         try:
@@ -71,11 +55,8 @@ class SharedRate:
                 self._client, scripts.TAKE_LAUNCH, [keys.LAUNCHES], [self._interval_us, self._burst]
             )
         except (RedisError, OSError) as error:
-            if not self._alone:
-                log.warning("launches_counted_alone", reason=type(error).__name__)
-            self._alone = True
-            return await self._own.take()
-        self._alone = False
+            log.warning("launch_waits_for_valkey", reason=type(error).__name__)
+            return RETRY
         return int(wait_us) / 1e6
 
 
@@ -91,7 +72,7 @@ class LaunchTurns:
     """The launches that wait, and whose turn is next."""
 
     def __init__(
-        self, rate: SharedRate | OwnRate, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self, rate: LaunchRate, *, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     ) -> None:
         self._rate = rate
         self._sleep = sleep
