@@ -57,7 +57,9 @@ def test_it_leaves_nothing_behind_once_the_bucket_is_full_again(scripts: Scripts
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.integers(0, 3 * US), min_size=1, max_size=50), st.integers(1, 8), st.integers(1000, US))
+@given(
+    st.lists(st.integers(0, 3 * US), min_size=1, max_size=50), st.integers(1, 8), st.integers(US // 10, US)
+)
 def test_never_more_than_burst_and_rate_in_any_span(
     scripts: Scripts, pauses: list[int], burst: int, every: int
 ) -> None:
