@@ -166,7 +166,7 @@ class Settings(BaseSettings):
     verify_patience: float = 900.0
     #: 05:30 of the next day, after TAIFEX's night session.
     trading_day_end: float = 106_200.0
-    launcher: str = "process"
+    launcher: Literal["process", "docker", "ecs"] = "process"
     #: Fargate's.
     launch_rate: float = Field(default=20.0, gt=0)
     launch_burst: int = Field(default=100, ge=1)

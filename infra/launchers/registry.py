@@ -7,14 +7,9 @@ from typing import TYPE_CHECKING
 from infra.hosts.scaling import HostScaler
 from infra.launchers.port import Launcher
 from infra.settings import EcsSettings, Settings, read_settings
-from worker_runtime.protocol.errors import BerthError
 
 if TYPE_CHECKING:
     from infra.launchers.docker.launcher import DockerLauncher
-
-
-class UnknownLauncher(BerthError, code="UNKNOWN_LAUNCHER"):
-    """The settings name a launcher that this release does not have."""
 
 
 def create_docker_launcher(settings: Settings) -> DockerLauncher:
@@ -29,10 +24,7 @@ def create_docker_launcher(settings: Settings) -> DockerLauncher:
 
 
 def create_launcher(settings: Settings) -> Launcher:
-    """The launcher named by `BERTH_LAUNCHER`; the caller closes it. Raises `UnknownLauncher`.
-
-    Only its own library is loaded.
-    """
+    """The launcher named by `BERTH_LAUNCHER`; the caller closes it. Only its own library is loaded."""
     match settings.launcher:
         case "docker":
             return create_docker_launcher(settings)
@@ -44,7 +36,6 @@ def create_launcher(settings: Settings) -> Launcher:
             from infra.launchers.process import ProcessLauncher
 
             return ProcessLauncher(settings.node_socket)
-    raise UnknownLauncher(f"BERTH_LAUNCHER is {settings.launcher!r}; available: docker, ecs, process")
 
 
 def create_host_scaler(settings: Settings, ecs: EcsSettings) -> HostScaler | None:

@@ -87,8 +87,6 @@ async def test_what_a_server_refuses_is_wrong_and_an_error_in_the_log(
     assert "no_such_database" in one.problem
     one = await found(servers.TEMPORAL, settings, temporal_namespace="nowhere")
     assert (one.wrong, "has no namespace nowhere" in one.problem) == (True, True)
-    one = await found(doctor.LAUNCHER, settings, launcher="magic")
-    assert (one.wrong, "available: docker, ecs, process" in one.problem) == (True, True)
     one = await found(servers.BROKER, settings, exchange_address="nowhere")
     assert (one.wrong, one.problem) == (True, "'nowhere' is no host:port")
     assert not (await found(servers.BROKER, settings, exchange_address="")).problem  # real brokers only
