@@ -4,9 +4,8 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import structlog
@@ -52,8 +51,6 @@ class JobState:
     job_id: str
     state: str
     name: str | None = None
-    queue: str | None = None
-    priority: int | None = None
     attempt: int = 0
     #: It runs, and someone has cancelled it.
     cancelling: bool = False
@@ -64,31 +61,20 @@ class JobState:
     #: What the job last reported, as JSON.
     progress: Any = None
     #: How it ended; of a job that waits for another attempt, how the last one ended.
-    result: JobResult | None = field(default=None)
+    result: JobResult | None = None
 
     @property
     def ended(self) -> bool:
         return self.state not in OPEN_STATES
 
 
-def write_to_stderr(line: bytes) -> None:
-    """Writes each line at once, so that lines of several processes do not mix."""
-    with suppress(OSError):
-        os.write(2, line)
-
-
-Writer = Callable[[bytes], None]
-
-
 class JobClient:
     """All calls may be repeated, and raise `RedisError` when Valkey is down."""
 
-    def __init__(self, client: Redis, secrets: MessageSecrets, write_line: Writer = write_to_stderr) -> None:
-        """`write_line` gets a line in the Elastic Common Schema for each job that was queued."""
+    def __init__(self, client: Redis, secrets: MessageSecrets) -> None:
         self._client = client
         self.secrets = secrets
         self._refused = RefusalCounter(REFUSED.labels("job result").inc)
-        self._write_line = write_line
         self._formatter = JobEventFormatter("berth-jobs", socket.gethostname())
         self._waiters = asyncio.Semaphore(MAX_WAITERS)
 
@@ -99,7 +85,9 @@ class JobClient:
         if reply_text(reply[0]) != "queued":
             return False
         labels = {"job_id": job.job_id, "job": job.name, "queue": job.queue, "priority": job.priority}
-        self._write_line(self._formatter.line(JobEvent("job-queued"), "info", {**labels, "tag": tag}))
+        line = self._formatter.line(JobEvent("job-queued"), "info", {**labels, "tag": tag})
+        with suppress(OSError):  # nobody reads the log any more
+            os.write(2, line)  # at once, so that lines of several processes do not mix
         return True
 
     async def cancel(self, job_id: str, *, tag: str = job_keys.FLEET_TAG) -> bool:
@@ -180,14 +168,12 @@ def _state(job_id: str, fields: dict[str, bytes], result: JobResult | None) -> J
     state = reply_text(fields.get("state", b""))
     if not state:
         return None
-    names = ("priority", "attempt", "queued_at", "due", "started_at")
+    names = ("attempt", "queued_at", "due", "started_at")
     number = {name: reply_number(fields[name]) for name in names if name in fields}
     return JobState(
         job_id=job_id,
         state=state,
         name=reply_text(fields["name"]) if "name" in fields else None,
-        queue=reply_text(fields["queue"]) if "queue" in fields else None,
-        priority=number.get("priority"),
         attempt=number.get("attempt", result.attempt if result else 0),
         cancelling="cancelled" in fields and state in OPEN_STATES,
         queued_at_ms=number.get("queued_at"),

@@ -74,7 +74,7 @@ def test_a_job_that_none_of_ours_made_is_not_run(fleet: RunnerFleet) -> None:
 @pytest.mark.parametrize("tag", [job_keys.FLEET_TAG, job_keys.user_tag("alice")])
 async def test_a_forged_end_of_a_job_is_told_as_unknown(valkey_client: Redis, tag: str) -> None:
     client: Any = valkey_client
-    jobs, own = JobClient(client, SECRETS, lambda _line: None), SECRETS.job_keys(tag)
+    jobs, own = JobClient(client, SECRETS), SECRETS.job_keys(tag)
     done = JobResult(job_id="j", status=JobStatus.DONE, value=msgspec.Raw(b'"all is well"'))
     refused = ("berth_messages_refused_total", {"kind": "job result"})
     before = REGISTRY.get_sample_value(*refused) or 0

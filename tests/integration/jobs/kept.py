@@ -43,7 +43,7 @@ class JobKeeper:
     def __init__(self, database: Database, client: Redis) -> None:
         self.database, self.client = database, client
         self.starter = NotingStarter()
-        self.jobs = KeptJobs(database, JobClient(client, SECRETS, lambda _line: None))
+        self.jobs = KeptJobs(database, JobClient(client, SECRETS))
         self.sweeper = KeptJobSweeper(client, self.jobs, self.starter)
 
     async def add(self, job_id: str, script: JobScript | None = None, **fields: Any) -> bool:

@@ -53,7 +53,7 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
 
 
 def activity_of(database: Database, client: Redis, to: tuple[str, ...] = TO) -> DailyActivities:
-    jobs = KeptJobs(database, JobClient(client, SECRETS, lambda _line: None))
+    jobs = KeptJobs(database, JobClient(client, SECRETS))
     return DailyActivities(database, jobs, DAYS, Settings(report_to=to))
 
 
@@ -321,7 +321,7 @@ class MortalKeptJobs(KeptJobs):
 async def main():
     settings = Settings()
     client = await Client.connect(settings.temporal_address)
-    queue = JobClient(connect_valkey(settings.valkey_url), SECRETS, lambda line: None)
+    queue = JobClient(connect_valkey(settings.valkey_url), SECRETS)
     database = Database(settings.database_url)
     made = DailyActivities(database, MortalKeptJobs(database, queue), load_calendar(), settings)
     async with Worker(client, task_queue=names.BULK_QUEUE, workflows=[DailyReportWorkflow],

@@ -84,7 +84,7 @@ def statements(
 ) -> DailyActivities:
     return DailyActivities(
         database,
-        KeptJobs(database, JobClient(client, SECRETS, lambda _line: None)),
+        KeptJobs(database, JobClient(client, SECRETS)),
         DAYS,
         settings,
         **options,

@@ -6,6 +6,7 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
 from redis.asyncio import Redis
 
 from infra.jobs import metrics
@@ -153,12 +154,13 @@ def _started(fleet: RunnerFleet) -> int:
     return sum(value for name, value in totals.items() if name.startswith("wait|") and name[-3:] != "sum")
 
 
-async def test_a_job_that_was_queued_is_told_once_in_the_common_schema(valkey_client: Redis) -> None:
-    lines: list[bytes] = []
-    client = JobClient(valkey_client, SECRETS, lines.append)
+async def test_a_job_that_was_queued_is_told_once_in_the_common_schema(
+    valkey_client: Redis, capfd: pytest.CaptureFixture[str]
+) -> None:
+    client = JobClient(valkey_client, SECRETS)
     for _ in range(2):
         await client.enqueue(catalog.make_job("j-1", PingRunner(text="secret"), priority=7))
-    [line] = lines
+    [line] = capfd.readouterr().err.splitlines()
     told = json.loads(line)
     assert told["event"] == {"action": "job-queued", "kind": "event", "dataset": "berth.jobs"}
     assert told["labels"] == {
@@ -169,4 +171,4 @@ async def test_a_job_that_was_queued_is_told_once_in_the_common_schema(valkey_cl
         "tag": "jobs",
     }
     assert told["@timestamp"].endswith("Z")
-    assert b"secret" not in line
+    assert "secret" not in line
