@@ -53,8 +53,6 @@ from collections.abc import Callable
 
 #: Seconds a mark, its metadata and a pool worker's entry live without a renewal.
 MARK_TTL = 30.0
-#: Seconds between two renewals.
-MARK_PERIOD = 5.0
 #: Seconds an answer stays readable for a caller that comes back.
 ANSWER_TTL = 60
 #: Seconds a claim, its inbox and its replies are kept.
@@ -71,9 +69,6 @@ LAUNCHES = "berth:launches"
 ERRORS = "berth:errors"
 ALERTS = "berth:alerts"
 ALERTS_TURN = "berth:alerts:turn"
-
-#: The user id of a worker that belongs to nobody yet.
-POOL_USER = "-1"
 
 
 def _one(prefix: str, kind: str = "") -> Callable[[str], str]:

@@ -75,7 +75,7 @@ class ClaimedWorker:
         exchange: str,
         *,
         block: float,
-        mark_period: float = keys.MARK_PERIOD,
+        mark_period: float = 5.0,
     ) -> None:
         """`block`: seconds that its broker calls will take. Limits that would cut them short lie above."""
         self.user_id = user_id

@@ -65,7 +65,7 @@ def run(
     seconds: float = 300.0,
     quotas: Sequence[int] = QUOTAS,
     loads: Sequence[str] = tuple(LOADS),
-    mark_period: float = keys.MARK_PERIOD,
+    mark_period: float = 5.0,
     say: Say = silent,
 ) -> dict[str, Any]:
     """Measures each quota (percent of one core) with each load, for `seconds`. Raises `LimitsUnavailable`."""

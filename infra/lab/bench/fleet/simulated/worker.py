@@ -363,7 +363,7 @@ class SimulatedWorker:
         self._events += 2
         event = WorkerEvent(
             worker_id=self.config.worker_id,
-            user_id=claim.user_id if claim else keys.POOL_USER,
+            user_id=claim.user_id if claim else "-1",  # of nobody yet
             epoch=claim.epoch if claim else 0,
             sequence=self._events,
             kind=kind,
