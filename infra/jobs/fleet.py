@@ -42,7 +42,6 @@ def runner_config(settings: Settings) -> bytes:
         "recycle": settings.jobs_recycle,
         "lease": settings.jobs_lease,
         "failed_ttl": settings.dead_letter_days * 86_400,
-        "events_to": settings.jobs_events_to,
         "report_errors": settings.sends_alerts,
         "version": settings.worker_version,
         "log_level": settings.log_level,

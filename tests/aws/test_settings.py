@@ -35,7 +35,7 @@ LEFT_OUT = {
         *("statements", "statements_at", "statements_zone", "statements_rate", "report_at", "report_to"),
         *("check_max_quantity", "check_max_notional", "check_price_band", "check_daily_orders"),
         *("check_duplicate_window", "check_symbols", "check_market_open", "symbols_file", "calendar_file"),
-        *("jobs_events_to", "temporal_ui_url", "traces_url", "metrics_address", "webhook_allow_private"),
+        *("temporal_ui_url", "traces_url", "metrics_address", "webhook_allow_private"),
     },
     "tasks on Fargate only": {"ecs_subnets", "ecs_security_groups"},
     "of a master key in files": {"master_public_file", "master_key_retired"},

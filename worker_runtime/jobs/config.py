@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from worker_runtime.jobs.event_sink import BadEventSink, parse_sink_address
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import webhook_signing
 from worker_runtime.jobs.protocol.messages import FAILED_TTL
@@ -109,8 +108,6 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     mail: MailOutlet | None = None
     messaging: MessagingOutlet | None = None
     push: PushOutlet | None = None
-    #: A collector that gets the jobs' events beside the log (`parse_sink_address`); empty: none.
-    events_to: str = ""
     #: Whether operators are told of this runner's errors.
     report_errors: bool = False
     version: str = ""
@@ -124,13 +121,9 @@ def parse_config(data: bytes) -> RunnerConfig:
     """Decodes and checks; raises `BadConfig` with the reason, never with a value."""
     try:
         config = msgspec.json.decode(data, type=RunnerConfig)
-        if config.events_to:
-            parse_sink_address(config.events_to)
         ValkeyAddress(config.valkey_url)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadConfig(f"the runner's configuration does not fit: {error}") from None
-    except BadEventSink as error:
-        raise BadConfig(f"events_to: {error.detail}") from None
     except BadValkeyAddress as error:
         raise BadConfig(f"valkey_url: {error.detail}") from None
     return config

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from worker_runtime.jobs.child_pool import RunningJobs
 from worker_runtime.jobs.config import RunnerConfig
-from worker_runtime.jobs.event_sink import EventSink
 from worker_runtime.jobs.protocol.telemetry import error_report
 from worker_runtime.jobs.queue import ClaimedJob, JobQueue, RunnerIdentity
 from worker_runtime.jobs.telemetry import JobCounters, JobEventLog
@@ -95,7 +94,6 @@ class RunnerRegistration:
         self._backoff = Backoff(0.05, 1.0)
         self._registered = False
         self.counters = JobCounters()
-        self._sink = EventSink(config.events_to, log) if config.events_to else None
         self._renewed_at: float | None = None
         self._next_renewal = 0.0
         self._next_check = 0.0
@@ -111,7 +109,7 @@ class RunnerRegistration:
         identity = RunnerIdentity(runner_id, config.name, config.node, config.queues, config.version)
         self.queue = JobQueue(self._client, identity, config.tag)
         self.queue.failed_ttl = config.failed_ttl
-        self.events = JobEventLog(runner_id, config.node, sink=self._sink)
+        self.events = JobEventLog(runner_id, config.node)
 
     @property
     def runner_id(self) -> str:
@@ -123,16 +121,15 @@ class RunnerRegistration:
         return self._due_at is not None or self._observer.has_others()
 
     def seconds_until_due(self) -> float:
-        """Seconds until `run_due`, or the sink of events, has something to do."""
-        sink = math.inf if self._sink is None else self._sink.seconds_until_due()
+        """Seconds until `run_due` has something to do."""
         if not self.reachable:
-            return min(sink, self._backoff.left())
+            return self._backoff.left()
         due = self._next_renewal
         if self._observer.has_others():
             due = min(due, self._next_check)
         if self._due_at is not None:
             due = min(due, self._due_at)
-        return min(sink, max(0.0, due - time.monotonic()))
+        return max(0.0, due - time.monotonic())
 
     def run_due(self, stopping: bool) -> bool:
         """Connects, renews or checks other runners if that is due; true if there may be work now."""
@@ -202,11 +199,6 @@ class RunnerRegistration:
             self.events.log_returned(job_id, fate, self.runner_id)
         self.events.flush()
         self._client.close()
-
-    def close(self) -> None:
-        """Sends the last events to the sink."""
-        if self._sink is not None:
-            self._sink.close()
 
     def _connect(self) -> bool:
         try:

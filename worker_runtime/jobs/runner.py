@@ -193,7 +193,6 @@ class JobRunner:
         until = time.monotonic() + _SIGN_OFF_LIMIT
         while not self._sign_off(last_try=time.monotonic() >= until):
             time.sleep(0.05)
-        self._registration.close()
         self._log.info("job_runner_ended", runner=self._registration.runner_id)
         return ExitCode.OK
 

@@ -7,7 +7,6 @@ from bisect import bisect_left
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from worker_runtime.jobs.event_sink import EventSink
 from worker_runtime.jobs.protocol.messages import Job, JobResult, JobStatus
 from worker_runtime.jobs.protocol.telemetry import (
     BOUNDS_MS,
@@ -29,14 +28,13 @@ _END_EVENTS = {
 
 
 class JobEventLog:
-    """Collects events as lines; `flush` writes them to a descriptor and to the sink, if there is one.
+    """Collects events as lines; `flush` writes them to a descriptor.
 
     The runner flushes once in each turn of its loop, so one job's end and the next one's start cost one
     write. The producer logs `queued`.
     """
 
-    def __init__(self, runner: str, node: str, output: int = 2, sink: EventSink | None = None) -> None:
-        self._sink = sink
+    def __init__(self, runner: str, node: str, output: int = 2) -> None:
         self._output = output
         self._formatter = JobEventFormatter("berth-jobs", node)
         self._runner = runner
@@ -79,8 +77,6 @@ class JobEventLog:
         """Writes whole lines, and no more at once than a pipe takes whole unless one line is longer, so that
         lines of several processes do not mix."""
         lines, self._lines = self._lines, []
-        if self._sink is not None:
-            self._sink.send(lines)
         if not lines:
             return
         batch = b""

@@ -130,7 +130,7 @@ async def test_a_fleet_whose_runners_cannot_be_configured_ends(
     tmp_path: Path, valkey_server: ValkeyServer, twilio: TwilioServer
 ) -> None:
     create_message_secret(tmp_path / "message.key")
-    own = settings(tmp_path, valkey_server, twilio, jobs_runners="2", jobs_events_to="nonsense")
+    own = settings(tmp_path, valkey_server, twilio, jobs_runners="2", jobs_queues=())
     command = [sys.executable, "-m", "infra.jobs.fleet"]
     done = await asyncio.to_thread(
         subprocess.run, command, env=environment(own) | {"BERTH_VALKEY_URL": own.valkey_url}, timeout=30

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 from pathlib import Path
 
 import msgspec
@@ -34,26 +33,6 @@ def test_a_job_runs_and_its_result_can_be_read(fleet: RunnerFleet) -> None:
     completed = eventually(lambda: runner.job_events("job-completed"), "the event")
     assert [event["labels"]["job_id"] for event in completed] == ["j"]
     assert runner.job_events("job-processing")[0]["ecs.version"]
-
-
-def test_a_collector_gets_the_events_of_jobs_as_they_stand_in_the_log(fleet: RunnerFleet) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as collector:
-        collector.settimeout(30)
-        runner = fleet.start(events_to=f"tcp://127.0.0.1:{collector.getsockname()[1]}")
-        for number in range(3):
-            fleet.add(f"j{number}")
-            fleet.result(f"j{number}")
-        link, _ = collector.accept()
-        with link, link.makefile("rb") as lines:
-            link.settimeout(30)
-            sent = [msgspec.json.decode(lines.readline()) for _ in range(6)]
-            eventually(lambda: len(runner.job_events("job-completed")) == 3 or None, "the events in the log")
-            assert [one for one in sent if one["event"]["action"] == "job-completed"] == runner.job_events(
-                "job-completed"
-            )
-            assert [one for one in sent if one["event"]["action"] == "job-processing"] == runner.job_events(
-                "job-processing"
-            )
 
 
 def test_each_job_gets_a_fresh_process_that_is_not_the_runner(fleet: RunnerFleet) -> None:
