@@ -283,7 +283,7 @@ class Play:
 @pytest.fixture(scope="module")
 def played(request: pytest.FixtureRequest) -> Iterator[Played]:
     """What became of the steps that this run asks for."""
-    chosen = [
+    chosen: list[Any] = [
         item.callspec.params["step"]
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.path == request.path and hasattr(item, "callspec")

@@ -33,7 +33,13 @@ from worker_runtime.protocol.worker_reports import EVENT, sign_event
 CHROMIUM = shutil.which("chromium")
 expect.set_options(timeout=30_000)  # Swagger draws a long document: 2 s on a free machine
 PICTURES = os.environ.get("BERTH_SCREENSHOTS")
-DESKTOP, PHONE = {"width": 1100, "height": 700}, {"width": 360, "height": 640}
+DESKTOP: Any = {"width": 1100, "height": 700}
+#: Colour scheme and size of a window.
+LOOKS: tuple[tuple[Any, Any], ...] = (
+    ("light", {"width": 360, "height": 640}),  # as narrow as a phone's
+    ("light", DESKTOP),
+    ("dark", DESKTOP),
+)
 
 #: Of 60 s they take up to 35 where the host gives us half of its CPU.
 pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(not CHROMIUM, reason="install Debian's chromium")]
@@ -376,8 +382,8 @@ def test_every_page_is_accessible_and_fits(house: House, trader: Trader, browser
 
 
 def assert_accessible(page: Page, path: str) -> None:
-    """In both colour schemes, and in a window as narrow as a phone's, in which nothing is cut off."""
-    for scheme, size in (("light", PHONE), ("light", DESKTOP), ("dark", DESKTOP)):
+    """In each of the looks, in which nothing is cut off."""
+    for scheme, size in LOOKS:
         page.emulate_media(color_scheme=scheme)
         page.set_viewport_size(size)
         assert serious(page) == [], (path, scheme, size)

@@ -109,7 +109,7 @@ async def test_a_state_in_which_no_script_leaves_a_job_ends_it_as_unknown(
     """It would be told as done and be forgotten, a mail that was never sent."""
     client: Any = valkey_client
     await client.hset(job_keys.job(job_keys.FLEET_TAG, "j"), mapping={"state": forged, "name": "email"})
-    state = await JobClient(client, SECRETS, lambda _line: None).get("j")
+    state = await JobClient(client, SECRETS).get("j")
     assert state is not None
     assert state.result is not None
     assert state.result.failure is not None
