@@ -4,7 +4,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Float, String, bindparam, func, select, text
+from sqlalchemy import Float, String, bindparam, delete, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.engine import Database, SingleRow, SingleStatement
@@ -93,7 +93,6 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
 ), twin as (
   insert into order_twins (user_id, fingerprint, client_order_id, at)
   select :user_id, :fingerprint, :client_order_id, clock_timestamp() from counter where :window <> 0
-     and not exists (select from orders where user_id = :user_id and client_order_id = :client_order_id)
   on conflict (user_id, fingerprint) do update
      set client_order_id = excluded.client_order_id, at = excluded.at
    where order_twins.at < excluded.at - :window * interval '1 second'
@@ -181,21 +180,24 @@ def _values_of(new: NewOrder, window: float) -> dict[str, Any]:
 
 
 async def _repeat_or_refusal(session: AsyncSession, new: NewOrder, window: float) -> AcceptedOrder:
+    of_this = OrderTwin.user_id == new.user_id, OrderTwin.fingerprint == new.fingerprint
     left = func.extract("epoch", Order.deadline_at - func.clock_timestamp())
     found = await session.execute(
         select(Order, left).where(Order.user_id == new.user_id, Order.client_order_id == new.client_order_id)
     )
     if (row := found.one_or_none()) is None:
         refusal = await find_refusal(session, new, new.unknown_blocks)
-        twin = select(OrderTwin.client_order_id).where(
-            OrderTwin.user_id == new.user_id, OrderTwin.fingerprint == new.fingerprint
-        )
+        twin = select(OrderTwin.client_order_id).where(*of_this)
         if window > 0 and refusal is None and (other := await session.scalar(twin)) is not None:
             raise DuplicateOrder(f"{other} asked for the same less than {window:g} s ago")
         # None: what blocked the order was settled since.
         raise refusal or SymbolBlocked("another order had to be settled; it is now: place the order again")
     first: Order = row[0]
-    return AcceptedOrder(first, float(row[1]), new=False, same_request=first.fingerprint == new.fingerprint)
+    same_request = first.fingerprint == new.fingerprint
+    if not same_request:  # this order is refused, and is no twin of a later one
+        own = OrderTwin.client_order_id == new.client_order_id
+        await session.execute(delete(OrderTwin).where(own, *of_this))
+    return AcceptedOrder(first, float(row[1]), new=False, same_request=same_request)
 
 
 #: Lot, condition and type of an order that a worker of release 0.1.0 understands.
