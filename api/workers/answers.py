@@ -168,11 +168,11 @@ class AnswerListener:
             await asyncio.sleep(RECONNECT_PERIOD)
 
     async def _connect(self, link: ValkeyLink) -> None:
-        # First, so that everything published from now on arrives.
-        for user_id in {pending.user_id for pending in self._pending.values()}:
-            self.channels.listen(user_id, link)
         await link.read_clock()
         self._link = link
+        for user_id in {pending.user_id for pending in self._pending.values()}:
+            self.channels.listen(user_id, link)
+        await link.execute("PING")  # from now on everything that is published arrives
         self._generation = await valkey.ensure_generation(self.client, uuid4().hex)
         self._tried.set()
         self._log.info("answers_connected", generation=self._generation, pending=self.pending)
