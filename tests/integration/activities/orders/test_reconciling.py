@@ -12,13 +12,12 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from msgspec import structs
 from redis.asyncio import Redis
-from sqlalchemy import text, update
+from sqlalchemy import text
 from temporalio.client import Client
 
 from activities.events.recorder import Recorder
 from activities.orders.reconciliation import MOST_FOREIGN
 from infra.database.engine import Database
-from infra.database.models import Order
 from infra.database.trading import reconciliations
 from infra.database.trading.models import Reconciliation
 from infra.local.servers import TemporalServer
@@ -141,18 +140,6 @@ async def test_books_that_agree_leave_no_trace(stage: SweeperStage) -> None:
     await a_filled_order(stage)
     await report(stage, held("2330", 2), orders=(listed("B-1", 2),))
     assert await rows(stage) == []
-
-
-async def test_the_fills_of_a_rolling_code_explain_the_position_in_its_contract(stage: SweeperStage) -> None:
-    await report(stage, held("TXFA6", 1))
-    for symbol, side in (("TXFR1", "buy"), ("TXFA6", "sell")):
-        order_id = await a_filled_order(stage, broker_order_id=symbol)
-        async with stage.database.session() as session:
-            await session.execute(update(Order).where(Order.id == order_id).values(symbol=symbol, side=side))
-        await report(stage, held("TXFA6", 3 if side == "buy" else 1))
-        assert await rows(stage) == []
-    await report(stage, held("TXFA6", 2))
-    assert (await rows(stage))[0].differences == {"positions": [{"symbol": "TXFR1", "ours": 1, "broker": 2}]}
 
 
 async def test_a_position_that_our_fills_do_not_explain_is_written_down_once(stage: SweeperStage) -> None:

@@ -1,9 +1,12 @@
-"""Our books beside the broker's in shares: odd lots add up to lots, and what was never seen blocks nobody."""
+"""Our books beside the broker's in shares, and under rolling codes: odd lots add up to lots, and what was never
+seen blocks nobody."""
 
 from __future__ import annotations
 
 import pytest
+from sqlalchemy import update
 
+from infra.database.models import Order
 from tests.integration.activities.orders import test_reconciling as books
 from tests.integration.activities.orders.sweeping import SweeperStage
 from tests.integration.activities.orders.test_reconciling import held, report, rows
@@ -92,3 +95,15 @@ async def test_a_worker_that_counts_lots_sees_no_difference_in_shares(stage: Swe
     await filled(stage, 600)
     await report(stage, held("2330", 1), odd_shown=False)
     assert await rows(stage) == []
+
+
+async def test_the_fills_of_a_rolling_code_explain_the_position_in_its_contract(stage: SweeperStage) -> None:
+    await report(stage, held("TXFA6", 1))
+    for symbol, side in (("TXFR1", "buy"), ("TXFA6", "sell")):
+        order_id = await books.a_filled_order(stage, broker_order_id=symbol)
+        async with stage.database.session() as session:
+            await session.execute(update(Order).where(Order.id == order_id).values(symbol=symbol, side=side))
+        await report(stage, held("TXFA6", 3 if side == "buy" else 1))
+        assert await rows(stage) == []
+    await report(stage, held("TXFA6", 2))
+    assert (await rows(stage))[0].differences == {"positions": [{"symbol": "TXFR1", "ours": 1, "broker": 2}]}
