@@ -63,7 +63,7 @@ def _line(account_id: str, symbol: str, odd: bool, rows: list[OrderRow]) -> Stat
 
 
 def _filled(rows: list[OrderRow], side: str) -> tuple[int, Decimal | None]:
-    """Lots and their average price to four places; None if a price is not known."""
+    """Lots and their average price to four places, without an exponent; None if a price is not known."""
     filled = [row for row in rows if row.side == side and row.filled_quantity]
     lots = sum(row.filled_quantity for row in filled)
     value = Decimal(0)
@@ -71,7 +71,7 @@ def _filled(rows: list[OrderRow], side: str) -> tuple[int, Decimal | None]:
         if row.average_price is None:
             return lots, None
         value += row.average_price * row.filled_quantity
-    return lots, round(value / lots, 4).normalize() if lots else None
+    return lots, Decimal(f"{round(value / lots, 4).normalize():f}") if lots else None
 
 
 def export_orders(arguments: ExportOrders, _context: JobContext) -> OrderExport:

@@ -75,6 +75,11 @@ def test_a_statement_sums_up_what_was_bought_and_sold_by_account_and_symbol() ->
     assert (made.lines[0].bought, made.lines[0].bought_average) == (0, None)
 
 
+def test_a_round_average_is_told_without_an_exponent() -> None:
+    [line] = a_statement(row(1, average_price=Decimal("20000"))).lines
+    assert msgspec.to_builtins(line)["bought_average"] == "20000"
+
+
 def test_an_average_is_not_made_up_when_a_price_is_unknown() -> None:
     line = a_statement(row(1), row(2, average_price=None)).lines[0]
     assert (line.bought, line.bought_average) == (6, None)
