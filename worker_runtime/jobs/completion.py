@@ -27,7 +27,8 @@ from worker_runtime.protocol.authentication import MessageKeys
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Failure
 
-#: A retry comes up to a quarter of its delay earlier or later, so that jobs which failed together spread out.
+#: A retry comes up to a quarter of its delay earlier or later, so that jobs which failed together spread out;
+#: one whose error named the delay, such as by `Retry-After`, never earlier.
 _JITTER = 0.25
 
 
@@ -61,7 +62,7 @@ class RunJudge:
             status = JobStatus.DONE
         elif failure.retryable and claimed.attempt < job.attempts:
             status = JobStatus.RETRY
-            delay = jittered(job.retry_delay if outcome.delay is None else outcome.delay)
+            delay = jittered(job.retry_delay) if outcome.delay is None else jittered(outcome.delay, 0.0)
         else:
             status = JobStatus.FAILED
         result = self._result(claimed, status, failure, output, started_ms, outcome)
@@ -118,10 +119,10 @@ class RunJudge:
         )
 
 
-def jittered(delay: float) -> float:
-    """`delay` (seconds), up to a quarter shorter or longer."""
+def jittered(delay: float, shorter: float = _JITTER) -> float:
+    """`delay` (seconds), up to a quarter longer, or shorter by up to that part."""
     # Jitter needs no cryptographic randomness.
-    return delay * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311
+    return delay * random.uniform(1 - shorter, 1 + _JITTER)  # noqa: S311
 
 
 class PendingRunEnds:
