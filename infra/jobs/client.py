@@ -128,7 +128,7 @@ class JobClient:
         kept = stored or told.get("failure")
         result = None if kept is None else self._result(kept, job_id, tag)
         if stored and result is not None:
-            told["state"] = result.status.encode()
+            told["state"] = result.ended_as.encode()
         return _state(job_id, told, result)
 
     def _result(self, kept: bytes, job_id: str, tag: str) -> JobResult:

@@ -26,13 +26,11 @@ from infra.database.locks import seconds_from_now
 from infra.database.models import Base
 from infra.jobs.client import JobClient, JobIdReused, JobState
 from worker_runtime.jobs.protocol.keys import tag_of
-from worker_runtime.jobs.protocol.messages import Job, encode_job, read_job
+from worker_runtime.jobs.protocol.messages import RESULT_KEPT, Job, encode_job, read_job
 from worker_runtime.protocol.errors import MalformedMessage
 
 #: Seconds between two checks of a job that has not ended, each by one process.
 CHECK = 30.0
-#: Seconds for which the result of a job of the fleet is kept: who notes its end may be away as long.
-RESULT_KEPT = 86_400
 
 log = structlog.get_logger()
 

@@ -257,7 +257,7 @@ def _snapshot(
     )
     if fields or result is None:
         return snapshot
-    ended: dict[str, Any] = {"state": result.status.value, "started_at_ms": result.started_at_ms}
+    ended: dict[str, Any] = {"state": result.ended_as.value, "started_at_ms": result.started_at_ms}
     return replace(snapshot, attempt=result.attempt, runner=result.runner, **ended)
 
 

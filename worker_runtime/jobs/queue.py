@@ -17,6 +17,7 @@ from worker_runtime.jobs.protocol.messages import (
     BOOST_MS,
     FAILED_TTL,
     MAX_CRASHES,
+    RESULT_KEPT,
     RESULT_TTL,
     RUNNER_TTL,
     JobResult,
@@ -172,14 +173,17 @@ class JobQueue:
 
     def reap(self, runner_id: str, beat: bytes) -> dict[str, str] | None:
         """Takes a dead runner's jobs back: job → what became of it; None: it lives. Safe to repeat."""
-        reply = self._run(job_scripts.REAP, runner_id, beat, 1, MAX_CRASHES, RESULT_TTL, self.failed_ttl)
+        reply = self._reap(runner_id, beat, 1)
         return None if reply[0] == b"alive" else _fates(reply)
 
     def sign_off(self) -> dict[str, str]:
         """Removes the runner. Jobs that it still holds go back, or fail if they must not run twice.
         Safe to repeat."""
-        own = self.identity.runner_id
-        return _fates(self._run(job_scripts.REAP, own, b"", 0, MAX_CRASHES, RESULT_TTL, self.failed_ttl))
+        return _fates(self._reap(self.identity.runner_id, b"", 0))
+
+    def _reap(self, runner_id: str, beat: bytes, crashes: int) -> Any:
+        kept = RESULT_KEPT if self.tag == job_keys.FLEET_TAG else RESULT_TTL
+        return self._run(job_scripts.REAP, runner_id, beat, crashes, MAX_CRASHES, kept, self.failed_ttl)
 
     def write_progress(self, job_id: str, fence: int, progress: bytes) -> bool:
         """Stores a job's progress; false if the job is no longer this runner's. Safe to repeat."""

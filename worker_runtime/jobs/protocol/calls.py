@@ -14,6 +14,7 @@ from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.jobs.protocol.messages import (
     BOOST_MS,
     FIFO_QUEUE,
+    RESULT_KEPT,
     RESULT_TTL,
     Job,
     JobCancelled,
@@ -74,9 +75,8 @@ def cancel(job_id: str, keys: MessageKeys, tag: str = job_keys.FLEET_TAG) -> Que
     """Cancels a job. The reply: `cancelled`, `asked` (its runner will kill it), `failed`, `unknown`."""
     failure = Failure.of(JobCancelled("cancelled before it ran"))
     result = JobResult(job_id=job_id, status=JobStatus.CANCELLED, failure=failure)
-    return QueueCall(
-        job_scripts.CANCEL, [job_keys.meta(tag)], [job_id, sign_result(result, keys), RESULT_TTL]
-    )
+    kept = RESULT_KEPT if tag == job_keys.FLEET_TAG else RESULT_TTL
+    return QueueCall(job_scripts.CANCEL, [job_keys.meta(tag)], [job_id, sign_result(result, keys), kept])
 
 
 def requeue(job_ids: Sequence[str], tag: str = job_keys.FLEET_TAG) -> QueueCall:

@@ -22,8 +22,8 @@ NULL = msgspec.Raw(b"null")
 MAX_JOB = 64 * 1024
 #: Bytes of one encoded result.
 MAX_RESULT = 64 * 1024
-#: Seconds that a result is kept.
-RESULT_TTL = 500
+#: Seconds that a result is kept; of the fleet, since who notes the end in PostgreSQL may be away as long.
+RESULT_TTL, RESULT_KEPT = 500, 86_400
 #: Seconds that a failed job is kept.
 FAILED_TTL = 14 * 86_400
 #: A job is not run again once it, or its runner, has died this often.
@@ -134,6 +134,11 @@ class JobResult(Message, frozen=True, kw_only=True, tag="job_result"):
     runner: str = ""
     started_at_ms: bounds.TimeMsOrZero = 0
     finished_at_ms: bounds.TimeMsOrZero = 0
+
+    @property
+    def ended_as(self) -> JobStatus:
+        """How the job ended: nothing runs after a retry that ended it, since somebody had cancelled it."""
+        return JobStatus.CANCELLED if self.status is JobStatus.RETRY else self.status
 
 
 def encode_job(job: Job) -> bytes:

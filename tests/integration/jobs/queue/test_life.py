@@ -5,12 +5,23 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from infra.jobs.client import JobClient
+from infra.jobs.view import JobInspector
+from infra.valkey.client import connect_valkey
 from tests.integration.jobs.stage import KEYS, QueueStage, claim, claiming, die, end, ids
+from tests.signed import SECRETS
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts
-from worker_runtime.jobs.protocol.messages import MAX_JOB, Job, JobStatus
-from worker_runtime.jobs.queue import JobQueue, RunnerIdentity
+from worker_runtime.jobs.protocol.messages import (
+    MAX_JOB,
+    RESULT_KEPT,
+    Job,
+    JobResult,
+    JobStatus,
+    sign_result,
+)
+from worker_runtime.jobs.queue import FinishedRun, JobQueue, RunnerIdentity
 from worker_runtime.protocol.errors import MalformedMessage
 
 FLEET = job_keys.FLEET_TAG
@@ -192,6 +203,36 @@ def test_a_running_job_is_cancelled_through_its_runner(stage: QueueStage) -> Non
     # It ended by itself just then: what would have been a retry is the end.
     assert end(runner, job, JobStatus.RETRY) == "cancelled"
     assert stage.call(job_calls.cancel("j", KEYS)) == "unknown"
+
+
+async def test_a_retry_that_was_cancelled_is_told_as_cancelled(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.enqueue("j", idempotent=True)
+    (job,) = claim(runner)
+    stage.call(job_calls.cancel("j", KEYS))
+    result = sign_result(JobResult(job_id="j", status=JobStatus.RETRY), KEYS)
+    runner.finish_and_claim([FinishedRun("j", job.fence, JobStatus.RETRY, result)], 0)
+    with JobInspector(stage.url) as jobs:
+        shown = jobs.job("j")
+    client = connect_valkey(stage.url)
+    found = await JobClient(client, SECRETS).get("j")
+    await client.aclose()
+    assert shown is not None
+    assert found is not None
+    assert (shown.state, found.state) == ("cancelled", "cancelled")
+
+
+def test_the_end_of_a_cancelled_job_of_the_fleet_outlasts_those_who_note_it(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.enqueue("reaped", idempotent=True)
+    claim(runner)
+    stage.enqueue("waiting")
+    for job_id in ("waiting", "reaped"):
+        stage.call(job_calls.cancel(job_id, KEYS))
+    die(runner, stage.runner())
+    for job_id in ("waiting", "reaped"):
+        left = stage.client.execute("TTL", job_keys.result(FLEET, job_id))
+        assert left > RESULT_KEPT - 100
 
 
 def test_a_waiting_and_a_delayed_job_are_cancelled_at_once(stage: QueueStage) -> None:
