@@ -216,11 +216,12 @@ async def put_letter(session: AsyncSession, letter: DeadLetter, *, overflow: boo
     if row is not None:
         if row.new:  # no error of ours: operators are alerted of the list
             log.warning("dead_letter", **about)
-    elif letter.at is None:
+    elif letter.at is None or await session.get(DeadLetterRow, letter.id) is None:  # no room, no repeat
         # All made-up sources share one letter once the list is full.
         known = await session.scalar(select(func.count()).where(DeadLetterRow.source == source))
         text = "more letters than are kept; this counts the rest"
-        rest = DeadLetter(kind="overflow", subject="more", source=source if known else "", reason=text)
+        whose = source if known else ""
+        rest = DeadLetter(kind="overflow", subject="more", source=whose, reason=text, at=letter.at)
         await put_letter(session, rest, overflow=True)
 
 

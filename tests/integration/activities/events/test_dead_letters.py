@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
 import asyncpg
@@ -202,6 +202,19 @@ async def test_a_worker_fills_only_its_own_part_of_the_list(yard: Yard) -> None:
     assert len(await rows(yard)) == len(found) + 1
     async with yard.database.session() as session:
         assert await dead_letters.count_letters(session) == {"event": len(found), "overflow": 1}
+
+
+async def test_what_failed_at_a_known_time_is_counted_once_when_the_list_is_full(yard: Yard) -> None:
+    box, began, most = DeadLetters(yard.database), datetime.now(UTC), dead_letters.MOST_OF_SOURCE
+    failed = [
+        DeadLetter(kind="job", subject=f"j{n}", source="fleet jobs", at=began + timedelta(seconds=n))
+        for n in range(most + 3)
+    ]
+    for _ in range(2):
+        await box.put(failed)
+        found = await rows(yard)
+        assert len(found) == most + 1
+        assert {row.kind: row.count for row in found} == {"job": 1, "overflow": 3}
 
 
 async def fill(yard: Yard, kind: str, *, closed: bool = False) -> None:
