@@ -3,6 +3,7 @@
 import fcntl
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,10 +40,12 @@ def read_key_file(path: Path, *, private: bool, made_by: str = "`berth keys init
 def write_key_file(path: Path, data: bytes, *, private: bool) -> None:
     """Writes a key file; replaces an existing one atomically."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
+    # Of a new name each time: a process that was killed may have left one, and in containers ids repeat.
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    fresh = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o600 if private else 0o644)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

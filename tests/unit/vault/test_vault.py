@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from moto import mock_aws
 
 from infra.database.models import EncryptedCredentials
-from infra.vault import key_pairs, vault
+from infra.vault import key_file, key_pairs, vault
 from infra.vault.key_file import KeyFileCorrupt, KeyFileExposed, KeyFileMissing
 from infra.vault.key_pairs import (
     MasterKeyRing,
@@ -130,6 +131,13 @@ def test_key_files_are_private_and_read_back(tmp_path: Path) -> None:
     keys, again = OrchestratorKeys(tmp_path), OrchestratorKeys(tmp_path)
     assert (again.public_keys, again.budget_names("p")) == (keys.public_keys, keys.budget_names("p"))
     assert again.launch_token("w") == keys.launch_token("w")
+
+
+def test_what_a_killed_process_left_keeps_no_key_file_from_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "signing.key"
+    (tmp_path / f".{path.name}.{os.getpid()}").write_bytes(b"half of")
+    key_file.write_key_file(path, b"whole", private=True)
+    assert path.read_bytes() == b"whole"
 
 
 def test_running_orchestrators_follow_the_rotation_of_their_keys(tmp_path: Path) -> None:
