@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 from worker_runtime.jobs.config import MailOutlet
@@ -11,6 +12,10 @@ from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
 
 if TYPE_CHECKING:
     import smtplib
+
+#: Timeouts of one step that all steps before the text may take together. A server of eight addresses of which
+#: none answers would else outlast the job, and nobody would know that no mail had gone out.
+_STEPS = 3
 
 
 class MailRefused(JobFailed, code="MAIL_REFUSED"):
@@ -38,12 +43,14 @@ def check_login(outlet: MailOutlet) -> None:
 
 
 def _talk(outlet: MailOutlet, to: str, data: bytes | None) -> None:
-    """Logs in at the server, and sends one mail if there is one."""
+    """Logs in at the server, and sends one mail if there is one. For a main thread: it uses SIGALRM."""
     # Imported here: what mails need would cost every runner and child some MiB.
     import smtplib
     import ssl
 
     client: smtplib.SMTP | None = None
+    signal.signal(signal.SIGALRM, _give_up)
+    signal.setitimer(signal.ITIMER_REAL, _STEPS * outlet.timeout)
     try:
         trust = ssl.create_default_context(cafile=outlet.ca_file or None)
         if outlet.security == "tls":
@@ -69,11 +76,18 @@ def _talk(outlet: MailOutlet, to: str, data: bytes | None) -> None:
     except OSError as error:  # all of smtplib's errors are, too
         raise MailDeferred(type(error).__name__) from None
     else:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         if data is not None:
             _send_text(client, data)
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         if client is not None:
             client.close()
+
+
+def _give_up(_number: int, _frame: object) -> None:
+    # No OSError: while it tries a server's addresses, the library takes one as a reason to try the next.
+    raise MailDeferred("the server is too slow")
 
 
 def _send_text(client: smtplib.SMTP, data: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socketserver
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from email import message_from_bytes
@@ -26,6 +27,8 @@ class MailServer(socketserver.ThreadingTCPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _MailHandler)
         self.codes = {"MAIL": 250, "RCPT": 250, "DATA": 354, ".": 250, "AUTH": 235}
+        #: Seconds before each answer.
+        self.pause = 0.0
         self.commands: list[str] = []
         self.mails: list[bytes] = []
 
@@ -56,6 +59,7 @@ class _MailHandler(socketserver.StreamRequestHandler):
         return self._say(self.server.codes["."])
 
     def _say(self, code: int) -> bool:
+        time.sleep(self.server.pause)
         if code:
             self.wfile.write(f"{code} so\r\n".encode())
         return bool(code)
@@ -86,6 +90,7 @@ def send(
     username: str = "",
     password: str = "secret",
     security: str = "none",
+    timeout: float = 5.0,
 ) -> object:
     outlet = MailOutlet(
         host="127.0.0.1",
@@ -94,7 +99,7 @@ def send(
         security=security,  # type: ignore[arg-type]
         username=username,
         password=password,
-        timeout=5.0,
+        timeout=timeout,
     )
     work = SendEmail(to="alice@example.com", subject="Dein Auszug für heute", text=text)
     return email_job(outlet).run(work, JobContext("j-1", 1, 1, lambda _value: None))
@@ -116,6 +121,16 @@ def test_a_mail_arrives_as_it_was_written(server: MailServer) -> None:
     body = mail.get_body()
     assert body is not None
     assert body.get_content().replace("\r\n", "\n") == text
+
+
+def test_a_server_whose_steps_take_longer_than_the_job_may_is_tried_again(server: MailServer) -> None:
+    server.pause = 0.25  # each step in time: the greeting, MAIL, RCPT, DATA
+    with pytest.raises(MailDeferred):
+        send(port_of(server), timeout=0.3)
+    server.pause = 0.0
+    assert server.mails == []
+    send(port_of(server))
+    assert len(server.mails) == 1
 
 
 def test_two_sendings_of_a_job_have_the_same_id(server: MailServer) -> None:
