@@ -118,6 +118,7 @@ class DailyActivities:
     ) -> Iterator[tuple[str, msgspec.Struct, str]]:
         """Id, arguments and rate key of each job. Without `packed` it only says where the list is."""
         user, text = row.user_id, day.isoformat()
+        too_large = {"user_id": user, "day": text, "code": catalog.TooManyOrders.code}
         if self._email and row.email is not None:
             domain = row.email.rpartition("@")[2].lower()[:128]
             mail: msgspec.Struct = (
@@ -132,7 +133,7 @@ class DailyActivities:
                     url=row.webhook_url,
                     recipient=user,
                     event="statement.too_large",
-                    body=msgspec.Raw(msgspec.json.encode(_TooLargeBody(user_id=user, day=text))),
+                    body=msgspec.Raw(msgspec.json.encode(too_large)),
                 )
                 if packed is None
                 else catalog.PostStatement(user_id=user, day=text, orders=packed, url=row.webhook_url)
@@ -171,14 +172,6 @@ async def note_failed_statement(session: AsyncSession, job_id: str, failure: Fai
     _, day, user_id = job_id.split(".", 2)
     about = {"id": job_id, "day": day, "code": failure.code, "detail": failure.detail}
     await audit.append_entry_once(session, "jobs", "statement.failed", f"user:{user_id}", **about)
-
-
-class _TooLargeBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of the webhook instead of the statement."""
-
-    user_id: str
-    day: str
-    code: str = catalog.TooManyOrders.code
 
 
 _TOO_MANY = (

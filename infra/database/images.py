@@ -54,7 +54,8 @@ async def allow_image(session: AsyncSession, image: str, *, actor: str, reason: 
     """Puts an image on the list; one that is there stays as it is."""
     row = insert(AllowedImage).values(image=image, actor=actor, reason=reason).on_conflict_do_nothing()
     if await session.scalar(row.returning(AllowedImage.image)) is not None:
-        audit.append_entry(session, actor, "image.allowed", _subject(image), image=image, reason=reason)
+        subject = f"image:{image}"[:160]
+        audit.append_entry(session, actor, "image.allowed", subject, image=image, reason=reason)
     return (await session.scalars(select(AllowedImage).where(AllowedImage.image == image))).one()
 
 
@@ -66,8 +67,5 @@ async def forbid_image(session: AsyncSession, image: str, *, actor: str, reason:
     gone = delete(AllowedImage).where(AllowedImage.image == image).returning(AllowedImage.image)
     if await session.scalar(gone) is None:
         raise ImageNotAllowed(f"{image} is not on the list of allowed images")
-    audit.append_entry(session, actor, "image.forbidden", _subject(image), image=image, reason=reason)
-
-
-def _subject(image: str) -> str:
-    return f"image:{image}"[:160]
+    subject = f"image:{image}"[:160]
+    audit.append_entry(session, actor, "image.forbidden", subject, image=image, reason=reason)

@@ -38,8 +38,7 @@ async def wait_for_turn(session: AsyncSession, name: str) -> None:
 
 async def take_turn(session: AsyncSession, name: str) -> bool:
     """Takes the turn of this name until the transaction or its connection ends; False: another has it."""
-    got = await session.scalar(select(func.pg_try_advisory_xact_lock(func.hashtextextended(name, 0))))
-    return bool(got)
+    return bool(await session.scalar(select(func.pg_try_advisory_xact_lock(func.hashtextextended(name, 0)))))
 
 
 def lease_due(due_at: InstrumentedAttribute[Any]) -> Update:

@@ -58,11 +58,10 @@ class SecretVersionFile:
             return
         try:
             self._versions = load_versions(self._path)
-        except BerthError as error:  # as it is, it stays unreadable; a new mode is a change, too
+        except (BerthError, OSError) as error:
             log.error("secret_file_not_read", path=str(self._path), reason=str(error))
-        except OSError as error:
-            log.error("secret_file_not_read", path=str(self._path), reason=str(error))
-            return
+            if isinstance(error, OSError):  # else, as it is, it stays unreadable; a new mode is a change, too
+                return
         self._seen = found
 
 

@@ -27,8 +27,7 @@ from worker_runtime.protocol.authentication import MessageKeys
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Failure
 
-#: A retry comes up to a quarter of its delay earlier or later, so that jobs which failed together spread out;
-#: one whose error named the delay, such as by `Retry-After`, never earlier.
+#: Retries spread by up to a quarter of their delay, earlier or later; none comes before its `Retry-After`.
 _JITTER = 0.25
 
 

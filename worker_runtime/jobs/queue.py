@@ -129,8 +129,9 @@ class JobQueue:
         self._claim_number += 1
         who = (self.identity.runner_id, self._claim_number, self.identity.node)
         what = (wanted, int(self.others), self._queues, prefetch, brief, self.failed_ttl, BOOST_MS)
-        *outcomes, claimed = self._run(job_scripts.FINISH_AND_CLAIM, *who, *what, *ends)
-        return [_text(outcome) for outcome in outcomes], claimed and _claim_batch(claimed)
+        *outcomes, got = self._run(job_scripts.FINISH_AND_CLAIM, *who, *what, *ends)
+        batch = got and ClaimBatch(_text(got[0]), _seconds(got[1]), [_claimed_job(item) for item in got[2:]])
+        return [_text(outcome) for outcome in outcomes], batch
 
     def report_error(self, key: str, text: str) -> None:
         """Has operators told."""
@@ -208,10 +209,6 @@ class JobQueue:
 
     def _run(self, script: Script, *args: Argument) -> Any:
         return self.client.run(script, self._keys, args)
-
-
-def _claim_batch(reply: list[Any]) -> ClaimBatch:
-    return ClaimBatch(_text(reply[0]), _seconds(reply[1]), [_claimed_job(item) for item in reply[2:]])
 
 
 def _claimed_job(item: list[Any]) -> ClaimedJob:

@@ -84,10 +84,8 @@ class JobEventFormatter:
     ) -> bytes:
         """One line with its end."""
         message = event.action.replace("-", " ")
-        return (
-            _encode_line(_EventLine(datetime.now(UTC), level, message, self._service, event, labels, error))
-            + b"\n"
-        )
+        line = _EventLine(datetime.now(UTC), level, message, self._service, event, labels, error)
+        return _encode_line(line) + b"\n"
 
 
 #: Errors that wait in Valkey to be told to operators, about.

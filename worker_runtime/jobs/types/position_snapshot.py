@@ -7,7 +7,7 @@ for the broker's limits. The job's process holds no credentials and no broker co
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from worker_runtime.jobs.protocol.catalog import JOB_KINDS, PositionSnapshot, SnapshotPositions
 from worker_runtime.jobs.protocol.messages import JobFailed
@@ -79,7 +79,9 @@ def _ask_session(valkey_url: str, arguments: SnapshotPositions, message_keys: As
         heard = _receive_answer(subscriber, until) if mark else None
         stored = heard or client.execute("GET", keys.response(user_id, request_id))
         if not stored:
-            _withdraw_query(client, user_id, item, request_id)
+            # Taken back, so that the broker is not asked in vain.
+            client.run(scripts.WITHDRAW, keys.withdrawing(user_id, request_id), [item, b"", keys.ANSWER_TTL])
+            raise SessionSilent("the user has no worker, or its session is busy")
         signed = read_answer(stored)
         if not signed.is_authentic(message_keys.assignment, user_id) or not signed.is_about(request_id, ""):
             raise MalformedMessage("an answer to this question that is not the session's")
@@ -96,9 +98,3 @@ def _receive_answer(subscriber: Valkey, until: float) -> bytes | None:
     except ValkeyUnreachable:
         return None
     return message[2] if isinstance(message, list) and isinstance(message[2], bytes) else None
-
-
-def _withdraw_query(client: Valkey, user_id: str, item: bytes, request_id: str) -> NoReturn:
-    """Takes the query back, so that the broker is not asked in vain. Raises `SessionSilent`."""
-    client.run(scripts.WITHDRAW, keys.withdrawing(user_id, request_id), [item, b"", keys.ANSWER_TTL])
-    raise SessionSilent("the user has no worker, or its session is busy")

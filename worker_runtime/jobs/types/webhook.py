@@ -45,8 +45,7 @@ def webhook_job(outlet: WebhookOutlet) -> JobType:
             return WebhookReceipt(status=reply.status, elapsed_ms=round(elapsed, 3))
         if reply.status in _PASSING or reply.status >= 500:
             raise WebhookDeferred(f"status {reply.status}", retry_after=reply.retry_after)
-        if 300 <= reply.status < 400:
-            raise WebhookRefused(f"status {reply.status}: redirects are not followed")
-        raise WebhookRefused(f"status {reply.status}")
+        why = ": redirects are not followed" if 300 <= reply.status < 400 else ""
+        raise WebhookRefused(f"status {reply.status}{why}")
 
     return JobType(name=JOB_KINDS[DeliverWebhook].name, arguments=DeliverWebhook, run=deliver)
