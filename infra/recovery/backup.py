@@ -17,6 +17,7 @@ from infra.local.process import ServerFailed
 from infra.local.servers import PostgresServer
 from infra.settings import Settings
 from infra.vault.key_file import write_key_file
+from infra.vault.rotation import kept_files
 from worker_runtime.protocol.errors import BerthError
 
 #: The folder of the log in a folder of backups.
@@ -73,12 +74,10 @@ def make_backup(settings: Settings, folder: Path) -> Path:
 
 def _key_files(settings: Settings) -> list[Path]:
     """Those that are files here; AWS keeps its own."""
-    found = {
-        *settings.orchestrator_key_dir.glob("*.key"),
-        settings.message_key_file,
-        settings.api_secret_file,
-    }
+    found = {*settings.orchestrator_key_dir.glob("*.key"), *settings.master_key_retired}
+    found |= {settings.message_key_file, settings.api_secret_file}
     found |= {settings.master_key_file, settings.master_public_file}
+    found |= {*kept_files(settings.master_key_file)}  # of a rotation that has not wrapped all anew yet
     found |= set(map(Path, filter(None, (settings.temporal_codec_key_file, settings.webhook_key_file))))
     return sorted(path for path in found if path.is_file())
 

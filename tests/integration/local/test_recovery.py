@@ -32,6 +32,7 @@ async def test_a_backup_holds_the_data_and_the_keys_and_only_we_may_read_it(
     migrated_database: str, tmp_path: Path, commands: CommandForker
 ) -> None:
     (tmp_path / "master.key").write_text("secret")
+    (tmp_path / "master-0123.key").write_text("old secret")  # of a rotation that is not done
     for _ in range(2):
         done = commands.run(
             "backup", str(tmp_path / "b"), **environment(migrated_database, NO_VALKEY, tmp_path)
@@ -41,6 +42,7 @@ async def test_a_backup_holds_the_data_and_the_keys_and_only_we_may_read_it(
     assert done.out.strip() == f"made {second}"
     assert (first / "base" / "PG_VERSION").exists()
     assert (second / "keys" / "master.key").read_text() == "secret"
+    assert (second / "keys" / "master-0123.key").read_text() == "old secret"
     assert (second / "keys" / "master.key").stat().st_mode & 0o077 == 0
     assert second.stat().st_mode & 0o077 == 0
     database = Database(migrated_database)
