@@ -24,6 +24,7 @@ from redis.exceptions import RedisError
 from api.container import AuthorizedCall, InServices
 from api.http.auth import COOKIE, Principal, csrf_token, identify
 from api.http.errors import Forbidden, NotFound, Unauthenticated, ValkeyUnavailable
+from api.http.fields import plain_price
 from api.http.problems import problem_response, status_of
 from api.http.rights import RIGHTS
 from api.page.charts import WIDTH, pool_lines, timeline_spans
@@ -172,18 +173,18 @@ def shown_time(at: datetime | None) -> str:
     return "-" if at is None else f"{at.astimezone(TAIPEI):%Y-%m-%d %H:%M:%S}"
 
 
-_TEMPLATES = Environment(
+TEMPLATES = Environment(
     loader=FileSystemLoader(HERE / "templates"),
     autoescape=True,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_TEMPLATES.globals |= {"timeline_spans": timeline_spans, "pool_lines": pool_lines, "width": WIDTH}
-_TEMPLATES.globals |= {"report_lines": report_lines, "workflow_names": names}
-_TEMPLATES.filters |= {"at": shown_time, "person": person_of}
-_TEMPLATES.filters["json"] = partial(json.dumps, default=str, ensure_ascii=False)
+TEMPLATES.globals |= {"timeline_spans": timeline_spans, "pool_lines": pool_lines, "width": WIDTH}
+TEMPLATES.globals |= {"report_lines": report_lines, "workflow_names": names}
+TEMPLATES.filters |= {"at": shown_time, "person": person_of, "price": plain_price}
+TEMPLATES.filters["json"] = partial(json.dumps, default=str, ensure_ascii=False)
 
 
 def show_template(name: str, status: int = 200, /, **values: Any) -> HTMLResponse:
-    return HTMLResponse(_TEMPLATES.get_template(name).render(**values), status)
+    return HTMLResponse(TEMPLATES.get_template(name).render(**values), status)

@@ -183,7 +183,6 @@ async def show_pool(
 ) -> HTMLResponse:
     """A pool: what it wants and has, the last hour as a chart, its policy and its rollout."""
     name = name or page.services.settings.pool
-
     return await page.show(
         "pool.html",
         f"Pool {name}",
