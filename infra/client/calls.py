@@ -72,7 +72,8 @@ class ApiReply:
 
 def url_path(*parts: str) -> str:
     """A path of these parts; none of them can leave its place."""
-    return "".join(f"/{quote(part, safe='')}" for part in parts)
+    # httpx would resolve a part that is `.` or `..`, but not its escaped form.
+    return "".join(f"/{quote(part, safe='') if part.strip('.') else '%2E' * len(part)}" for part in parts)
 
 
 def _answer_to(request: ApiRequest) -> Call[httpx.Response]:

@@ -221,3 +221,10 @@ def test_no_secret_is_shown() -> None:
 def test_what_is_no_address_or_no_key_is_told_at_once(url: str, key: str) -> None:
     with pytest.raises(ValueError, match=r"no address|no API key"):
         BerthClient(url, key)
+
+
+@pytest.mark.parametrize(("order", "in_path"), [(".", "%2E"), ("..", "%2E%2E"), ("a..", "a..")])
+def test_an_id_of_dots_is_not_another_path(api: ScriptedTransport, order: str, in_path: str) -> None:
+    api.answer(view("cancelled"))
+    api.run(lambda client: client.cancel_order(order))
+    assert api.asked[0].url.raw_path.decode() == f"/v1/orders/{in_path}/cancel"
