@@ -91,14 +91,10 @@ class OperatorAlerts:
         """Tells what is new. Raises `RedisError`, also if another process has looked meanwhile."""
         async with self.client.pipeline(transaction=True) as pipe:
             await pipe.watch(keys.ALERTS)
-            stored = await reply_of(pipe.get(keys.ALERTS))
-            try:
-                book = msgspec.json.decode(stored or b"{}", type=AlertBook)
-            except ValueError:  # what is open is told again
-                book = AlertBook()
+            now = await read_clock(self.client) / 1000
+            book = AlertBook.read(await reply_of(pipe.get(keys.ALERTS)), now)
             await self._deliver(book.message)  # again: who made it may have died
             book.message = None
-            now = await read_clock(self.client) / 1000
             found: Any = await self.client.xrange(keys.ERRORS, f"({book.cursor}", count=MAX_ERRORS)
             for entry, fields in found:
                 book.cursor = text_of(entry)

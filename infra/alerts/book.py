@@ -6,10 +6,14 @@ that is due at a time is one message, and there are at most so many messages an 
 into the next one. Times are Unix seconds by Valkey's clock.
 """
 
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Self
 
 import msgspec
+
+from worker_runtime.protocol.bounds import Counter
 
 #: Seconds for which a condition must not hold until it is over: one that flaps is one alert.
 QUIET = 60.0
@@ -18,6 +22,7 @@ MOST = 200
 #: Lines of one message, and characters of a line.
 LINES, LONGEST = 40, 300
 _HOUR = 3600.0
+_CURSOR = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})?")
 
 
 class OperatorAlert(msgspec.Struct, kw_only=True):
@@ -71,7 +76,22 @@ class AlertBook(msgspec.Struct, kw_only=True):
     #: When the messages of the last hour were made.
     sent: list[float] = []
     message: AlertMessage | None = None
-    number: int = 0
+    number: Counter = 0
+
+    @classmethod
+    def read(cls, stored: bytes | None, now: float) -> Self:
+        """The stored book, or an empty one in place of what cannot be read, or counts with times to come:
+        what is open is told again."""
+        try:
+            book = msgspec.json.decode(stored or b"{}", type=cls)
+        except ValueError:
+            return cls()
+        times = [at for one in book.alerts.values() for at in (one.first_at, one.last_at, one.told_at)]
+        if _CURSOR.fullmatch(book.cursor):
+            times += [int(book.cursor.partition("-")[0]) / 1000, *book.sent]
+            if min(times) >= 0 and max(times) < now + _HOUR:
+                return book
+        return cls()
 
     def count_error(self, key: str, text: str, count: int, now: float) -> None:
         if key not in self.alerts and len(self.alerts) >= MOST:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,3 +160,30 @@ def test_too_many_kinds_of_errors_are_counted_together() -> None:
         stage.error(f"e{number}")
     assert len(stage.book.alerts) == MOST + 1
     assert stage.book.alerts[""].value == 50
+
+
+@pytest.mark.parametrize("field", ["first_at", "last_at", "told_at"])
+@pytest.mark.parametrize("at", [-1.0, 1e12, 1e300, START + 86_400.0])
+def test_a_stored_book_with_absurd_times_begins_anew(field: str, at: float) -> None:
+    stage = BookStage()
+    stage.error()
+    assert stage.look() != []
+    stage.error()
+    stored = msgspec.json.encode(stage.book)
+    assert AlertBook.read(stored, stage.now) == stage.book
+    setattr(stage.book.alerts["e"], field, at)
+    stage.book = AlertBook.read(msgspec.json.encode(stage.book), stage.now)
+    stage.error()
+    assert [line.split(" (")[0] for line in stage.look(after=2 * WINDOW)] == ["ERROR text of e"]
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        *(b"", b"[]", b'{"sent":[1e300,1e300,1e300,1e300]}', b'{"number":18446744073709551615}'),
+        *(b'{"cursor":"never"}', b'{"cursor":"1-x"}', b'{"cursor":"99999999999999"}', b'{"cursor":""}'),
+    ],
+)
+def test_a_stored_book_that_nobody_wrote_begins_anew(stored: bytes) -> None:
+    assert AlertBook.read(stored, START) == AlertBook()
+    assert AlertBook.read(None, START) == AlertBook()
