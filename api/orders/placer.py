@@ -26,6 +26,7 @@ from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.orders import acceptance
 from infra.database.orders.acceptance import StoredOrder, place_request
 from infra.database.orders.checks import orders_by_client_ids
+from infra.database.orders.states import IN_QUEUE
 from infra.market.calendar import TAIPEI
 from infra.process_metrics import count_order
 from infra.tracing import Traces
@@ -215,10 +216,6 @@ class PendingOrders:
         return await self.queue.withdraw(user_id, queued.frame, answer)
 
 
-#: States in which an order may still be waiting in its queue.
-_IN_QUEUE = frozenset({OrderState.ACCEPTED, OrderState.QUEUED, OrderState.SUBMITTING})
-
-
 #: What PostgreSQL gets of an order's body.
 _TERMS = tuple(schemas.OrderRequest.model_fields.keys() - {"allow_duplicate"})
 
@@ -322,7 +319,8 @@ class OrderPlacer:
             order = await self.reader.with_latest_answer(row)
         except RedisError:
             return PlacementResult(view_of(row), new=False, failure=ValkeyUnavailable())
-        if order.state not in _IN_QUEUE or row.generation != generation or accepted.left <= 0:
+        waits = order.state in IN_QUEUE or order.state is OrderState.SUBMITTING
+        if not waits or row.generation != generation or accepted.left <= 0:
             return PlacementResult(order, new=False, failure=failure_of(order))
         return PendingOrder(row, request, began + accepted.left, began, seen=order)
 

@@ -255,7 +255,6 @@ def _check_scope(_: JobInspector, queue: str, runner: str) -> None:
 def _require_known(jobs: JobInspector, queue: str, runner: str) -> None:
     """Raises `BerthError` for a runner that is not registered, and a queue of no type and without work."""
     _check_scope(jobs, queue, runner)
-
     seen = jobs.overview()
     known = {one.name for one in seen.runners}
     if queue:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json as json_text
 import sys
 from collections.abc import Mapping
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -112,20 +111,7 @@ app = command_group(
 )
 
 OrderId = Annotated[str, typer.Argument(metavar="ORDER", help="Id of the order.")]
-
-
-class OrderEnd(StrEnum):
-    FILLED = "filled"
-    CANCELLED = "cancelled"
-    REJECTED = "rejected"
-    EXPIRED = "expired"
-
-
-class OrderSide(StrEnum):
-    BUY = "buy"
-    SELL = "sell"
-
-
+OrderEnd = Literal["filled", "cancelled", "rejected", "expired"]
 Price = Annotated[str | None, typer.Option(help="Limit price.")]
 RequestId = Annotated[
     str | None, typer.Option("--id", help="The same id again is the same request.", show_default="a new one")
@@ -137,7 +123,7 @@ def place(
     api: OperatorApi,
     user: OfUser,
     account: AccountId,
-    side: OrderSide,
+    side: Literal["buy", "sell"],
     quantity: Annotated[int, typer.Argument(min=1, metavar="LOTS")],
     symbol: Annotated[str, typer.Argument(metavar="SYMBOL")],
     price: Annotated[str | None, typer.Option(help="Limit price; else it is a market order.")] = None,
@@ -153,7 +139,7 @@ def place(
     """Place an order, with the key of the user or of an administrator; waits for the broker's answer."""
     body: dict[str, Any] = {
         **{"client_order_id": request_id, "account_id": account, "symbol": symbol},
-        **{"side": side.value, "quantity": quantity, "price": price},
+        **{"side": side, "quantity": quantity, "price": price},
         **{"price_type": "MKP" if range_market else "MKT" if price is None else "LMT"},
         **{"lot": lot, "condition": condition, "open_close": open_close},
         "time_in_force": time_in_force or ("IOC" if price is None else "ROD"),
@@ -291,9 +277,9 @@ def resolve(
     price: Annotated[str | None, typer.Option(help="Average price of the filled lots.")] = None,
 ) -> CommandAnswer:
     """Record how an order ended, after a check with the broker. The order is final then."""
-    end: dict[str, Any] = {"state": state.value, "filled_quantity": filled, "average_price": price}
+    end: dict[str, Any] = {"state": state, "filled_quantity": filled, "average_price": price}
     reply = api.post("orders", order, "resolve", reason=reason, **end)
-    return CommandAnswer(reply.body, f"order {order} is {state.value}")
+    return CommandAnswer(reply.body, f"order {order} is {state}")
 
 
 @api_command(app)
