@@ -2,7 +2,7 @@
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -134,11 +134,11 @@ class OrderChangeService:
                 first_epoch=first_epoch,
             )
             first = await order_requests.find_change(session, row.id, body.request_id)
-        band = None
         if first is None:
             _check_replace(order, body)
             if body.price is not None:
                 band = await self._check_price(row, order, body.quantity or order.quantity, body.price)
+                wanted = replace(wanted, price_band=band)
             async with self.database.session() as session:
                 first = await order_requests.note_change(session, row, body.request_id, wanted, actor=actor)
         change = first or wanted
@@ -154,7 +154,7 @@ class OrderChangeService:
             quantity=change.quantity,
             price=change.price,
             reduce_only=row.reduce_only,
-            price_band=band,
+            price_band=change.price_band,
         )
         return await self._send(request, order, left, wait, change)
 

@@ -29,6 +29,8 @@ class OrderChange:
     deadline_at: datetime
     #: Of the first worker that can have got it.
     first_epoch: int = 0
+    #: Of another price, for the worker (`ReplaceOrder`).
+    price_band: Decimal | None = None
 
     def asks_the_same(self, other: Self) -> bool:
         return (self.quantity, self.price) == (other.quantity, other.price)

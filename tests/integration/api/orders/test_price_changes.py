@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -9,13 +10,15 @@ from uuid import UUID
 import httpx
 import pytest
 
-from infra.database.orders.changes import find_change
+from infra.database.orders.changes import find_change, note_change
+from infra.database.orders.recording import get_order
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.models import AccountLimits
 from tests.integration.api.accounts.test_switches import halt
 from tests.integration.api.conftest import ServedApi, StartWorker
 from tests.integration.api.orders.test_order_changes import placed, set_row, working
 from tests.integration.api.scripted_worker import ScriptedWorker
+from worker_runtime.protocol.requests import ReplaceOrder
 
 
 class Resting:
@@ -99,3 +102,25 @@ async def test_a_repeat_of_a_change_is_answered_though_it_would_be_refused_now(
     body = {"request_id": "r1", "price": "999"}
     again = await user.post(f"/orders/{resting.order}/replace", json=body)
     assert (again.status_code, len(resting.worker.asked)) == (200, 1)
+
+
+async def test_a_repeat_of_a_change_that_nobody_sent_keeps_the_band_of_its_price(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    async with api.services.database.session() as session:
+        limits = AccountLimits(price_band=Decimal("0.02"))
+        await trading_limits.put_limits(session, api.user, "main", limits, actor="key:1")
+    worker, order = await working(api, user, start_worker)
+    resting = Resting(api, user, worker, order)
+    assert await resting.change(price="999") == (200, "submitted")
+    async with api.services.database.session() as session:
+        first = await find_change(session, UUID(order), "r1")
+        assert first is not None
+        row = await get_order(session, UUID(order))
+        # As by a process that died, or met no Valkey, before it could send it.
+        await note_change(session, row, "r2", replace(first, price=Decimal(998)), actor="key:1")
+    body = {"request_id": "r2", "price": "998"}
+    answer = await user.post(f"/orders/{order}/replace", json=body)
+    assert (answer.status_code, answer.json()["price"]) == (200, "998")
+    sent = [(one.price, one.price_band) for one in worker.asked if isinstance(one, ReplaceOrder)]
+    assert sent == [(Decimal(999), Decimal("0.02")), (Decimal(998), Decimal("0.02"))]
