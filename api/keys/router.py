@@ -5,12 +5,13 @@ from typing import Annotated, Any, Self
 from uuid import UUID
 
 from fastapi import APIRouter, Query
-from pydantic import AwareDatetime, Field, model_validator
+from pydantic import Field, model_validator
 
 from api.container import Call
 from api.http import problems
 from api.http.fields import EMPTY_IS_NONE, Body, OfUser, PlainText, Reason, Rows, UserId, View
 from api.http.rights import Role
+from api.orders.schemas import AwareTime
 from infra.database import api_keys, audit, images, users
 from infra.database.api_keys import ApiKeyNotFound
 from infra.database.users import UserNotFound
@@ -26,9 +27,7 @@ class ApiKeyRequest(Body):
     role: Role
     user_id: UserId | None = None
     label: str = Field(min_length=1, max_length=128, pattern=TEXT_PATTERN, description="What it is for.")
-    expires_at: AwareDatetime | None = Field(
-        default=None, description="When it ends; null: when it is revoked."
-    )
+    expires_at: AwareTime | None = Field(default=None, description="When it ends; null: when it is revoked.")
 
     @model_validator(mode="after")
     def _has_a_user_or_not(self) -> Self:
@@ -101,7 +100,7 @@ class AuditQuery(Body):
     subject: PlainText | None = Field(
         default=None, max_length=160, description="To whom or what, such as `user:alice`."
     )
-    since: AwareDatetime | None = None
+    since: AwareTime | None = None
     cursor: int | None = Field(default=None, ge=1, le=2**63 - 1, description="As `next_cursor` says.")
     limit: int = Field(default=100, ge=1, le=1000)
 
@@ -156,8 +155,7 @@ async def create_api_key(body: ApiKeyRequest, call: Call) -> NewApiKeyView:
         new = await api_keys.create_api_key(
             session, token, body.role.value, body.user_id, body.label, body.expires_at
         )
-        ends = body.expires_at and body.expires_at.isoformat()
-        asked = body.model_dump() | {"expires_at": ends}
+        asked = body.model_dump(mode="json")
         audit.append_entry(session, call.actor, "api_key.created", f"key:{new.id}", **asked)
     return NewApiKeyView(id=new.id, role=body.role, api_key=token, expires_at=new.expires_at)
 

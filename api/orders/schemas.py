@@ -181,7 +181,7 @@ class ReplaceRequest(Body):
 
 #: Times far outside of a market's life are typing errors, and some would overflow on their way.
 _FIRST, _LAST = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
-_Time = Annotated[AwareDatetime, Field(ge=_FIRST, le=_LAST)]
+AwareTime = Annotated[AwareDatetime, Field(ge=_FIRST, le=_LAST)]
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 OrderStateFilter = StrEnum(  # type: ignore[misc]
@@ -211,8 +211,8 @@ class OrderFilter(BaseModel):
     symbol: Symbol | None = None
     side: Side | None = None
     client_order_id: ClientOrderId | None = None
-    since: _Time | None = Field(default=None, alias="from", description="Accepted at or after this time.")
-    until: _Time | None = Field(default=None, alias="to", description="Accepted before this time.")
+    since: AwareTime | None = Field(default=None, alias="from", description="Accepted at or after this time.")
+    until: AwareTime | None = Field(default=None, alias="to", description="Accepted before this time.")
 
     @model_validator(mode="after")
     def _times_are_in_order(self) -> Self:

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from api.http.fields import EXAMPLES
+from api.keys.router import ApiKeyRequest, AuditQuery
 from api.orders.schemas import MAX_QUANTITY, OrderRequest
 from api.users.schemas import CredentialsRequest, UserRequest
 from api.workers.schemas import ReasonBody
@@ -131,3 +132,13 @@ def test_a_reason_with_control_characters_is_refused(sign: str) -> None:
     for text in (f"line{sign}break", f"line{sign}"):
         with pytest.raises(ValidationError):
             ReasonBody(reason=text)
+
+
+@pytest.mark.parametrize(
+    "at", ["9999-12-31T23:59:59Z", "9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+14:00"]
+)
+def test_a_time_that_no_clock_of_another_zone_can_show_is_refused(at: str) -> None:
+    with pytest.raises(ValidationError, match="expires_at"):
+        ApiKeyRequest.model_validate({"role": "admin", "label": "for ever", "expires_at": at})
+    with pytest.raises(ValidationError, match="since"):
+        AuditQuery.model_validate({"since": at})
