@@ -22,7 +22,7 @@ from api.dead_letters import router as dead_letters
 from api.fleet import router as fleet
 from api.http.auth import COOKIE
 from api.http.errors import Forbidden, Unauthenticated
-from api.http.fields import ID_PATTERN, UserId
+from api.http.fields import ID_PATTERN, PlainText, UserId
 from api.http.notifications import ANY, NotificationListener
 from api.http.rights import Role
 from api.http.streams import ServerEvent
@@ -48,6 +48,7 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 #: Orders and changes of state of a user's page.
 ORDERS, CHANGES = 20, 40
+Beginning = Annotated[PlainText, Query(max_length=64)]
 
 
 @router.get("/")
@@ -70,9 +71,9 @@ async def show_fleet(
 @router.get("/page/users")
 async def show_users(
     page: InPage,
-    prefix: Annotated[str, Query(max_length=64)] = "",
+    prefix: Beginning = "",
     disabled: bool | None = None,
-    cursor: Annotated[str | None, Query(max_length=64)] = None,
+    cursor: users.IdPart | None = None,
 ) -> HTMLResponse:
     """All users, whether or not they ever had a worker."""
     wanted = {"prefix": prefix or None, "disabled": disabled, "limit": ROWS, "cursor": cursor}
@@ -167,7 +168,7 @@ async def show_attention(
 async def show_switches(
     page: InPage,
     state: SwitchState | Literal[""] = "",
-    prefix: Annotated[str, Query(max_length=64)] = "",
+    prefix: Beginning = "",
     cursor: switches.Cursor = None,
 ) -> HTMLResponse:
     """Every switch that was ever set, and a form that sets one."""
