@@ -154,6 +154,17 @@ async def test_a_client_that_comes_back_misses_nothing(api: ServedApi) -> None:
     assert [data["after"] for _, _, data in seen] == [f"State{number}" for number in range(1, 251)]
 
 
+async def test_a_client_with_an_id_that_a_restored_database_has_not_begins_anew(api: ServedApi) -> None:
+    await note(api, "PoolIdle", "Claimed", "Active")
+    await asyncio.wait_for(api.services.notifications.listening.wait(), SOON)
+    async with served(api) as url, following(api, url, headers={"Last-Event-ID": str(2**40)}) as stream:
+        name, position, data = await stream.event()
+        assert (name, data["state"], position < 2**40) == ("state", "Active", True)
+        await note(api, "Active", "Reconnecting", first=2)
+        name, _, data = await stream.event()
+        assert (name, data["after"]) == ("transition", "Reconnecting")
+
+
 async def test_a_stream_outlives_the_connection_on_which_notices_come(api: ServedApi) -> None:
     notices = api.services.notifications
     await asyncio.wait_for(notices.listening.wait(), SOON)
