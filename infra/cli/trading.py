@@ -232,9 +232,8 @@ def _order_answer(snapshot: OrderSnapshot) -> CommandAnswer:
 
 def _sentence(order: dict[str, Any]) -> str:
     what = f"{_what(order)} is {order['state']}"
-    filled = (
-        f", {order['filled_quantity']} filled at {order['average_price']}" if order["filled_quantity"] else ""
-    )
+    lots = order["filled_quantity"]
+    filled = f", {lots} filled at {order['average_price']}" if lots else ""
     return plain(f"order {order['id']}: {what}{filled}" + (f": {order['reason']}" if order["reason"] else ""))
 
 
