@@ -85,11 +85,6 @@ def test_an_average_is_not_made_up_when_a_price_is_unknown() -> None:
     assert (line.bought, line.bought_average) == (6, None)
 
 
-def test_an_average_has_no_exponent() -> None:
-    line = a_statement(row(1, average_price=Decimal("1000.000000"))).lines[0]
-    assert str(line.bought_average) == "1000"
-
-
 def test_an_export_is_a_file_that_no_spreadsheet_runs() -> None:
     rows = [row(1, reason='=cmd|"/c calc"!A0', price=Decimal("1E+3")), row(2, reduce_only=True, price=None)]
     made = export_orders(ExportOrders(user_id="alice", orders=pack_orders(rows)), CONTEXT)
