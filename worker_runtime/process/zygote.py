@@ -81,7 +81,8 @@ class Zygote:
         while self._session.pid:
             self._await_signal()
             self._reap()
-            if self._kill_at is not None and time.monotonic() >= self._kill_at:
+            # Number 0, of a session that has ended, would be our whole process group.
+            if self._session.pid and self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._log.error("shutdown_too_slow", timeout_s=self._config.shutdown_timeout)
                 self._kill_at = None
                 self._end = ExitCode.SHUTDOWN_TIMEOUT

@@ -1,0 +1,73 @@
+"""How the zygote ends its children."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from infra import processes
+from worker_runtime.brokers.port import BrokerFactory
+from worker_runtime.process.log import Log
+from worker_runtime.process.zygote import Zygote
+from worker_runtime.protocol.launch import ExitCode, WorkerConfig
+
+CONFIG = WorkerConfig(
+    worker_id="w-1",
+    pool="main",
+    valkey_url="redis://127.0.0.1:1/0",
+    launch_token=b"token",
+    orchestrator_keys=(b"k" * 32,),
+    shutdown_timeout=1.0,
+)
+
+
+def _no_brokers() -> BrokerFactory:
+    raise NotImplementedError
+
+
+class StalledZygote(Zygote):
+    """Stands still, as its host does, from the moment in which its session has ended."""
+
+    def __init__(self, tell: int) -> None:
+        super().__init__(CONFIG, _no_brokers, Log(output=os.open(os.devnull, os.O_WRONLY)))
+        self._tell = tell
+
+    def session_main(self) -> ExitCode:
+        os.write(self._tell, os.getpid().to_bytes(4, "big"))
+        signal.sigwait({signal.SIGTERM})
+        os.kill(os.getppid(), signal.SIGSTOP)
+        return ExitCode.OK
+
+    def supervisor_main(self) -> ExitCode:
+        signal.sigwait({signal.SIGTERM})
+        os.write(self._tell, b"mark removed")
+        return ExitCode.OK
+
+
+def test_a_zygote_that_stood_still_past_the_end_of_a_stop_does_not_kill_its_whole_group() -> None:
+    told, tell = os.pipe()
+    zygote = os.fork()
+    if zygote == 0:
+        code = 1
+        try:
+            os.setsid()
+            code = StalledZygote(tell).run()
+        finally:
+            os._exit(code)
+    os.close(tell)
+    try:
+        session = int.from_bytes(os.read(told, 4), "big")
+        os.kill(zygote, signal.SIGTERM)
+        deadline = time.monotonic() + 20.0
+        while (found := processes.read_process(session)) is not None and found.alive:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(CONFIG.shutdown_timeout)  # until a session that still ran would be killed
+        os.kill(zygote, signal.SIGCONT)
+        assert os.read(told, 100) == b"mark removed"
+    finally:
+        os.close(told)
+        os.kill(zygote, signal.SIGCONT)
+        _, status = os.waitpid(zygote, 0)
+    assert os.waitstatus_to_exitcode(status) == ExitCode.OK
