@@ -9,6 +9,26 @@ from pathlib import Path
 
 from worker_runtime.brokers.shioaji.files import MEMORY, private_folder, remove_stale_folders
 
+ROOT = Path(__file__).parents[3]
+
+#: Several accounts that log in at once, each in a thread of its own, as the first of their process.
+_FIRST_LOGINS = """
+import shutil, tempfile, threading, time
+from worker_runtime.brokers.shioaji.files import session_files
+make, found = tempfile.mkdtemp, []
+def make_slowly(**words):
+    time.sleep(0.2)
+    return make(**words)
+tempfile.mkdtemp = make_slowly
+def log_in():
+    found.append(session_files().folder)
+threads = [threading.Thread(target=log_in) for _ in range(2)]
+for one in threads: one.start()
+for one in threads: one.join()
+for one in set(found): shutil.rmtree(one)
+raise SystemExit(len(set(found)) - 1)
+"""
+
 
 def _dead_process() -> int:
     ended = subprocess.Popen([sys.executable, "-c", ""])
@@ -46,3 +66,9 @@ def test_a_private_folder_is_in_memory_and_closed_to_others() -> None:
         assert f"-{os.getpid()}-" in folder.name
     finally:
         folder.rmdir()
+
+
+def test_accounts_that_log_in_at_once_share_one_folder() -> None:
+    # With two, the end of one account's session emptied the folder in which the other's had its token.
+    done = subprocess.run([sys.executable, "-c", _FIRST_LOGINS], cwd=ROOT, check=False)
+    assert done.returncode == 0

@@ -69,9 +69,17 @@ class SessionFiles:
                     os.unlink(entry.path)
 
 
-@cache
+_making = threading.Lock()
+
+
 def session_files() -> SessionFiles:
-    """This process's folder, made known to the SDK."""
+    """This process's folder, made known to the SDK. Logins of several accounts may ask at once."""
+    with _making:  # `cache` alone would make two
+        return _make_files()
+
+
+@cache
+def _make_files() -> SessionFiles:
     remove_stale_folders()
     made = SessionFiles()
     atexit.register(shutil.rmtree, made.folder, ignore_errors=True)
