@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.contract.brokers.test_shioaji_mapping import trade
 from worker_runtime.brokers.shioaji.broker import load_sdk
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
-from worker_runtime.protocol.messages import OrderState
+from worker_runtime.protocol.messages import OrderState, PriceType
 
 ID = "531e27af"
 AT = 1673501631.6
@@ -143,6 +144,18 @@ def test_a_futures_event_without_a_tag_keeps_the_one_of_the_order(sdk: Any, book
     change = book.merge_event("FORDER", event)
     assert change is not None
     assert change.order.tag == "abc123"
+
+
+@pytest.mark.parametrize(("kind", "word"), [("UpdatePrice", "UPL"), ("UpdateQty", "UPD"), ("Cancel", "CXL")])
+def test_a_futures_event_that_names_the_change_keeps_the_price_of_a_limit_order(
+    sdk: Any, book: ReportedOrders, kind: str, word: str
+) -> None:
+    book.merge_trade(trade(sdk))
+    event = order_event(kind)
+    event["order"] |= {"price_type": word, "price": 17.2}
+    change = book.merge_event("FORDER", event)
+    assert change is not None
+    assert (change.order.price_type, change.order.price) == (PriceType.LIMIT, Decimal("17.2"))
 
 
 def test_a_cancelled_order_that_a_list_still_calls_submitted_stays_cancelled(

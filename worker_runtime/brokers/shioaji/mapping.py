@@ -130,7 +130,7 @@ def order_of(trade: Any) -> ExchangeOrder:
     # what was filled.
     cancelled = _enum_value(status.status) == "Cancelled"
     quantity = int(order.quantity if cancelled else status.order_quantity or order.quantity)
-    price_type = price_type_of(_enum_value(order.price_type))
+    price_type = price_type_of(_enum_value(order.price_type), order.price)
     filled = sum(done.quantity for done in fills)
     return ExchangeOrder(
         broker_order_id=str(order.id),
@@ -204,9 +204,10 @@ def action_of(side: Side) -> str:
     return "Buy" if side is Side.BUY else "Sell"
 
 
-def price_type_of(name: str) -> PriceType:
-    """Range market orders (MKP) count as market orders: neither has a price of its own."""
-    return PriceType.LIMIT if name == "LMT" else PriceType.MARKET
+def price_type_of(name: str, price: float) -> PriceType:
+    """Range market orders (MKP) count as market orders: neither has a price of its own. An event of a changed
+    or cancelled futures order names what was done instead (UPL, CXQ …): there the price tells."""
+    return PriceType.LIMIT if name == "LMT" or (price and name not in ("MKT", "MKP")) else PriceType.MARKET
 
 
 def price_of(value: float) -> Decimal:

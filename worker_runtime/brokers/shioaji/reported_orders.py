@@ -114,7 +114,7 @@ class ReportedOrders:
             state = OrderState.CANCELLED
         elif kind == "New":
             state = OrderState.SUBMITTED
-        price_type = mapping.price_type_of(order["price_type"])
+        price_type = mapping.price_type_of(order["price_type"], order["price"])
         reported = ExchangeOrder(
             broker_order_id=order_id,
             # Futures events lack the tag: the one of `place_order` is kept.
