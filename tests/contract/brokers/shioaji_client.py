@@ -122,12 +122,17 @@ class ShioajiStage:
     """A broker on a stand-in client."""
 
     def __init__(
-        self, heard: HeardOrders, kind: str = "stock", account: str = "111", simulation: bool = True
+        self,
+        heard: HeardOrders,
+        kind: str = "stock",
+        account: str = "111",
+        simulation: bool = True,
+        number: str = "",
     ) -> None:
         self.client = ShioajiClient(simulation)
         self.made: list[bool] = []
         sdk = SimpleNamespace(Shioaji=self._make, StockOrder=REAL.StockOrder, FuturesOrder=REAL.FuturesOrder)
-        key = ConnectionKey("shioaji", kind, simulation, account)
+        key = ConnectionKey("shioaji", kind, simulation, account, number)
         self.broker = ShioajiBroker(key, heard, lambda: sdk)
 
     def _make(self, simulation: bool) -> ShioajiClient:

@@ -152,6 +152,12 @@ def test_the_account_of_the_type_is_chosen_and_another_id_is_preferred_exactly(h
     assert words["unit"] == "Common"
 
 
+def test_no_other_account_stands_in_for_one_that_is_named_by_the_brokers_id(heard: HeardOrders) -> None:
+    ShioajiStage(heard, account="our-own-name", number="111").login()
+    with pytest.raises(LoginRejected, match="1 accounts of the type Stock, none with our id"):
+        ShioajiStage(heard, account="our-own-name", number="112").login()
+
+
 def test_two_accounts_of_one_type_need_a_name(heard: HeardOrders) -> None:
     setting = ShioajiStage(heard, account="our-own-name")
     setting.client.accounts.append(REAL.Account(REAL.AccountType.Stock, "A1", "9A95", "333", True, "u"))

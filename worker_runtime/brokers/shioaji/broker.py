@@ -281,11 +281,12 @@ class ShioajiBroker:
         return trade
 
     def _choose_account(self, accounts: list[Any]) -> Any:
-        """The account of this connection: the one with its id, or the only one of its type."""
+        """The account of this connection: the one with its id, or where none is given the only one of its
+        type."""
         kind = _ACCOUNT[self._key.broker_type]
         found = [account for account in accounts if account.account_type.name == kind]
         named = [account for account in found if account.account_id == self._key.at_broker]
-        chosen = named or found
+        chosen = named or ([] if self._key.number else found)
         if len(chosen) != 1:
             raise LoginRejected(f"the login has {len(found)} accounts of the type {kind}, none with our id")
         if not self._key.simulation and not chosen[0].signed:
