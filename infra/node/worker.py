@@ -7,6 +7,7 @@ files are opened for appending, so a long one can be cut at its start while the 
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 from infra import processes
 from infra.node.cgroup import MemoryGroup
 from infra.node.register import NodeEntry
+from worker_runtime.protocol.launch import MEMORY, memory_prefix
 
 #: Bytes a log may have before it is cut; as much again is kept in `<worker>.log.1`.
 LOG_CAP = 4 * 1024 * 1024
@@ -115,6 +117,9 @@ class WorkerProcess:
         return [] if processes.group_is_empty(self.pid) else processes.live_members(self.pid)
 
     def close(self) -> None:
+        """Call it when none of its processes is left. Folders in memory hold a broker's tokens."""
+        for folder in MEMORY.glob(f"{memory_prefix(self.pid)}*"):
+            shutil.rmtree(folder, ignore_errors=True)
         if self.pidfd is not None:
             os.close(self.pidfd)
 

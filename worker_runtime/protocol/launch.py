@@ -5,9 +5,18 @@ environment nor in the arguments nor in `docker inspect`.
 """
 
 from enum import IntEnum
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
+
+#: Memory-backed: what is written there never reaches a disk.
+MEMORY = Path("/dev/shm")  # noqa: S108
+
+
+def memory_prefix(main_pid: int) -> str:
+    """How the names of a worker's folders in `MEMORY` begin, from its main process's number."""
+    return f"berth-sj-{main_pid}-"
 
 
 class BrokerLimits(msgspec.Struct, frozen=True, kw_only=True):

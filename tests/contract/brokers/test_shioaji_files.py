@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from worker_runtime.brokers.shioaji.files import MEMORY, private_folder, remove_stale_folders
+from worker_runtime.brokers.shioaji.files import private_folder, remove_stale_folders
+from worker_runtime.protocol.launch import MEMORY
 
 ROOT = Path(__file__).parents[3]
 

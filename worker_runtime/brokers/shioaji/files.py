@@ -1,7 +1,7 @@
 """Where Shioaji keeps its log, its tokens and its contracts: in memory, for this process's user alone.
 
 A worker's processes end without `atexit`, and some by SIGKILL. So the folder is emptied when the last session
-is closed, and what a killed session left is removed by its successor.
+is closed; what a killed session left is removed by its successor, and what a worker left by its node.
 """
 
 import atexit
@@ -12,36 +12,23 @@ import threading
 from functools import cache
 from pathlib import Path
 
-#: Memory-backed: what is written there never reaches a disk.
-MEMORY = Path("/dev/shm")  # noqa: S108
+from worker_runtime.protocol.launch import MEMORY, memory_prefix
 
 
 def private_folder() -> str:
     """A new folder that only this process's user can read, in memory where there is some."""
     place = MEMORY if os.access(MEMORY, os.W_OK) else None
-    return tempfile.mkdtemp(prefix=f"{_folder_prefix()}{os.getpid()}-", dir=place)
+    return tempfile.mkdtemp(prefix=f"{memory_prefix(os.getppid())}{os.getpid()}-", dir=place)
 
 
 def remove_stale_folders(place: Path = MEMORY) -> None:
     """Removes the folders of dead processes that had our parent: the zygote, which forks one session after
     the other. Never raises."""
-    try:
-        left = [entry.path for entry in os.scandir(place) if _is_stale(entry)]
-    except OSError:
-        return
-    for path in left:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _folder_prefix() -> str:
-    return f"berth-sj-{os.getppid()}-"
-
-
-def _is_stale(entry: os.DirEntry[str]) -> bool:
-    if not entry.name.startswith(_folder_prefix()) or entry.stat(follow_symlinks=False).st_uid != os.getuid():
-        return False
-    pid = entry.name.removeprefix(_folder_prefix()).partition("-")[0]
-    return pid.isdigit() and not os.path.exists(f"/proc/{pid}")
+    family = memory_prefix(os.getppid())
+    for folder in place.glob(f"{family}*"):
+        pid = folder.name.removeprefix(family).partition("-")[0]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class SessionFiles:

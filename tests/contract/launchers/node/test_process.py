@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
 import stat
 import time
@@ -20,6 +21,7 @@ from infra.worker_task import LauncherUnreachable, LaunchFailed, Task
 from tests.contract.launchers.node_process import PATIENCE, NodeProcess, cgroups_named, until
 from tests.contract.launchers.specs import CANARY, spec
 from tests.contract.launchers.test_contract import take
+from worker_runtime.protocol.launch import MEMORY, memory_prefix
 
 
 def contents(paths: list[Path]) -> dict[Path, bytes]:
@@ -69,6 +71,24 @@ async def test_one_stop_may_give_less_time_than_the_workers_own(node: NodeProces
     await launcher.stop(task.task_id, "test", grace=0.2)
     (end,) = await take(launcher.exits(), 1)
     assert (end.exit_code, end.reason, end.detail["forced"]) == (-9, "stopped", "true")
+
+
+async def test_what_a_killed_worker_kept_in_memory_goes_with_it(node: NodeProcess) -> None:
+    launcher = ProcessLauncher(node.socket, grace=0.2)
+    task = await launcher.launch(spec("w-1", "stubborn"), "token-1")
+    await node.until_ready("w-1")
+    pid = node.pid_of(task.task_id)
+    left = MEMORY / f"{memory_prefix(pid)}{pid + 1}-test"
+    others = MEMORY / f"{memory_prefix(os.getpid())}{pid + 1}-test"
+    for folder in (left, others):
+        folder.mkdir()
+        (folder / "token").write_text("secret")
+    try:
+        await launcher.stop(task.task_id, "test")
+        assert [folder.exists() for folder in (left, others)] == [False, True]
+    finally:
+        for folder in (left, others):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def test_a_frozen_worker_is_woken_so_that_it_can_end_gracefully(node: NodeProcess) -> None:
