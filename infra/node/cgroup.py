@@ -60,13 +60,9 @@ class MemoryGroup:
 
     def remove(self) -> bool:
         """Removes the group; False while a process is inside."""
-        try:
+        with contextlib.suppress(OSError):
             self.path.rmdir()
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
-        return True
+        return not self.path.exists()
 
 
 @dataclass(frozen=True, slots=True)

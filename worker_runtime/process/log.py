@@ -65,10 +65,9 @@ class Log:
         line = _encode(
             {"at": round(time.time(), 6), "level": level, "event": event, **self._fields, **fields}
         )
+        output = _target[0] if self._output is None else self._output
         try:
-            os.write(
-                _target[0] if self._output is None else self._output, line + b"\n"
-            )  # one write: lines of several processes do not mix
+            os.write(output, line + b"\n")  # one write: lines of several processes do not mix
         except OSError:
             return  # nobody reads any more; a worker does not die of its log
 

@@ -32,14 +32,8 @@ class KillReason(IntEnum):
     FENCED = 3
 
     def text(self) -> str:
-        return _KILL_TEXTS[self]
-
-
-_KILL_TEXTS = {
-    KillReason.NO_PULSE: "no pulse",
-    KillReason.LEASE: "open broker sessions at the end of the lease",
-    KillReason.FENCED: "fenced",
-}
+        late = "open broker sessions at the end of the lease"
+        return late if self is KillReason.LEASE else self.name.lower().replace("_", " ")
 
 
 class CrashCounter:

@@ -225,9 +225,8 @@ class SharedState:
         if session == 0 or self.key_session != session:
             return b""
         key = self._memory[_KEY_OFFSET : _KEY_OFFSET + 32]
-        return (
-            key if self.session_number == session else b""
-        )  # a fresh one may have written over it meanwhile
+        # A fresh one may have written over it meanwhile.
+        return key if self.session_number == session else b""
 
     def assign(self, user_id: str, claim_id: str, epoch: int) -> None:
         """Records whose worker this is. Readers see nothing of it until all of it is there."""

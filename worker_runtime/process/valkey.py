@@ -114,12 +114,8 @@ class TlsLink:
         import ssl
 
         self._unfinished = (TimeoutError, ssl.SSLWantReadError)
-        self._link = _tls_context(address.authorities).wrap_socket(link, server_hostname=address.tls_name)
-        self.close, self.fileno, self.getpeername = (
-            self._link.close,
-            self._link.fileno,
-            self._link.getpeername,
-        )
+        tls = _tls_context(address.authorities).wrap_socket(link, server_hostname=address.tls_name)
+        self._link, self.close, self.fileno, self.getpeername = tls, tls.close, tls.fileno, tls.getpeername
         #: Timeouts in seconds, by socket option.
         self.patiences: dict[int, float] = {}
 
