@@ -21,8 +21,9 @@ GRACE = "berth.grace"
 USER = "10002:10002"
 #: Processes of a worker: zygote, supervisor, session, a broker SDK's threads, jobs; a fork bomb ends here.
 PIDS = 256
-#: Its only writable folder, in memory that counts as its own. The SDK's log and cache take about 20 MiB.
-TMPFS = "rw,nosuid,nodev,noexec,size=64m,mode=1777"
+#: Its two writable folders, /tmp and /dev/shm, are in memory that counts as its own. In the second the SDK's
+#: log and contracts take about 20 MiB (`worker_runtime/brokers/shioaji/files.py`).
+TMPFS, SHM = "rw,nosuid,nodev,noexec,size=64m,mode=1777", 64 * 1024 * 1024
 #: What a worker may write before its oldest lines go.
 LOG = {"Type": "json-file", "Config": {"max-size": "4m", "max-file": "2"}}
 
@@ -73,7 +74,7 @@ def container_document(spec: LaunchSpec, *, image: str, network: str, fleet: str
             "Init": True,
             "ReadonlyRootfs": True,
             "Tmpfs": {"/tmp": TMPFS},  # noqa: S108 - a folder of the container
-            "ShmSize": 16 * 1024 * 1024,
+            "ShmSize": SHM,
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges:true"],
             "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],

@@ -37,6 +37,10 @@ def test_nothing_of_the_launch_document_is_in_the_container_s_description() -> N
     assert "Env" not in text
 
 
+def test_the_files_of_a_broker_s_sdk_find_room() -> None:
+    assert document(LaunchSpec(config=CONFIG))["HostConfig"]["ShmSize"] >= 2 * 20 * 1024 * 1024
+
+
 def test_labels_give_the_same_task_back() -> None:
     made = document(LaunchSpec(config=CONFIG))
     task = container.task_of("id-1", made["Labels"])
