@@ -58,7 +58,8 @@ class Broker(Protocol):
         too. No I/O."""
 
     def reference_price(self, symbol: str) -> Decimal | None:
-        """The price from which today's limits are counted; None if it is not known. No I/O, never raises."""
+        """The price from which today's limits are counted; None if it is not known in half a second. Never
+        raises."""
 
     def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
         """Cancels a working order, once; returns it as the broker reports it. Raises `OrderRejected` if there

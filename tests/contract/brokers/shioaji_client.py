@@ -45,7 +45,7 @@ class ShioajiClient:
         ]
         self.callback: Callable[[Any, Any], None] | None = None
         self.session_down: Callable[[], None] | None = None
-        self.contracts = SimpleNamespace(preload=self._preload, get=self._get)
+        self.contracts = SimpleNamespace(preload=self._preload, get=self._get, info=self._info)
 
     def _do(self, name: str, result: Any, *args: Any, **words: Any) -> Any:
         self.calls.append((name, words or args))
@@ -110,9 +110,15 @@ class ShioajiClient:
 
     def _get(self, code: str, security_type: str) -> Any:
         if code == "TXFR1":
-            return SimpleNamespace(code="TXFR1", target_code="TXFA6")
+            return REAL.BaseContract("FUT", "TAIFEX", "TXFR1", target_code="TXFA6")
         known = {"STK": ["2890"], "FUT": ["TXFA6"], "OPT": []}[security_type]
-        return SimpleNamespace(code=code, target_code=None) if code in known else None
+        exchange = "TSE" if security_type == "STK" else "TAIFEX"
+        return REAL.BaseContract(security_type, exchange, code) if code in known else None
+
+    def _info(self, base: Any) -> Any:
+        """As the SDK's `StockInfo`, which cannot be made without a connection."""
+        told = SimpleNamespace(code=base.code, reference=None, update_date=None)
+        return self._do("info", told, base)
 
     def names(self) -> list[str]:
         return [name for name, _ in self.calls]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -153,9 +154,9 @@ def test_a_list_in_production_shows_the_orders_since_midnight_in_taipei(heard: H
     assert (since - listing.reaches + 1) % 86_400 < 10  # also when midnight passes between the two
 
 
-def test_the_reference_price_is_the_contracts_if_that_is_of_today(setting: ShioajiStage) -> None:
+def test_the_reference_price_is_that_of_the_contracts_info_if_it_is_of_today(setting: ShioajiStage) -> None:
     broker = setting.login()
-    assert broker.reference_price("2890") is None  # the contract says none
+    assert broker.reference_price("2890") is None  # the info says none
     assert broker.reference_price("nosuch") is None
     today = datetime.now(ZoneInfo("Asia/Taipei")).date()
     for day, reference, expected in (
@@ -163,10 +164,14 @@ def test_the_reference_price_is_the_contracts_if_that_is_of_today(setting: Shioa
         (today, 0.0, None),
         (today - timedelta(days=1), 17.05, None),
     ):
-        found = SimpleNamespace(
-            code="2890", target_code=None, reference=reference, update_date=f"{day:%Y/%m/%d}"
-        )
-        setting.client.contracts.get = lambda code, security_type, found=found: found
+        info = SimpleNamespace(reference=reference, update_date=day)
+        setting.client.does["info"] = lambda base, info=info: info
         assert broker.reference_price("2890") == expected
+    release = threading.Event()
+    setting.client.does["info"] = lambda _: release.wait(30)
+    began = time.monotonic()
+    assert broker.reference_price("2890") is None  # no order waits long for it
+    assert time.monotonic() - began < 20
+    release.set()
     broker.close()
     assert broker.reference_price("2890") is None

@@ -37,6 +37,8 @@ _MIN_KEY = 10
 _BASE58 = frozenset("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz")
 #: Seconds `close()` waits for the logout; the port allows a second in all.
 _LOGOUT_WAIT = 0.8
+#: Seconds that an order waits for its contract's info. The load goes on, for the next order.
+_INFO_WAIT = 0.5
 #: Seconds of a call's time that are kept for the way back from the SDK.
 _RETURN = 0.05
 #: Seconds of the broker's day, and of Taipei's offset from UTC.
@@ -132,16 +134,16 @@ class ShioajiBroker:
         return self._call_once(timeout, submit)
 
     def reference_price(self, symbol: str) -> Decimal | None:
-        """The contract's; None if it is not of today in Taipei (`update_date`: 2026/11/24), as in an old
-        session."""
-        today = time.strftime("%Y/%m/%d", time.gmtime(time.time() + _TAIPEI))
+        """The contract's; None if it is not of today in Taipei, as in an old session. The contract itself has
+        no price: that is in its info, which the SDK loads when it is first asked for."""
+        api, today = self._api, time.strftime("%Y-%m-%d", time.gmtime(time.time() + _TAIPEI))
+
+        def read() -> Any:
+            return api.contracts.info(sdk.find_contract(api, self._key.broker_type, symbol))
+
         try:
-            contract = sdk.find_contract(self._api, self._key.broker_type, symbol)
-            return (
-                Decimal(str(contract.reference)) or None
-                if contract.update_date.replace("-", "/") == today
-                else None
-            )
+            info = sdk.call_within(_INFO_WAIT, read, lambda _: None)
+            return Decimal(str(info.reference)) or None if str(info.update_date) == today else None
         except Exception as error:  # the boundary of the SDK: without it the exchange's own limits remain
             self._log.debug("shioaji.no_reference", symbol=symbol, error=type(error).__name__)
             return None
