@@ -58,8 +58,7 @@ class Broker(Protocol):
         too. No I/O."""
 
     def reference_price(self, symbol: str) -> Decimal | None:
-        """The price from which today's limits are counted; None if it is not known in half a second. Never
-        raises."""
+        """The price from which today's limits count; None if not known in half a second. Never raises."""
 
     def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
         """Cancels a working order, once; returns it as the broker reports it. Raises `OrderRejected` if there

@@ -96,3 +96,13 @@ def test_positions_of_stocks_are_asked_for_in_shares_and_told_in_lots(setting: S
     ]
     [(_, words)] = [call for call in setting.client.calls if call[0] == "list_positions"]
     assert words["unit"] == "Share"
+
+
+def test_a_rolling_code_whose_real_contract_is_not_there_is_rejected_unsent(heard: HeardOrders) -> None:
+    setting = ShioajiStage(heard, kind="futures")
+    setting.login()
+    rolling = REAL.BaseContract("FUT", "TAIFEX", "TXFR1", target_code="TXFL5")
+    setting.client.contracts.get = lambda code, security_type: rolling if code == "TXFR1" else None
+    with pytest.raises(OrderRejected, match="no futures contract"):
+        setting.broker.place(order(symbol="TXFR1", price=Decimal(22000)), 20.0)
+    assert "place_order" not in setting.client.names()

@@ -114,8 +114,9 @@ def find_contract(api: Any, broker_type: str, symbol: str) -> Any:
     """Raises `OrderRejected`."""
     for security in SECURITY[broker_type]:
         found = api.contracts.get(symbol, security_type=security)
+        # A rolling code (TXFR1) stands for a real one, and orders name the real one.
+        if found is not None and found.target_code:
+            found = api.contracts.get(found.target_code, security_type=security)
         if found is not None:
-            # A rolling code (TXFR1) stands for a real one, and orders name the real one.
-            real = found.target_code
-            return api.contracts.get(real, security_type=security) if real else found
+            return found
     raise OrderRejected(f"{symbol} is no {broker_type} contract")
