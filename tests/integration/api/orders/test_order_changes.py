@@ -239,21 +239,6 @@ async def test_a_change_that_no_worker_takes_is_taken_back(
         assert await quick.services.valkey.llen(keys.requests(api.user)) == 0
 
 
-async def test_a_change_that_was_taken_back_is_not_told_as_made(
-    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
-) -> None:
-    worker, order_id = await working(api, user, start_worker)
-    await worker.stop()
-    settings = api.settings.model_copy(update={"order_deadline": 1.0})
-    async with running_api(settings) as quick, quick.client(api.key) as elsewhere:
-        for request_id, change in (("r-1", {"quantity": 4}), ("r-2", {"price": "999"})):
-            body = {"request_id": request_id, **change}
-            answer = await elsewhere.post(f"/orders/{order_id}/replace?wait=20", json=body)
-            assert (answer.status_code, answer.json()["code"]) == (504, "NO_ANSWER")
-            again = await elsewhere.post(f"/orders/{order_id}/replace", json=body)
-            assert (again.status_code, again.json()["quantity"], again.json()["price"]) == (202, 10, "1000")
-
-
 async def test_a_change_reaches_the_broker_once_and_the_order_shows_it(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:
