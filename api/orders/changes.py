@@ -145,9 +145,8 @@ class OrderChangeService:
         if not change.asks_the_same(wanted):
             raise ProblemError(errors.RequestIdReused(), order=order)
         left = (change.deadline_at - now).total_seconds()
-        if left <= 0 or change.generation != generation:  # it is never sent a second time
-            wants = (min(change.quantity or order.quantity, order.quantity), change.price or order.price)
-            return ChangeResult(order, order.final or wants == (order.quantity, order.price))
+        if left <= 0 or change.generation != generation:
+            return ChangeResult(order)  # made long ago or never: it is never sent a second time
         request_id = order_requests.request_id_of(row.id, "replace", body.request_id)
         request = ReplaceOrder(
             **self._request(row, order, request_id),

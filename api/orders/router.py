@@ -293,8 +293,8 @@ async def replace_order(
     """Lowers the quantity of a working order, changes its price, or both; sent to the broker at most once.
 
     Another price passes the checks and the switches of a new order. A smaller quantity alone always passes.
-    A repeat under the same request id waits for the first one's answer, and later returns the order as it is:
-    with 202 if that does not show the change.
+
+    A repeat under the same request id waits for the first one's answer, and later returns the order as it is.
     """
     row = await own_order(call, order_id)
     seconds = call.services.settings.order_wait if wait is None else wait

@@ -15,7 +15,7 @@ from infra.database.orders.recording import get_order
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.models import AccountLimits
 from tests.integration.api.accounts.test_switches import halt
-from tests.integration.api.conftest import ServedApi, StartWorker, running_api
+from tests.integration.api.conftest import ServedApi, StartWorker
 from tests.integration.api.orders.test_order_changes import placed, set_row, working
 from tests.integration.api.scripted_worker import ScriptedWorker
 from worker_runtime.protocol.requests import ReplaceOrder
@@ -124,18 +124,3 @@ async def test_a_repeat_of_a_change_that_nobody_sent_keeps_the_band_of_its_price
     assert (answer.status_code, answer.json()["price"]) == (200, "998")
     sent = [(one.price, one.price_band) for one in worker.asked if isinstance(one, ReplaceOrder)]
     assert sent == [(Decimal(999), Decimal("0.02")), (Decimal(998), Decimal("0.02"))]
-
-
-async def test_a_change_that_was_taken_back_is_not_told_as_made(
-    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
-) -> None:
-    worker, order_id = await working(api, user, start_worker)
-    await worker.stop()
-    settings = api.settings.model_copy(update={"order_deadline": 1.0})
-    async with running_api(settings) as quick, quick.client(api.key) as elsewhere:
-        for request_id, change in (("r-1", {"quantity": 4}), ("r-2", {"price": "999"})):
-            body = {"request_id": request_id, **change}
-            answer = await elsewhere.post(f"/orders/{order_id}/replace?wait=20", json=body)
-            assert (answer.status_code, answer.json()["code"]) == (504, "NO_ANSWER")
-            again = await elsewhere.post(f"/orders/{order_id}/replace", json=body)
-            assert (again.status_code, again.json()["quantity"], again.json()["price"]) == (202, 10, "1000")
