@@ -47,8 +47,8 @@ RECONNECT_PERIOD = 0.1
 PATIENCE = 5.0
 #: Users whose channels are listened to; the one that asked for nothing for the longest time goes first.
 MOST_CHANNELS = 10_000
-#: KiB that nobody awaited, each message counting as one more, in so many seconds, beyond which a channel is
-#: left, and seconds for which it is. A repeated answer, or one that is too late, takes less than one.
+#: A channel is left when more KiB than this came on it in `WINDOW` seconds that nobody awaited; each message
+#: counts as one more. It is left for `LEFT_FOR` seconds. A repeated or late answer takes a KiB or two.
 MOST_UNAWAITED, WINDOW, LEFT_FOR = 1000, 60.0, 600.0
 
 
