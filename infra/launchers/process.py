@@ -4,7 +4,7 @@ them as processes, or the container launcher (`python -m infra.launchers.served`
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,30 +28,24 @@ _log = structlog.get_logger()
 R = TypeVar("R", bound=msgspec.Struct)
 
 
+@dataclass(eq=False, repr=False)
 class ProcessLauncher:
     """Implements `Launcher`. Each call opens its own connection, so none can be stale."""
 
-    def __init__(
-        self,
-        socket_path: Path,
-        *,
-        answer_timeout: float = ANSWER_TIMEOUT,
-        silence: float = SILENCE,
-        grace: float | None = None,
-    ) -> None:
-        """`grace`: seconds a worker gets to end; None: what its own config says."""
-        self._path = Path(socket_path)
-        self._answer_timeout = answer_timeout
-        self._silence = silence
-        self._grace = grace
-        self._position = ""
+    path: Path
+    _: KW_ONLY
+    answer_timeout: float = ANSWER_TIMEOUT
+    silence: float = SILENCE
+    #: Seconds a worker gets to end; None: what its own config says.
+    grace: float | None = None
+    _position: str = field(default="", init=False)
 
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
         request = protocol.LaunchTask(token=token, **msgspec.structs.asdict(spec))
         return (await self._ask(request, protocol.TaskLaunched)).task
 
     async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
-        grace = self._grace if grace is None else grace
+        grace = self.grace if grace is None else grace
         request = protocol.StopTask(task_id=task_id, reason=reason, grace=grace)
         await self._ask(request, protocol.TasksStopped, extra=_longest_stop(grace))
         return True  # the node knows every task of its host
@@ -61,8 +55,8 @@ class ProcessLauncher:
 
     async def stop_all(self, reason: str) -> int:
         """Ends all workers of the host, for `berth up`; returns how many there were."""
-        request = protocol.StopAllTasks(reason=reason, grace=self._grace)
-        return (await self._ask(request, protocol.TasksStopped, extra=_longest_stop(self._grace))).count
+        request = protocol.StopAllTasks(reason=reason, grace=self.grace)
+        return (await self._ask(request, protocol.TasksStopped, extra=_longest_stop(self.grace))).count
 
     async def list(self) -> list[Task]:
         return (await self._ask(protocol.ListTasks(), protocol.TaskList)).tasks
@@ -77,7 +71,7 @@ class ProcessLauncher:
         async with self._connected() as (reader, writer):
             await self._send(writer, watch)
             while True:
-                reply = await self._receive(reader, self._silence)
+                reply = await self._receive(reader, self.silence)
                 if isinstance(reply, protocol.TaskEnded):
                     position = f"{reply.log}:{reply.number}"
                     yield replace(reply.exit, detail={**reply.exit.detail, "position": position})
@@ -94,7 +88,7 @@ class ProcessLauncher:
     async def _ask(self, request: msgspec.Struct, wanted: type[R], extra: float = 0.0) -> R:
         async with self._connected() as (reader, writer):
             await self._send(writer, request)
-            reply = await self._receive(reader, self._answer_timeout + extra)
+            reply = await self._receive(reader, self.answer_timeout + extra)
         if not isinstance(reply, wanted):
             raise self._unexpected(reply)
         return reply
@@ -103,7 +97,7 @@ class ProcessLauncher:
     async def _connected(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         """Raises `LauncherUnreachable` for what goes wrong on the connection."""
         try:
-            with reachable(self._path) as short:
+            with reachable(self.path) as short:
                 opening = asyncio.open_unix_connection(short, limit=protocol.MAX_REPLY)
                 reader, writer = await asyncio.wait_for(opening, CONNECT_TIMEOUT)
             try:
@@ -112,11 +106,11 @@ class ProcessLauncher:
                 writer.close()
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, MalformedMessage) as error:
             reason = str(error) or type(error).__name__
-            raise LauncherUnreachable(f"the node at {self._path} does not answer: {reason}") from None
+            raise LauncherUnreachable(f"the node at {self.path} does not answer: {reason}") from None
 
     async def _send(self, writer: asyncio.StreamWriter, request: msgspec.Struct) -> None:
         writer.write(encode(request) + b"\n")
-        await asyncio.wait_for(writer.drain(), self._answer_timeout)
+        await asyncio.wait_for(writer.drain(), self.answer_timeout)
 
     async def _receive(self, reader: asyncio.StreamReader, timeout: float) -> protocol.NodeReply:
         line = await asyncio.wait_for(reader.readuntil(b"\n"), timeout)
@@ -125,7 +119,7 @@ class ProcessLauncher:
     def _unexpected(self, reply: protocol.NodeReply) -> BerthError:
         if isinstance(reply, protocol.NodeRefused):
             return from_code(reply.code, reply.detail)
-        return LauncherUnreachable(f"the node at {self._path} answered {type(reply).__name__}")
+        return LauncherUnreachable(f"the node at {self.path} answered {type(reply).__name__}")
 
 
 def _longest_stop(grace: float | None) -> float:

@@ -8,7 +8,7 @@ import shutil
 import sqlite3
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +45,19 @@ _COMPLAINT_PERIOD = 10.0
 _LAST_WORK = 1.0
 
 
+@dataclass(eq=False, repr=False)
 class Keeper:
     """Not thread-safe: all methods are called in one event loop."""
 
-    def __init__(
-        self,
-        folder: Path,
-        register: NodeRegister,
-        groups: MemoryGroups | None,
-        command: Sequence[str],
-        user_ids: UserIds | None = None,
-    ) -> None:
+    folder: InitVar[Path]
+    register: NodeRegister
+    groups: MemoryGroups | None
+    command: Sequence[str]
+    user_ids: UserIds | None = None
+
+    def __post_init__(self, folder: Path) -> None:
         self._runs = folder / "run"
         self._logs = WorkerLogs(folder / "logs")
-        self._register = register
-        self._groups = groups
-        self._command = tuple(command)
-        self._user_ids = user_ids
         self._boot_id = processes.boot_id()
         self._workers: dict[str, WorkerProcess] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -76,20 +72,20 @@ class Keeper:
         Not a coroutine: two launches cannot interleave, so a token never starts two.
         """
         try:
-            known = self._register.by_token(request.token)
+            known = self.register.by_token(request.token)
             if known is not None and known.state != "intended":
                 return known.task
             if known is not None:  # an attempt that failed with the disk full: it never had a config
-                self._register.forget_intent(known.task_id)
+                self.register.forget_intent(known.task_id)
             entry = self._checked_entry(request)
-            self._register.record_intent(entry)
+            self.register.record_intent(entry)
         except sqlite3.Error as error:
             raise LaunchFailed(f"the node cannot write its register: {error}") from None
         try:
             started = self._start(entry, request)
         except (OSError, sqlite3.Error, LaunchFailed) as error:
             with contextlib.suppress(sqlite3.Error):
-                self._register.forget_intent(entry.task_id)
+                self.register.forget_intent(entry.task_id)
             shutil.rmtree(self._runs / entry.task_id, ignore_errors=True)
             raise LaunchFailed(f"worker {entry.worker_id}: {error}") from None
         self._watch_worker(started)
@@ -112,7 +108,7 @@ class Keeper:
             version=config.version,
             launched_at=time.time(),
             grace=stop_grace(config.shutdown_timeout),
-            cgroup=str(self._groups.path(task_id)) if self._groups else "",
+            cgroup=str(self.groups.path(task_id)) if self.groups else "",
         )
 
     def _start(self, entry: NodeEntry, request: LaunchTask) -> WorkerProcess:
@@ -121,14 +117,14 @@ class Keeper:
             raise OSError(f"a config of {len(config)} bytes is more than {_CONFIG_MAX}")
         with contextlib.ExitStack() as undo:
             group = None
-            if self._groups is not None:
-                group = self._groups.create(entry.task_id, soft=request.memory_soft, hard=request.memory_hard)
+            if self.groups is not None:
+                group = self.groups.create(entry.task_id, soft=request.memory_soft, hard=request.memory_hard)
                 undo.callback(group.remove)
             output = self._logs.open(entry.worker_id)
             try:
                 home = self._runs / entry.task_id
-                user = self._user_ids.take() if self._user_ids else None
-                child = worker.spawn_worker(self._command, entry, home=home, output=output, user=user)
+                user = self.user_ids.take() if self.user_ids else None
+                child = worker.spawn_worker(self.command, entry, home=home, output=output, user=user)
             finally:
                 os.close(output)
             undo.callback(worker.discard_child, child)
@@ -144,22 +140,22 @@ class Keeper:
                 pid=child.pid,
                 started=processes.start_time(child.pid),
             )
-            self._register.record_running(entry)
+            self.register.record_running(entry)
             undo.pop_all()
         worker.hand_over_config(child, config)
         return WorkerProcess(entry=entry, pidfd=pidfd, group=group, child=child)
 
     def adopt(self) -> None:
         """Takes over the workers of an earlier node: once, before the first request."""
-        for entry in self._register.in_state("intended"):
+        for entry in self.register.in_state("intended"):
             for found in processes.find_by_argument(entry.task_id):
                 if found.pid == found.session:  # its node died before sending its config: it can never work
                     processes.kill_group(found.pid, found.started)
-            self._register.forget_intent(entry.task_id)
-        for entry in self._register.in_state("running"):
+            self.register.forget_intent(entry.task_id)
+        for entry in self.register.in_state("running"):
             adopted = worker.adopt_worker(entry, self._boot_id)
             if adopted is None:
-                self._register.record_exit(
+                self.register.record_exit(
                     worker_exit(
                         entry.task_id, entry.worker_id, code=None, at=time.time(), reason=HOST_RESTARTED
                     )
@@ -179,7 +175,7 @@ class Keeper:
 
     def _clear_leftovers(self) -> None:
         """Folders and cgroups of workers whose node died before it could remove them."""
-        groups = {group.path.name: group for group in self._groups.existing()} if self._groups else {}
+        groups = {group.path.name: group for group in self.groups.existing()} if self.groups else {}
         folders = {path.name for path in self._runs.iterdir()} if self._runs.exists() else set()
         for task_id in (groups.keys() | folders) - self._workers.keys():
             self._in_background(self._remove_leftovers(task_id, groups.get(task_id)))
@@ -201,7 +197,7 @@ class Keeper:
         if one.stop_reason is None:
             one.stop_reason = reason
             try:
-                self._register.record_stopping(task_id, reason)
+                self.register.record_stopping(task_id, reason)
             except sqlite3.Error as error:  # the stop goes on; a restarted node would not know why
                 _log.warning("node.register_failed", task=task_id, detail=str(error))
             _log.info("node.stopping", worker=one.entry.worker_id, task=task_id, reason=reason)
@@ -282,7 +278,7 @@ class Keeper:
         """Records an exit before anyone hears of it. On a full disk it retries until there is room."""
         while True:
             try:
-                number = self._register.record_exit(end)
+                number = self.register.record_exit(end)
             except sqlite3.Error as error:
                 _log.error("node.register_failed", task=end.task_id, detail=str(error))
                 await asyncio.sleep(_RECORD_RETRY)

@@ -9,7 +9,7 @@ is asked again: that finds containers which somebody removed meanwhile.
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from typing import Self
 
 import structlog
@@ -82,23 +82,19 @@ class DockerPosition:
         return cls(int(event_at), frozenset(filter(None, handled.split(","))))
 
 
+@dataclass(eq=False, repr=False)
 class DockerExits:
     """One listener; use it as a context manager."""
 
-    def __init__(
-        self,
-        engine: DockerEngine,
-        labels: Mapping[str, str],
-        stops: StopNotes,
-        position: DockerPosition,
-        *,
-        kept: float = KEPT,
-        kept_count: int = KEPT_COUNT,
-    ) -> None:
-        self._kept, self._kept_count = kept, kept_count
-        self._engine = engine
-        self._labels = labels
-        self._stops = stops
+    engine: DockerEngine
+    labels: Mapping[str, str]
+    stops: StopNotes
+    position: InitVar[DockerPosition]
+    _: KW_ONLY
+    kept: float = KEPT
+    kept_count: int = KEPT_COUNT
+
+    def __post_init__(self, position: DockerPosition) -> None:
         self._event_at = position.event_at
         self._handled = set(position.handled)
         #: Announced by a `die` event, not yet seen as exited: id → the event.
@@ -115,9 +111,9 @@ class DockerExits:
     async def __aenter__(self) -> Self:
         """Raises `LauncherUnreachable`."""
         now = time.time_ns()
-        for event in await self._engine.past_events(self._labels, _EVENTS, self._event_at):
+        for event in await self.engine.past_events(self.labels, _EVENTS, self._event_at):
             self._note_event(event)
-        self._events = self._engine.events(self._labels, _EVENTS, self._event_at or now)
+        self._events = self.engine.events(self.labels, _EVENTS, self._event_at or now)
         return self
 
     async def __aexit__(self, *failure: object) -> None:
@@ -159,13 +155,13 @@ class DockerExits:
 
     async def _list_exited(self) -> list[TaskExit]:
         """All exits that were not handled, oldest first."""
-        found = await self._engine.find(self._labels, _ENDED)
+        found = await self.engine.find(self.labels, _ENDED)
         present = {one["Id"][:DIGITS] for one in found}
         self._handled &= present
         ends = []
         for one in found:
             if one["Id"][:DIGITS] not in self._handled:
-                known = await self._engine.inspect(one["Id"])
+                known = await self.engine.inspect(one["Id"])
                 self._announced.pop(one["Id"], None)
                 if known is not None:
                     ends.append(self._exit_of_inspected(known))
@@ -178,7 +174,7 @@ class DockerExits:
             if container_id[:DIGITS] in self._handled:
                 self._announced.pop(container_id, None)
                 continue
-            known = await self._engine.inspect(container_id)
+            known = await self.engine.inspect(container_id)
             if known is None:
                 ends.append(self._exit_of_event(event))
             elif known["State"]["Status"] in _ENDED:
@@ -199,7 +195,7 @@ class DockerExits:
         return self._end(event["Actor"]["ID"], attributes, state, int(event["timeNano"]) / 1e9)
 
     def _end(self, container_id: str, labels: dict[str, str], state: Document, at: float) -> TaskExit:
-        note = self._stops.get(container_id)
+        note = self.stops.get(container_id)
         return worker_exit(
             container_id,
             labels.get(container.WORKER, ""),
@@ -217,24 +213,24 @@ class DockerExits:
             return
         self._sweep_at = time.monotonic() + SWEEP_PERIOD
         now = time.time()
-        for one in await self._engine.find(self._labels, ("created",)):
+        for one in await self.engine.find(self.labels, ("created",)):
             if now - one["Created"] > KEPT:
-                await self._engine.remove(one["Id"])
-        found = await self._engine.find(self._labels, _ENDED)
+                await self.engine.remove(one["Id"])
+        found = await self.engine.find(self.labels, _ENDED)
         ages: list[tuple[float, str]] = []
         for container_id in (one["Id"] for one in found):
             if container_id[:DIGITS] not in self._handled:
                 continue
             if container_id not in self._ended_at:
-                known = await self._engine.inspect(container_id)
+                known = await self.engine.inspect(container_id)
                 if known is None:
                     continue
                 self._ended_at[container_id] = container.finished_at(known)
             ages.append((now - self._ended_at[container_id], container_id))
         ages.sort()
         for rank, (age, container_id) in enumerate(ages):
-            if rank >= KEPT_MOST or (rank >= self._kept_count and age > self._kept):
-                await self._engine.remove(container_id)
+            if rank >= KEPT_MOST or (rank >= self.kept_count and age > self.kept):
+                await self.engine.remove(container_id)
                 log.info("docker.removed", task=container_id)
         present = {one["Id"] for one in found}
         self._ended_at = {name: at for name, at in self._ended_at.items() if name in present}

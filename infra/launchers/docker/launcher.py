@@ -8,6 +8,7 @@ fleet (a setting) sees only its own containers.
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import msgspec
@@ -34,46 +35,38 @@ _RUNNING = ("running", "paused")
 log = structlog.get_logger()
 
 
+@dataclass(eq=False, repr=False)
 class DockerLauncher:
-    """Implements `Launcher`. A task's id is the container's id."""
+    """Implements `Launcher`. A task's id is the container's id. The times are seconds; see the constants."""
 
-    def __init__(
-        self,
-        socket_path: Path,
-        *,
-        image: str,
-        network: str = "bridge",
-        fleet: str = "berth",
-        half_made: float = HALF_MADE,
-        kept: float = KEPT,
-        kept_count: int = KEPT_COUNT,
-    ) -> None:
-        """`network` is Docker's name of the network from which workers reach Valkey and the brokers.
+    socket: Path
+    _: KW_ONLY
+    image: str
+    #: Docker's name of the network from which workers reach Valkey and the brokers.
+    network: str = "bridge"
+    fleet: str = "berth"
+    half_made: float = HALF_MADE
+    kept: float = KEPT
+    kept_count: int = KEPT_COUNT
 
-        The times are seconds; see the constants.
-        """
-        self._socket = socket_path
-        self._image = image
-        self._network = network
-        self._fleet = fleet
-        self._half_made = half_made
-        self._kept, self._kept_count = kept, kept_count
-        self._engine = DockerEngine(socket_path)
+    def __post_init__(self) -> None:
+        self._engine = DockerEngine(self.socket)
         self._stops = StopNotes()
         self._position = DockerPosition()
+        self._ours = {container.FLEET: self.fleet}
 
     async def require_limits(self) -> None:
         """Raises `LimitsUnavailable`, or `LauncherUnreachable`."""
         if not await self._engine.limits_memory():
             raise LimitsUnavailable(
-                f"Docker at {self._socket} cannot limit memory: its host has no memory cgroup"
+                f"Docker at {self.socket} cannot limit memory: its host has no memory cgroup"
             )
 
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
         if not token:
             raise LaunchFailed("a launch needs a token")
-        name = container.container_name(self._fleet, token)
-        until = time.monotonic() + self._half_made + RETRY_TIME
+        name = container.container_name(self.fleet, token)
+        until = time.monotonic() + self.half_made + RETRY_TIME
         while True:
             known = await self._engine.inspect(name)
             launched = await (self._create(spec, name) if known is None else self._adopt(known))
@@ -91,9 +84,9 @@ class DockerLauncher:
             if f"/{name}" in other["Names"]:
                 return None
             raise LaunchFailed(f"worker {config.worker_id} runs already as container {other['Id'][:12]}")
-        spec = msgspec.structs.replace(spec, image=await self._known_as(spec.image or self._image))
+        spec = msgspec.structs.replace(spec, image=await self._known_as(spec.image or self.image))
         made = container.container_document(
-            spec, image=self._image, network=self._network, fleet=self._fleet, now=time.time()
+            spec, image=self.image, network=self.network, fleet=self.fleet, now=time.time()
         )
         container_id = await self._engine.create(name, made)
         if container_id is None:
@@ -123,7 +116,7 @@ class DockerLauncher:
 
     async def _adopt(self, known: Document) -> Task | None:
         """The task of a container that this token made; None when it never started and is gone now."""
-        until = time.monotonic() + self._half_made
+        until = time.monotonic() + self.half_made
         while known["State"]["Status"] == "created":
             if time.monotonic() > until:
                 log.warning("docker.half_made_removed", task=known["Id"])
@@ -155,7 +148,9 @@ class DockerLauncher:
 
     async def _running(self, task_id: str) -> Document | None:
         known = await self._engine.inspect(task_id) if task_id else None
-        return known if known and self._is_ours(known) and known["State"]["Running"] else None
+        if known is None or not self._ours.items() <= container.labels_of(known).items():
+            return None
+        return known if known["State"]["Running"] else None
 
     async def is_running(self, task_id: str) -> bool | None:
         return await self._running(task_id) is not None
@@ -180,9 +175,9 @@ class DockerLauncher:
         """As the port says, oldest first. Once an exit was handled, its container may be removed."""
         position = DockerPosition.parse(after) if after else self._position
         async with (
-            DockerEngine(self._socket) as engine,
+            DockerEngine(self.socket) as engine,
             DockerExits(
-                engine, self._ours, self._stops, position, kept=self._kept, kept_count=self._kept_count
+                engine, self._ours, self._stops, position, kept=self.kept, kept_count=self.kept_count
             ) as exits,
         ):
             while True:
@@ -192,10 +187,3 @@ class DockerLauncher:
 
     async def close(self) -> None:
         await self._engine.close()
-
-    @property
-    def _ours(self) -> dict[str, str]:
-        return {container.FLEET: self._fleet}
-
-    def _is_ours(self, inspected: Document) -> bool:
-        return container.labels_of(inspected).get(container.FLEET) == self._fleet
