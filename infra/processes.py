@@ -6,12 +6,14 @@ the boot id.
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 _PROC = Path("/proc")
 _PR_SET_PDEATHSIG = 1
@@ -152,6 +154,18 @@ def forbid_core_files() -> None:
     """
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1) if most else (0, 0))
+
+
+def try_lock(file: int | IO[Any]) -> bool:
+    """Locks an open file until it is closed or this process ends; False while another process holds it.
+
+    Raises `OSError` where files cannot be locked (NFS).
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def end_with_parent(parent: int) -> Callable[[], None]:

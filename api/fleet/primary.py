@@ -6,7 +6,6 @@ the primary does commits on this very connection: a process that lost it changes
 """
 
 import asyncio
-import fcntl
 import os
 import socket
 import time
@@ -28,6 +27,7 @@ from infra.database.engine import DatabaseUnavailable, outage_of
 from infra.database.locks import SILENCE, lead
 from infra.database.startup import PRIMARY_LOCK, StartupTask
 from infra.market.calendar import TAIPEI, Calendar
+from infra.processes import try_lock
 from infra.settings import Settings
 from infra.temporal.schedules import ensure_schedules
 
@@ -62,7 +62,7 @@ async def host_lock(path: Path) -> AsyncIterator[None]:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            while not _try_flock(file):  # noqa: ASYNC110 - the kernel tells nobody
+            while not try_lock(file):  # noqa: ASYNC110 - the kernel tells nobody
                 await asyncio.sleep(FILE_STANDBY)
         except OSError as error:
             log.warning("primary_without_file", reason=str(error))
@@ -70,15 +70,6 @@ async def host_lock(path: Path) -> AsyncIterator[None]:
     finally:
         if file >= 0:
             os.close(file)
-
-
-def _try_flock(file: int) -> bool:
-    """False: another process holds it. Raises `OSError` where files cannot be locked."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,5 @@
 """The data folder of the local system: its lock, keys, data, logs and process records."""
 
-import fcntl
 import json
 import os
 import secrets
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from infra.local import record
+from infra.processes import try_lock
 from infra.vault import key_file
 from worker_runtime.protocol.errors import BerthError
 
@@ -94,16 +94,14 @@ class DataFolder:
     def lock(self) -> Self:
         """Takes only the lock, to clean up even a damaged folder. Raises `FolderBusy`."""
         lock = open(self.path / "lock", "a+", encoding="ascii", opener=_private)  # noqa: SIM115 - kept open
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not try_lock(lock):
             lock.seek(0)
             holder = lock.read().strip()
             lock.close()
             raise FolderBusy(
                 f"another `berth up` ({f'pid {holder}' if holder else 'pid unknown'}) uses {self.path}; "
                 "stop it with Ctrl-C or `berth down`, or choose another folder with --data"
-            ) from None
+            )
         lock.truncate(0)
         lock.write(str(os.getpid()))
         lock.flush()
@@ -117,12 +115,8 @@ class DataFolder:
         except OSError:
             return None
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                text = lock.read().strip()
-                return int(text) if text.isdigit() else None
-            return None
+            text = "" if try_lock(lock) else lock.read().strip()
+            return int(text) if text.isdigit() else None
 
     @property
     def _api_note(self) -> Path:

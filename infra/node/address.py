@@ -1,7 +1,6 @@
 """The address of the node's socket: its path may have any length, and only one node serves it."""
 
 import contextlib
-import fcntl
 import os
 import socket
 import stat
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from infra.node.protocol import NodeBusy, NodeSocketInvalid
+from infra.processes import try_lock
 
 #: Bytes that `sockaddr_un` holds, without the closing zero.
 _LONGEST = 107
@@ -36,11 +36,9 @@ def take_lock(path: Path) -> IO[bytes]:
     """Locks `path` until the file is closed or this process ends. Raises `NodeBusy`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(file):
         file.close()
-        raise NodeBusy(f"another node holds {path}; stop it first, or choose another path") from None
+        raise NodeBusy(f"another node holds {path}; stop it first, or choose another path")
     return file
 
 
