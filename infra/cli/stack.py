@@ -65,7 +65,7 @@ class ProgressView:
         with self._lock:
             self._changes[change.step] = change
             if not self._console.is_terminal and change.status is not StepStatus.STARTED:
-                self._console.print(_plain_line(change), highlight=False, soft_wrap=True)
+                self._console.print(_plain_line(change), soft_wrap=True)
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
@@ -104,16 +104,12 @@ def run_up(
     data: Path, *, pool: int | None, port: int | None, ui_port: int | None, main_job: bool, once: bool
 ) -> int:
     """Returns the exit code: 0, 1 with the reason on standard error, or 130 when stopped while starting."""
-    console, errors = Console(), Console(stderr=True)
-    overrides: dict[str, Any] = {"pool_target": pool, "api_port": port}
+    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    overrides = {"pool_target": pool, "api_port": port}
+    given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     ports = read_settings(LocalSettings, **({"ui_port": ui_port} if ui_port else {}))
     view = ProgressView(console)
-    stack = LocalStack(
-        data,
-        ports=ports,
-        progress=view.show,
-        **{name: value for name, value in overrides.items() if value is not None},
-    )
+    stack = LocalStack(data, ports=ports, progress=view.show, **given)
     up = False
     with _signals():
         try:
@@ -130,22 +126,22 @@ def run_up(
                     if once:
                         raise failure from error
                     why = f"[red]the demo order failed:[/] {escape(failure.detail)}"
-                    errors.print(why, highlight=False, soft_wrap=True)
+                    errors.print(why, soft_wrap=True)
             if not once:
                 show_addresses(console, stack, result)
-                console.print("\nCtrl-C stops everything.", highlight=False)
+                console.print("\nCtrl-C stops everything.")
                 _watch_servers(stack, console)
             return 0
         except StopRequested:
             return 0 if up and not once else 130
         except (BerthError, OSError) as error:
-            errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            errors.print(f"[red]error:[/] {escape(str(error))}", soft_wrap=True)
             return 1
         finally:
             _ignore_signals()
             with contextlib.suppress(OSError):  # a closed terminal must not prevent the stop
                 if up:
-                    console.print("stopping", highlight=False)
+                    console.print("stopping")
             stack.stop()
 
 
@@ -190,7 +186,7 @@ def _restart(server: Server, before: list[float], console: Console) -> None:
     if len(before) >= MAX_RESTARTS:
         raise BerthError(f"{server.name} ended {MAX_RESTARTS} times within a minute:\n{server.log_tail()}")
     before.append(now)
-    console.print(f"{server.name} has ended; starting it again", highlight=False)
+    console.print(f"{server.name} has ended; starting it again")
     server.stop()  # ends its remaining processes
     server.start()
 
@@ -201,12 +197,11 @@ def show_job(console: Console, result: MainJobResult) -> None:
         f"\nOrder {order.client_order_id} of user {order.user_id}: {order.side} {order.quantity} "
         f"{order.symbol} is {order.state} at {order.average_price or '?'} "
         f"after {result.seconds * 1000:.0f} ms over REST",
-        highlight=False,
         soft_wrap=True,
     )
     if not console.is_terminal:
         for step in order.timeline:
-            console.print(f"  {step.step:12} {step.elapsed_ms:9.1f} ms", highlight=False)
+            console.print(f"  {step.step:12} {step.elapsed_ms:9.1f} ms")
         return
     table = Table("step", "at", "ms since accepted")
     table.columns[2].justify = "right"
@@ -230,7 +225,7 @@ def show_addresses(console: Console, stack: LocalStack, result: MainJobResult | 
         addresses.append(("try", f"curl -H 'X-API-Key: {result.api_key}' {url}"))
     console.print()
     for name, value in addresses:
-        console.print(f"{name:16} {value}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"{name:16} {value}", soft_wrap=True, markup=False)
 
 
 #: Seconds; enough for a graceful stop of workers (10 s, all at once) and servers.
