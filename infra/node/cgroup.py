@@ -84,11 +84,8 @@ class MemoryGroups:
         path.mkdir(parents=True)
         try:
             for file, value, needed in self._limits(soft, hard):
-                try:
+                with contextlib.nullcontext() if needed else contextlib.suppress(OSError):
                     (path / file).write_text(str(value))
-                except OSError:
-                    if needed:
-                        raise
         except OSError:
             with contextlib.suppress(OSError):
                 path.rmdir()
