@@ -9,7 +9,7 @@ import contextlib
 import secrets
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import msgspec
@@ -68,13 +68,7 @@ class NodeEntry:
 
     @property
     def task(self) -> Task:
-        return Task(
-            task_id=self.task_id,
-            worker_id=self.worker_id,
-            pool=self.pool,
-            version=self.version,
-            launched_at=self.launched_at,
-        )
+        return Task(**{one.name: getattr(self, one.name) for one in fields(Task)})
 
 
 class NodeRegister:
