@@ -4,6 +4,7 @@ Adapters: the local process launcher (through `berth node`), Docker, ECS. One te
 of them (`tests/contract/launchers`).
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -43,3 +44,10 @@ class Launcher(Protocol):
         """
 
     async def close(self) -> None: ...
+
+
+async def stop_all(launcher: Launcher, reason: str, grace: float | None = None) -> int:
+    """Ends all workers at once; returns how many there were. Raises as `list` and `stop` do."""
+    running = await launcher.list()
+    await asyncio.gather(*(launcher.stop(one.task_id, reason, grace=grace) for one in running))
+    return len(running)

@@ -21,7 +21,7 @@ import sys
 import structlog
 
 from infra import tasks
-from infra.launchers.port import Launcher
+from infra.launchers.port import Launcher, stop_all
 from infra.launchers.registry import create_docker_launcher
 from infra.log import configure_log
 from infra.node import protocol
@@ -58,12 +58,8 @@ class LauncherServer(SocketServer):
                 await self._launcher.stop(request.task_id, request.reason, grace=request.grace)
                 return protocol.TasksStopped(count=1)
             case protocol.StopAllTasks():
-                running = await self._launcher.list()
-                stops = (
-                    self._launcher.stop(one.task_id, request.reason, grace=request.grace) for one in running
-                )
-                await asyncio.gather(*stops)
-                return protocol.TasksStopped(count=len(running))
+                count = await stop_all(self._launcher, request.reason, request.grace)
+                return protocol.TasksStopped(count=count)
             case protocol.ListTasks():
                 return protocol.TaskList(tasks=await self._launcher.list())
             case _:
@@ -106,7 +102,7 @@ async def _serve(settings: Settings) -> None:
         await ending.wait()
         ended = 0
         if not server.has_clients:
-            ended = await launcher.stop_all("the whole system stops")
+            ended = await stop_all(launcher, "the whole system stops")
             await launcher.remove_ended()
         _log.info("launcher.stopped", workers_ended=ended)
 

@@ -16,9 +16,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from redis import Redis
 from redis.exceptions import RedisError
 
+from infra.jobs.view import JobInspector
+from infra.launchers.port import stop_all
 from infra.launchers.process import ProcessLauncher
 from infra.launchers.registry import create_docker_launcher
 from infra.local.folder import make_private
@@ -26,7 +27,6 @@ from infra.local.process import HOST, Server, accepts
 from infra.settings import Settings
 from infra.vault import key_file
 from infra.worker_task import Task
-from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.catalog import JOB_KINDS
 from worker_runtime.protocol.errors import BerthError
 
@@ -193,14 +193,11 @@ class JobFleetComponent(ChildComponent):
         super().prepare()
         self._before = self._registered()
 
-    def _registered(self) -> set[bytes]:
-        tag, name = job_keys.FLEET_TAG, self.settings.jobs_runner.encode()
+    def _registered(self) -> set[str]:
+        name = self.settings.jobs_runner
         try:
-            with Redis.from_url(self.settings.valkey_url, socket_timeout=5.0) as client:
-                known: set[bytes] = set(client.hkeys(job_keys.beats(tag)))
-                return {
-                    one for one in known if client.hget(job_keys.runner(tag, one.decode()), "name") == name
-                }
+            with JobInspector(self.settings.valkey_url) as jobs:
+                return {one.runner for one in jobs.overview().runners if one.name == name}
         except RedisError:
             return set()
 
@@ -253,7 +250,7 @@ class WorkerContainers:
 
     def stop_all(self, reason: str) -> int:
         """Ends all workers, each within its grace period; returns how many there were."""
-        return self._ask(lambda launcher: launcher.stop_all(reason))
+        return self._ask(lambda launcher: stop_all(launcher, reason))
 
     def _ask(self, question: Callable[[DockerLauncher], Awaitable[R]]) -> R:
         async def asked() -> R:

@@ -155,12 +155,6 @@ class DockerLauncher:
     async def is_running(self, task_id: str) -> bool | None:
         return await self._running(task_id) is not None
 
-    async def stop_all(self, reason: str) -> int:
-        """Ends all workers of the fleet at once, for `berth up`; returns how many there were."""
-        running = await self.list()
-        await asyncio.gather(*(self.stop(task.task_id, reason) for task in running))
-        return len(running)
-
     async def remove_ended(self) -> None:
         """Removes what has ended, with its logs: nobody will hear of these ends."""
         for one in await self._engine.find(self._ours, ("created", "exited", "dead")):
