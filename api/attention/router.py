@@ -53,12 +53,7 @@ class ResolveOrderRequest(Body):
     state: OrderState = Field(description="`filled`, `cancelled`, `rejected` or `expired`.")
     filled_quantity: int = Field(default=0, strict=True, ge=0, le=MAX_QUANTITY, description="Lots.")
     average_price: Decimal | None = Field(
-        default=None,
-        gt=0,
-        max_digits=18,
-        decimal_places=6,
-        allow_inf_nan=False,
-        description="Of the filled lots.",
+        default=None, gt=0, max_digits=18, decimal_places=6, description="Of the filled lots."
     )
     reason: LongReason = Field(min_length=1, description="How it is known; it stands in the audit trail.")
 

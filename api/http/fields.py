@@ -50,9 +50,11 @@ def with_examples(schema: dict[str, Any], model: type[BaseModel]) -> None:
 
 
 class Body(BaseModel):
-    """A request body: unknown fields are refused, because a misspelt one would be ignored silently."""
+    """A request body, with finite numbers. Unknown fields are refused: a misspelt one would be ignored."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=with_examples)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, json_schema_extra=with_examples
+    )
 
 
 class View(BaseModel):

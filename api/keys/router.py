@@ -41,7 +41,7 @@ class ApiKeyRequest(Body):
 class RotationRequest(Body):
     """How long the old key still counts."""
 
-    overlap_hours: float = Field(default=24.0, ge=0, le=720, allow_inf_nan=False)
+    overlap_hours: float = Field(default=24.0, ge=0, le=720)
 
 
 class ApiKeyView(View):

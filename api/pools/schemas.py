@@ -44,15 +44,11 @@ class PoolPolicyBody(Body):
     demand_minutes: float = Field(
         default=0.0,
         ge=0,
-        allow_inf_nan=False,
         description="At least as many as were claimed within this many minutes; 0: demand is ignored.",
     )
     limit: Count | None = Field(default=None, description="Workers in all, free and in use.")
     shrink_after: float = Field(
-        default=300.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="Seconds that there may be too many free workers.",
+        default=300.0, ge=0, description="Seconds that there may be too many free workers."
     )
     windows: tuple[PoolWindowBody, ...] = Field(default=(), description="The first that holds counts.")
 
@@ -125,18 +121,10 @@ class RolloutRequest(Body):
     )
     batch: int = Field(default=5, ge=1, le=1000, description="Free workers replaced at a time.")
     deadline_seconds: float = Field(
-        default=8 * 3600.0,
-        ge=0,
-        le=7 * 86400,
-        allow_inf_nan=False,
-        description="Then users move, quiet or not.",
+        default=8 * 3600.0, ge=0, le=7 * 86400, description="Then users move, quiet or not."
     )
     quiet_seconds: float = Field(
-        default=300.0,
-        ge=0,
-        le=86400,
-        allow_inf_nan=False,
-        description="Without an order, until a worker is quiet.",
+        default=300.0, ge=0, le=86400, description="Without an order, until a worker is quiet."
     )
     failures: int = Field(
         default=3,
@@ -146,11 +134,7 @@ class RolloutRequest(Body):
         "did not serve, until it goes back.",
     )
     proof_seconds: float = Field(
-        default=120.0,
-        ge=0,
-        le=86400,
-        allow_inf_nan=False,
-        description="How long it waits for a first user served by it.",
+        default=120.0, ge=0, le=86400, description="How long it waits for a first user served by it."
     )
     reason: LongReason = "requested"
 

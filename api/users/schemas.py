@@ -133,12 +133,7 @@ class AccountLimitsRequest(Body):
         default=None, strict=True, ge=0, le=MAX_QUANTITY, description="Lots of one order."
     )
     max_notional: Decimal | None = Field(
-        default=None,
-        ge=0,
-        max_digits=14,
-        decimal_places=2,
-        allow_inf_nan=False,
-        description="TWD of one order.",
+        default=None, ge=0, max_digits=14, decimal_places=2, description="TWD of one order."
     )
     max_daily_orders: int | None = Field(default=None, strict=True, ge=0, le=_MOST)
     duplicate_window_s: int | None = Field(
