@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ rollout_app = command_group(
 
 #: Seconds between two reads of `--watch`.
 WATCH_PERIOD = 2.0
+_seconds = partial(typer.Option, min=0, metavar="SECONDS")
 
 
 @api_command(rollout_app)
@@ -37,19 +39,12 @@ def start(
     ] = "",
     batch: Annotated[int | None, typer.Option(min=1, help="Free workers at a time; usually 5.")] = None,
     deadline: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="SECONDS", help="After this users move, quiet or not; usually 8 hours."),
+        float | None, _seconds(help="After this users move, quiet or not; usually 8 hours.")
     ] = None,
     quiet: Annotated[
-        float | None,
-        typer.Option(
-            min=0, metavar="SECONDS", help="Time without an order that makes a user quiet; usually 300."
-        ),
+        float | None, _seconds(help="Time without an order that makes a user quiet; usually 300.")
     ] = None,
-    proof: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="SECONDS", help="Wait for a first served user; usually 120."),
-    ] = None,
+    proof: Annotated[float | None, _seconds(help="Wait for a first served user; usually 120.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Stay until it ends.")] = False,
     reason: Reason = "requested",
     json: Json = False,
