@@ -128,7 +128,10 @@ end
 local function write_counts()
   for name, nodes in pairs(counts) do
     for node, by in pairs(nodes) do
-      if by ~= 0 then redis.call('HINCRBY', P .. 'running:' .. name, node, by) end
+      -- Nodes come and go: a count of 0 would stay for ever.
+      if by ~= 0 and redis.call('HINCRBY', P .. 'running:' .. name, node, by) == 0 then
+        redis.call('HDEL', P .. 'running:' .. name, node)
+      end
     end
   end
   counts = {}
