@@ -35,6 +35,10 @@ PERIOD_MS, PAUSE = 2000, 0.5
 #: Jobs of one round, and news that are read at once.
 MOST = 500
 
+#: Seconds for which a user's job that waits asks for a worker: Temporal may be away when it is accepted, but
+#: a login that is refused is not asked about for ever.
+EAGER = 600.0
+
 #: What a producer does when its job has failed for good, by the beginning of the job's id, up to the hyphen.
 #: It may be called again. All others are content with the list of dead letters.
 ON_FAILED = {"statement": note_failed_statement}
@@ -131,6 +135,13 @@ class KeptJobSweeper:
                 await self._kept.end(row.job_id, row.user_id, state.state)
             elif row.outcome or row.missing:
                 await self._kept.change(row.job_id, row.user_id, outcome=None, missing=False)
+            young = time.time() - row.created_at.timestamp() < EAGER
+            if state.state == "waiting" and (row.outcome or young):
+                await self._start_worker(row.user_id)
+
+    async def _start_worker(self, user_id: str) -> None:
+        if user_id and not await self._client.exists(keys.mark(user_id)):
+            self._starter.ensure(user_id, mark_missing=True)
 
     async def _enqueue_again(self, row: KeptJob) -> None:
         job = self._kept.unseal(row)
@@ -145,8 +156,7 @@ class KeptJobSweeper:
         tag = job_keys.tag_of(row.user_id)
         if await self._kept.queue.enqueue(again, tag=tag):
             log.warning("job_enqueued_again", job_id=row.job_id, job=job.name, user_id=row.user_id)
-        if row.user_id and not await self._client.exists(keys.mark(row.user_id)):
-            self._starter.ensure(row.user_id, mark_missing=True)
+        await self._start_worker(row.user_id)
 
     async def _note_failure(self, row: KeptJob, failure: Failure, seconds: float, **more: Any) -> None:
         at = datetime.fromtimestamp(seconds, UTC)

@@ -99,7 +99,7 @@ class MailJobRequest(_JobRequest):
 
     type: Literal["email"]
     to: MailAddress
-    subject: str = Field(pattern=r"^[^\x00-\x1f\x7f]{1,200}$")
+    subject: str = Field(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]{1,200}$")
     text: str = Field(max_length=16_000)
 
 

@@ -46,8 +46,8 @@ class OutputCapture:
         self._size = 0
 
     def read(self) -> bool:
-        """Reads what has arrived; false at the pipe's end."""
-        while True:
+        """Reads what has arrived, at most 128 KiB: a job may write faster. False at the pipe's end."""
+        for _ in range(8):
             try:
                 data = os.read(self.descriptor, _CHUNK)
             except BlockingIOError:
@@ -55,6 +55,7 @@ class OutputCapture:
             if not data:
                 return False
             self._add(data)
+        return True
 
     def text(self) -> str:
         """The output since the last call."""

@@ -36,11 +36,13 @@ from infra.database import dead_letters
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from tests.integration.api.conftest import ServedApi, an_order
+from tests.integration.jobs.kept import NotingStarter
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.protocol.messages import encode
+from workflows.names import user_worker_id
 
 QUEUE = "dead-letters"
 
@@ -253,7 +255,7 @@ async def test_a_failed_job_is_requeued_or_dismissed_and_leaves_the_list_when_it
     whole_api: ServedApi, staff: httpx.AsyncClient, runner: Any, whose: str, job_id: str, kind: str
 ) -> None:
     client, kept = whole_api.services.valkey, whole_api.services.kept_jobs
-    sweeper = KeptJobSweeper(client, kept, whole_api.services.starter)
+    sweeper = KeptJobSweeper(client, kept, NotingStarter())
     user_id = whole_api.user if whose == "user" else ""
     tag = job_keys.tag_of(user_id)
     runner(tag)
@@ -280,6 +282,8 @@ async def test_a_failed_job_is_requeued_or_dismissed_and_leaves_the_list_when_it
     assert letter["reason"].startswith("JOB_UNKNOWN: ")
     assert (await act(staff, letter, "redrive")).status_code == 200
     await listed(2)
+    if user_id:  # nobody else would start a worker for it
+        await whole_api.services.control.client.get_workflow_handle(user_worker_id(user_id)).describe()
 
     await valkey.run_script(client, *job_calls.suspend(tag=tag))
     await valkey.run_script(client, *job_calls.requeue([job_id], tag))

@@ -79,7 +79,7 @@ class ModelQueue:
 
     def claimed(self, job_id: str, runner: str) -> None:
         job = self.jobs[job_id]
-        self.passes[job.queue] = self.passes.get(job.queue, 0.0) + 1 / self.weights.get(job.queue, 1)
+        self.passes[job.queue] = self._caught_up(job.queue) + self._turn(job.queue)
         job.state, job.runner = "running", runner
         job.attempt += 1
         self.turns += 1
@@ -89,7 +89,7 @@ class ModelQueue:
     def given_back(self, job: ModelJob) -> str:
         if job.cancelled:
             return "cancelled"
-        self.passes[job.queue] -= 1 / self.weights.get(job.queue, 1)
+        self.passes[job.queue] -= self._turn(job.queue)
         job.attempt -= 1
         self._place(job)
         return "returned"
@@ -156,9 +156,18 @@ class ModelQueue:
     def _place(self, job: ModelJob) -> None:
         job.state = "delayed" if job.delayed else "waiting"
         if not job.delayed and job.queue not in self.ready:
-            level = min((self.passes.get(q, 0.0) for q in self.ready), default=0.0)
-            self.passes[job.queue] = max(self.passes.get(job.queue, 0.0), level)
+            self.passes.setdefault(job.queue, 0.0)
             self.ready.add(job.queue)
+
+    def _turn(self, queue: str) -> float:
+        return 1 / self.weights.get(queue, 1)
+
+    def _caught_up(self, queue: str) -> float:
+        """Its pass before its next turn: it lags behind no other by more than that one's last turn."""
+        passes = {q: self.passes[q] for q in self.ready}
+        if max(passes.values()) - passes[queue] <= 1:
+            return passes[queue]
+        return max(passes[queue], *(of - self._turn(q) for q, of in passes.items()))
 
     def _waiting(self, queue: str) -> list[ModelJob]:
         return [j for j in self.jobs.values() if j.queue == queue and j.state == "waiting"]

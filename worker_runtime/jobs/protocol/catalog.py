@@ -156,7 +156,7 @@ class SendEmail(msgspec.Struct, frozen=True, kw_only=True):
     """One mail to one address, so that the server's answer is about that address."""
 
     to: _Address
-    subject: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f]{1,200}\Z")]
+    subject: Annotated[str, msgspec.Meta(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]{1,200}\Z")]
     text: Annotated[str, msgspec.Meta(max_length=16_000)]
 
 

@@ -17,7 +17,7 @@ the key of the settings (`queue_lib.lua`).
 | jobs:{tag}:rate:<name>:<key> | string | while it matters | Unix ms at which the next job may run |
 | jobs:{tag}:totals | hash | for ever | what its runners have counted; of a user until collected |
 | jobs:{tag}:users | hash | for ever | collected counts of all users' own jobs (tag of the fleet) |
-| jobs:{tag}:running:<name> | hash | for ever | node → jobs of this type that run there |
+| jobs:{tag}:running:<name> | hash | while one runs | node → jobs of this type that run there |
 | jobs:{tag}:beats | hash | for ever | runner → beat; a runner is dead if it does not change |
 | jobs:{tag}:runner:<runner> | hash | 420 s | name, node, queues, state, jobs, born_at, seen_at |
 | jobs:{tag}:held:<runner> | set | while it runs | the runner's jobs in flight |

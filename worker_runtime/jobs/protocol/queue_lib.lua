@@ -67,16 +67,13 @@ local function update_subqueue(queue, name, pass)
   end
 end
 
--- Adds a job to its subqueue. A queue that was empty comes back level with the others: it saves up no turns.
+-- Adds a job to its subqueue. A queue that was empty comes back with the turns it had; a claim brings it up.
 -- `pass`: its turns when it ran empty (false: it never did), if the caller knows.
 local function push_job(id, queue, name, score, pass)
   redis.call('ZADD', P .. 'subqueue:' .. queue .. ':' .. name, score, id)
   if redis.call('ZADD', P .. 'subqueues:' .. queue, 'LT', score, name) == 1 then -- new: the queue may have been empty
     if pass == nil then pass = redis.call('HGET', META, 'pass:' .. queue) end
-    pass = tonumber(pass or 0)
-    local first = redis.call('ZRANGE', P .. 'ready', 0, 0, 'WITHSCORES')
-    if first[2] and tonumber(first[2]) > pass then pass = tonumber(first[2]) end
-    redis.call('ZADD', P .. 'ready', 'NX', pass, queue)
+    redis.call('ZADD', P .. 'ready', 'NX', pass or 0, queue)
   end
   ring(queue)
 end
@@ -131,7 +128,10 @@ end
 local function write_counts()
   for name, nodes in pairs(counts) do
     for node, by in pairs(nodes) do
-      if by ~= 0 then redis.call('HINCRBY', P .. 'running:' .. name, node, by) end
+      -- Nodes come and go: a count of 0 would stay for ever.
+      if by ~= 0 and redis.call('HINCRBY', P .. 'running:' .. name, node, by) == 0 then
+        redis.call('HDEL', P .. 'running:' .. name, node)
+      end
     end
   end
   counts = {}

@@ -99,6 +99,8 @@ def _send_text(client: smtplib.SMTP, data: bytes) -> None:
         raise JobOutcomeUnknown(
             f"the connection broke with the mail under way: {type(error).__name__}"
         ) from None
+    if code // 100 not in (2, 4, 5):
+        raise JobOutcomeUnknown(f"the answer to the mail is none of SMTP: {code}")
     _check("the mail", code)
 
 

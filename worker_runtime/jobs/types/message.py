@@ -71,7 +71,7 @@ def message_job(provider: MessageProvider) -> JobType:
         status, answer, pause = post(request, provider.outlet, repeatable=kind.idempotent)
         if 200 <= status < 300:
             elapsed = round((time.monotonic() - begun) * 1000, 3)
-            return MessageReceipt(message_id=provider.message_id(answer), elapsed_ms=elapsed)
+            return MessageReceipt(message_id=provider.message_id(answer)[:200], elapsed_ms=elapsed)
         said = f"status {status} {provider.error_code(answer)}".rstrip()
         if pause is None:
             pause = min(kind.retry_delay * 2 ** (context.attempt - 1), _LONGEST_PAUSE)

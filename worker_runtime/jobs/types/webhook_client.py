@@ -113,7 +113,7 @@ def _seconds(after: str) -> float | None:
             pause = float(after)
         else:
             pause = max(0.0, parsedate_to_datetime(after).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return pause if pause <= _LONGEST_WAIT else None
 

@@ -37,6 +37,16 @@ def test_a_job_is_taken_once_whatever_is_repeated(stage: QueueStage) -> None:
     assert claim(runner) == []
 
 
+def test_a_node_on_which_nothing_runs_any_more_leaves_no_trace(stage: QueueStage) -> None:
+    for node in ("host-of-yesterday", "host-of-today"):
+        runner = stage.runner(node=node)
+        stage.enqueue(node, idempotent=True)
+        (job,) = claim(runner)
+        assert stage.client.execute("HGETALL", job_keys.running(FLEET, "work")) == [node.encode(), b"1"]
+        end(runner, job)
+    assert stage.client.execute("EXISTS", job_keys.running(FLEET, "work")) == 0
+
+
 def test_a_unique_key_is_taken_until_its_job_has_ended(stage: QueueStage) -> None:
     runner = stage.runner()
     assert stage.enqueue("a", unique="report:7") == "queued"

@@ -69,6 +69,62 @@ def test_a_queue_that_was_empty_saves_up_no_turns(stage: QueueStage) -> None:
     assert sum(job.startswith("b") for job in first) == 5
 
 
+def share_of(queue: str, jobs: list[str]) -> float:
+    return sum(job.startswith(queue) for job in jobs) / len(jobs)
+
+
+def fill(stage: QueueStage, queue: str, jobs: int, name: str = "work") -> None:
+    for number in range(jobs):
+        stage.enqueue(f"{queue}-{stage.now_ms()}-{number}", queue=queue, name=name)
+
+
+def test_a_queue_pays_for_no_turns_that_it_took_alone(stage: QueueStage) -> None:
+    runner = stage.runner()
+    fill(stage, "busy", 40)
+    drain(runner)
+    fill(stage, "flood", 30)
+    fill(stage, "busy", 10)
+    assert share_of("busy", drain(runner)[:20]) >= 0.45
+
+
+def test_a_suspended_queue_saves_up_no_turns(stage: QueueStage) -> None:
+    runner = stage.runner()
+    fill(stage, "a", 20)
+    fill(stage, "b", 60)
+    stage.call(job_calls.suspend(queue="a"))
+    for _ in range(40):
+        end(runner, claim(runner)[0])
+    stage.call(job_calls.resume(queue="a"))
+    assert 0.45 <= share_of("a", drain(runner)[:20]) <= 0.55
+
+
+def test_a_queue_at_its_limit_saves_up_no_turns(stage: QueueStage) -> None:
+    runner = stage.runner()
+    stage.setting(job_calls.limit_field("export"), 0)
+    fill(stage, "a", 20, "export")
+    fill(stage, "b", 60)
+    for _ in range(40):
+        end(runner, claim(runner)[0])
+    stage.setting(job_calls.limit_field("export"), 5)
+    assert 0.45 <= share_of("a", drain(runner)[:20]) <= 0.55
+
+
+def test_queues_of_other_runners_take_no_turns_from_these(stage: QueueStage) -> None:
+    runner, other = stage.runner(queues=("b", "c")), stage.runner(queues=("a",))
+    stage.setting(job_calls.weight_field("c"), 3)
+    fill(stage, "a", 60)
+    fill(stage, "b", 60)
+    fill(stage, "c", 60)
+    order = []
+    for _ in range(20):
+        for _ in range(3):
+            end(other, claim(other)[0])
+        jobs = claim(runner)
+        order += ids(jobs)
+        end(runner, jobs[0])
+    assert 0.7 <= share_of("c", order) <= 0.8
+
+
 def test_a_runner_takes_only_from_its_queues(stage: QueueStage) -> None:
     runner = stage.runner(queues=("b", "c"))
     for queue in "abc":

@@ -24,8 +24,10 @@ from tests.integration.jobs.kept import JobKeeper, job_keeper
 from tests.integration.jobs.scripted import JobScript
 from tests.signed import SECRETS, VERSION
 from worker_runtime.jobs.config import RunnerConfig
+from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import Job
+from worker_runtime.protocol import keys
 
 
 @pytest.fixture
@@ -206,6 +208,30 @@ async def test_a_users_lost_job_wakes_a_worker_and_may_be_asked_for_again_once_i
     assert await keeper.add("j", user_id="ann")
     with pytest.raises(JobIdReused):
         await keeper.jobs.enqueue(Job(job_id="j", name="other"), user_id="ann", digest="another")
+
+
+async def test_a_users_job_that_waits_wakes_a_worker_if_it_is_new_or_was_put_back(
+    keeper: JobKeeper, fleet: RunnerFleet
+) -> None:
+    """Whoever put it there may have found Temporal away, or have no way to it."""
+    tag = job_keys.user_tag("ann")
+    await keeper.add("j", JobScript(fails="x"), user_id="ann")
+    await keeper.sweep()
+    assert keeper.starter.wanted == ["ann"]
+    async with keeper.database.session() as session:
+        await session.execute(text("update kept_jobs set created_at = now() - interval '1 hour'"))
+    await keeper.sweep()
+    assert keeper.starter.wanted == ["ann"], "a login that is refused is not asked about for ever"
+    config = RunnerConfig(name="own", tag=tag, message_keys=SECRETS.job_keys(tag), valkey_url=fleet.stage.url)
+    fleet.runners.append(runner := RunnerProcess(fleet.folder, config))
+    await keeper.until({"j": "failed"})
+    runner.close()
+    await asyncio.to_thread(fleet.stage.call, job_calls.requeue(["j"], tag))
+    await keeper.sweep()
+    assert (keeper.starter.wanted, await keeper.outcomes()) == (["ann", "ann"], {"j": None})
+    await keeper.client.set(keys.mark("ann"), "1")
+    await keeper.sweep()
+    assert keeper.starter.wanted == ["ann", "ann"]
 
 
 async def test_a_job_is_accepted_while_valkey_is_away_and_an_alert_while_postgresql_is(

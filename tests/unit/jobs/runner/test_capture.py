@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import select
 
 from worker_runtime.jobs.child_pool import OutputCapture
 
@@ -10,6 +12,16 @@ from worker_runtime.jobs.child_pool import OutputCapture
 def pipe() -> tuple[OutputCapture, int]:
     reader, writer = os.pipe2(os.O_NONBLOCK)
     return OutputCapture(reader), writer
+
+
+def test_a_job_that_writes_without_end_holds_up_nobody() -> None:
+    capture, writer = pipe()
+    held = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 1024 * 1024)
+    assert os.write(writer, b"." * held) == held  # it refills the pipe while this is read
+    assert capture.read()
+    assert select.select([capture.descriptor], [], [], 0)[0]
+    capture.close()
+    os.close(writer)
 
 
 def test_beginning_and_end_are_kept() -> None:

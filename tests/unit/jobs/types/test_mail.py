@@ -13,10 +13,11 @@ from email.policy import default
 import pytest
 
 from worker_runtime.jobs.config import MailOutlet
-from worker_runtime.jobs.protocol.catalog import EmailReceipt, SendEmail
+from worker_runtime.jobs.protocol.catalog import EmailReceipt, SendEmail, make_job
 from worker_runtime.jobs.protocol.messages import JobOutcomeUnknown
 from worker_runtime.jobs.types.job_type import JobContext
 from worker_runtime.jobs.types.mail import MailDeferred, MailRefused, email_job
+from worker_runtime.protocol.errors import MalformedMessage
 
 
 class MailServer(socketserver.ThreadingTCPServer):
@@ -26,7 +27,7 @@ class MailServer(socketserver.ThreadingTCPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _MailHandler)
-        self.codes = {"MAIL": 250, "RCPT": 250, "DATA": 354, ".": 250, "AUTH": 235}
+        self.codes: dict[str, int | str] = {"MAIL": 250, "RCPT": 250, "DATA": 354, ".": 250, "AUTH": 235}
         #: Seconds before each answer.
         self.pause = 0.0
         self.commands: list[str] = []
@@ -58,7 +59,7 @@ class _MailHandler(socketserver.StreamRequestHandler):
         self.server.mails.append(b"".join(lines))
         return self._say(self.server.codes["."])
 
-    def _say(self, code: int) -> bool:
+    def _say(self, code: int | str) -> bool:
         time.sleep(self.server.pause)
         if code:
             self.wfile.write(f"{code} so\r\n".encode())
@@ -164,6 +165,22 @@ def test_a_connection_that_breaks_with_the_mail_under_way_leaves_the_outcome_unk
         send(port_of(server))
     assert not caught.value.retryable
     assert len(server.mails) == 1  # it was there all the same
+
+
+@pytest.mark.parametrize("code", ["what", 354, 700])
+def test_an_answer_to_the_text_that_is_none_of_smtp_leaves_the_outcome_unknown(
+    server: MailServer, code: int | str
+) -> None:
+    server.codes["."] = code
+    with pytest.raises(JobOutcomeUnknown):
+        send(port_of(server))
+    assert len(server.mails) == 1
+
+
+@pytest.mark.parametrize("subject", ["one\u2028two", "one\x85two", "one\x1ctwo"])
+def test_a_subject_of_two_lines_is_refused_when_it_is_asked_for(subject: str) -> None:
+    with pytest.raises(MalformedMessage):
+        make_job("j", SendEmail(to="alice@example.com", subject=subject, text=""))
 
 
 def test_a_server_that_is_away_is_tried_again() -> None:

@@ -92,6 +92,12 @@ def test_an_sms_goes_out_as_twilio_wants_it(twilio: TwilioServer) -> None:
     assert parse_qs(twilio.got[1][2].decode()) == {**form, "MessagingServiceSid": ["MG0123"]}
 
 
+def test_a_message_that_went_out_is_done_whatever_id_the_provider_gives_it(twilio: TwilioServer) -> None:
+    twilio.faults = [(201, {}, {"sid": "S" * 65_520}), (201, {}, {"sid": [1] * 20_000})]
+    for _ in range(2):
+        assert len(send(sms(twilio), SMS).message_id) == 200
+
+
 def test_a_whatsapp_message_is_free_text_or_a_template(twilio: TwilioServer) -> None:
     job = message_job(WhatsappProvider(messaging(twilio.url)))
     template = "HX" + "a" * 32

@@ -69,8 +69,9 @@ def test_a_status_that_may_pass_asks_for_another_attempt(receiver: Receiver, sta
     assert caught.value.retry_after == 17.0
 
 
-def test_a_receiver_does_not_hold_a_delivery_back_for_days(receiver: Receiver) -> None:
-    receiver.answers = [(503, {"Retry-After": "864000"})]
+@pytest.mark.parametrize("after", ["864000", "Mon, 01 Jan 99999999999 00:00:00 GMT", "01 Jan"])
+def test_a_receiver_does_not_hold_a_delivery_back_for_days(receiver: Receiver, after: str) -> None:
+    receiver.answers = [(503, {"Retry-After": after})]
     with pytest.raises(WebhookDeferred) as caught:
         deliver(receiver.url)
     assert caught.value.retry_after is None

@@ -133,8 +133,21 @@ local function claim()
     return true
   end
 
+  -- Brings up a queue that was suspended, at a limit or served alone: it lags behind no other by more than that
+  -- one's last turn, so it neither saves up turns nor has others pay for theirs. Mostly one comparison.
+  local function catch_up(queue, pass, ready)
+    if tonumber(ready[#ready]) - pass <= 1 then return end
+    local behind = pass
+    for at = 1, #ready, 2 do
+      local level = ready[at + 1] - 1 / (redis.call('HGET', META, 'weight:' .. ready[at]) or 1)
+      if (served['*'] or served[ready[at]]) and level < math.huge then pass = math.max(pass, level) end
+    end
+    if pass > behind then redis.call('ZADD', P .. 'ready', string.format('%.17g', pass), queue) end
+  end
+
   -- Claims the first job of a subqueue. Returns nil if it was put off, or must not be prefetched.
-  local function take(queue, name, set, prefetching)
+  -- `pass`, `ready`: the queue's turns, and those of all.
+  local function take(queue, name, set, prefetching, pass, ready)
     local subqueue = P .. 'subqueue:' .. queue .. ':' .. name
     local first = redis.call('ZPOPMIN', subqueue)
     local id = first[1]
@@ -150,6 +163,7 @@ local function claim()
         return nil
       end
     end
+    catch_up(queue, tonumber(pass), ready)
     update_subqueue(queue, name, redis.call('ZINCRBY', P .. 'ready', 1 / (set[WEIGHT] or 1), queue))
     if not job[1] then return nil end -- somebody deleted it by hand
     if set[RATE] then
@@ -168,7 +182,9 @@ local function claim()
 
   -- Claims one job of the queue whose turn it is. Returns nil if none can run now, or none may be prefetched.
   local function claim_next(prefetching)
-    for _, queue in ipairs(redis.call('ZRANGE', P .. 'ready', 0, -1)) do
+    local ready = redis.call('ZRANGE', P .. 'ready', 0, -1, 'WITHSCORES')
+    for at = 1, #ready, 2 do
+      local queue = ready[at]
       if served['*'] or served[queue] then
         for _, name in ipairs(redis.call('ZRANGE', P .. 'subqueues:' .. queue, 0, -1)) do
           local set = read_settings(queue, name)
@@ -176,7 +192,7 @@ local function claim()
           if suspended then return nil end
           if set[HALT_QUEUE] then break end
           if has_room(name, set) then
-            local job = take(queue, name, set, prefetching)
+            local job = take(queue, name, set, prefetching, ready[at + 1], ready)
             if job or (prefetching and not all_plain) or put_off >= MAX_PUT_OFF then return job end
             return claim_next(prefetching)
           end
