@@ -35,6 +35,8 @@ from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
 
 #: States in which the broker has the order.
 _WORKING = frozenset({OrderState.SUBMITTED, OrderState.PART_FILLED})
+#: Seconds after a change's deadline, by which its call ends, within which its answer or event is recorded.
+CONFIRMED_WITHIN = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,8 @@ class OrderChangeService:
         passes the checks of a new order, here and its switch in the worker; a smaller quantity always passes.
 
         Raises `ProblemError` with `OrderSettled`, `OrderUnknown`, `NotAtBroker`, `ReplaceInvalid`,
-        `RequestIdReused`, what a new order would be refused for, or what the worker or the broker said;
-        `ValkeyUnavailable`.
+        `RequestIdReused`, `ChangeUnconfirmed`, what a new order would be refused for, or what the worker or
+        the broker said; `ValkeyUnavailable`.
         """
         generation = self.answers.generation
         order = await self.reader.with_latest_answer(row)
@@ -145,9 +147,9 @@ class OrderChangeService:
         if not change.asks_the_same(wanted):
             raise ProblemError(errors.RequestIdReused(), order=order)
         left = (change.deadline_at - now).total_seconds()
-        if left <= 0 or change.generation != generation:
-            return ChangeResult(order)  # made long ago or never: it is never sent a second time
         request_id = order_requests.request_id_of(row.id, "replace", body.request_id)
+        if left <= 0 or change.generation != generation:  # it is never sent a second time
+            return await self._outcome_of(order, change, request_id, left)
         request = ReplaceOrder(
             **self._request(row, order, request_id),
             generation=change.generation,
@@ -157,6 +159,20 @@ class OrderChangeService:
             price_band=change.price_band,
         )
         return await self._send(request, order, left, wait, change)
+
+    async def _outcome_of(
+        self, order: OrderView, change: order_requests.OrderChange, request_id: str, left: float
+    ) -> ChangeResult:
+        """What became of a change that nobody sends any more. Raises `ProblemError` if nothing shows it."""
+        if order.quantity <= (change.quantity or order.quantity) and change.price in (None, order.price):
+            return ChangeResult(order)
+        async with self.database.session() as session:
+            if await order_requests.was_confirmed(session, request_id):
+                return ChangeResult(order)
+        _refuse_final(order)
+        if left > -CONFIRMED_WITHIN:
+            return ChangeResult(order, answered=False)
+        raise ProblemError(errors.ChangeUnconfirmed(), order=order)
 
     async def _check_price(self, row: Row, order: OrderView, quantity: int, price: Decimal) -> Decimal | None:
         """Returns the price's band. Raises `ProblemError` where no new order would be taken now."""
@@ -221,7 +237,8 @@ class OrderChangeService:
             self.outcome_writer.write_later(NotedOutcome(answer.outcome))
             if change is not None and answer.failure is None:
                 async with self.database.session() as session:
-                    await order_requests.apply_change(session, UUID(answer.outcome.order_id), change)
+                    order_id = UUID(answer.outcome.order_id)
+                    await order_requests.apply_change(session, order_id, change, answer.request_id)
 
 
 def _refuse_final(order: OrderView) -> None:
