@@ -23,6 +23,7 @@ from datetime import UTC, datetime, time, timedelta
 from uuid import uuid4
 
 import structlog
+from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from temporalio.client import Client
@@ -32,7 +33,7 @@ from temporalio.service import RPCError
 from infra.database.engine import Database
 from infra.database.orders import attention, recording
 from infra.database.orders import watch as order_watch
-from infra.database.orders.acceptance import place_request
+from infra.database.orders.acceptance import kept_bounds, place_request
 from infra.database.orders.watch import DueOrder
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
@@ -124,7 +125,8 @@ class OrderSweeper:
 
     async def _requeue(self, due: DueOrder) -> None:
         order = due.order
-        request = place_request(order, "", self.settings.unknown_blocks)
+        bounds = await self.database.fetch(kept_bounds, order.id)
+        request = replace(place_request(order, "", self.settings.unknown_blocks), **bounds)
         try:
             queued = await self._queue.enqueue(request, due.remaining, order)
         except EnqueuedBefore as before:

@@ -39,6 +39,11 @@ class OrderBounds(NamedTuple):
     price_band: Decimal | None = None
     most_price: Decimal | None = None
 
+    @property
+    def of_prices(self) -> dict[str, Decimal]:
+        bounds = {"price_band": self.price_band, "most_price": self.most_price}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
+
 
 class PreTradeChecks:
     """All pre-trade checks; the first that refuses decides."""

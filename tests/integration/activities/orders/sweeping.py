@@ -12,6 +12,7 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from types import MappingProxyType
 from typing import Any
 
 from redis.asyncio import Redis
@@ -24,6 +25,7 @@ from infra.database import accounts, users
 from infra.database.engine import Database
 from infra.database.models import Order
 from infra.database.orders import acceptance, recording
+from infra.database.orders.acceptance import KeptBounds
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
 from infra.temporal.starter import WorkerStarter
@@ -78,7 +80,13 @@ class SweeperStage:
         )
 
     async def order(
-        self, *, left: float = 30.0, due: bool = True, generation: str = GENERATION, **columns: Any
+        self,
+        *,
+        left: float = 30.0,
+        due: bool = True,
+        generation: str = GENERATION,
+        bounds: KeptBounds = MappingProxyType({}),
+        **columns: Any,
     ) -> uuid.UUID:
         """An order with `left` seconds until its deadline; `due`: the sweeper has to look at it now."""
         new = acceptance.NewOrder(
@@ -98,7 +106,7 @@ class SweeperStage:
             unknown_blocks="off",
         )
         async with self.database.session() as session:
-            order_id = (await acceptance.accept_order(session, new)).order.id
+            order_id = (await acceptance.accept_order(session, new, bounds=bounds)).order.id
             self.ordered.append(order_id)
             if due:
                 columns["verify_at"] = datetime.now(UTC) - timedelta(seconds=1)

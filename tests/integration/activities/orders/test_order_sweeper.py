@@ -9,6 +9,7 @@ from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -75,6 +76,15 @@ async def test_an_order_that_was_never_queued_is_queued_once_by_two_sweepers(sta
     assert found.state == "accepted"
     assert found.verify_at is not None
     assert found.verify_at > began + timedelta(seconds=1)  # it was due a second before
+
+
+async def test_an_order_that_was_never_queued_keeps_the_bounds_of_its_price(stage: SweeperStage) -> None:
+    bounds = {"price_band": Decimal("0.1"), "most_price": Decimal("12.5")}
+    await stage.order(bounds=bounds)
+    await stage.sweeper().round()
+    [item] = await stage.queued()
+    request: PlaceOrder = decode(parse_frame(item).payload, PlaceOrder)
+    assert {name: getattr(request, name) for name in bounds} == bounds
 
 
 async def test_an_order_that_was_queued_is_not_queued_again(stage: SweeperStage) -> None:
