@@ -210,7 +210,7 @@ class OrderSweeper:
             task_queue=names.ORDERS_QUEUE,
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
             id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
-            start_signal="recheck" if order.attention else None,
+            start_signal="recheck" if due.asked or order.attention else None,
             static_summary=f"follows an order of user {order.user_id}",
             rpc_timeout=CALL,
         )

@@ -18,6 +18,7 @@ from infra.database import audit
 from infra.database.models import Order, OrderEventRow
 from infra.database.orders.recording import get_order
 from infra.database.orders.states import IN_QUEUE, OPEN_STATES
+from infra.database.orders.watch import ASKED
 from worker_runtime.protocol.errors import BerthError, OutcomeUnknown
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
@@ -119,7 +120,7 @@ def next_step(order: Order) -> str:
 async def recheck_order(session: AsyncSession, order_id: uuid.UUID, *, actor: str) -> Order:
     """Has the sweeper check an order at once. Raises `OrderNotFound`, `OrderSettled`."""
     open_one = update(Order).where(Order.id == order_id, Order.state.in_(OPEN_STATES))
-    due = open_one.values(verify_at=func.clock_timestamp()).returning(Order)
+    due = open_one.values(verify_at=ASKED).returning(Order)
     order: Order | None = await session.scalar(due)
     if order is None:
         await get_order(session, order_id)

@@ -130,6 +130,12 @@ class SweeperStage:
         """Whether the order's workflow runs."""
         return await self.running(f"order-{order_id}")
 
+    async def rechecks(self, order_id: uuid.UUID) -> int:
+        """How often the order's workflow was asked to check at once."""
+        handle = self.temporal.get_workflow_handle(f"order-{order_id}")
+        events = [event async for event in handle.fetch_history_events()]
+        return sum(event.HasField("workflow_execution_signaled_event_attributes") for event in events)
+
     async def end(self) -> None:
         """The workflows that were started for the user and the orders: nobody runs them here, and a worker of
         a later test on the same Temporal would."""

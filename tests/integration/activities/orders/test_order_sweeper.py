@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from redis.asyncio import Redis
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 from temporalio.client import Client
 
 from infra.database.engine import Database
@@ -206,6 +206,16 @@ async def test_an_order_that_went_on_its_way_is_followed_and_looked_at_again_lat
     async with stage.database.session() as session:
         await attention.recheck_order(session, order_id, actor="key:7")
     assert await stage.sweeper().round() == 1
+    assert await stage.rechecks(order_id) == 1
+    await set_due(stage, order_id)  # nobody asked: its time has come
+    assert await stage.sweeper().round() == 1
+    assert await stage.rechecks(order_id) == 1
+
+
+async def set_due(stage: SweeperStage, order_id: uuid.UUID) -> None:
+    async with stage.database.session() as session:
+        due = update(Order).where(Order.id == order_id).values(verify_at=datetime.now(UTC))
+        await session.execute(due)
 
 
 async def test_while_valkey_is_away_nothing_is_concluded(stage: SweeperStage) -> None:
