@@ -126,7 +126,7 @@ class OrderSweeper:
     async def _requeue(self, due: DueOrder) -> None:
         order = due.order
         bounds = await self.database.fetch(kept_bounds, order.id)
-        request = replace(place_request(order, "", self.settings.unknown_blocks), **bounds)
+        request = replace(place_request(order, "", self.settings.unknown_blocks), **bounds.of_prices)
         try:
             queued = await self._queue.enqueue(request, due.remaining, order)
         except EnqueuedBefore as before:

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.http.errors import ClientOrderIdReused, ValkeyUnavailable
 from api.orders import schemas
-from api.orders.checks import OrderBounds, PreTradeChecks
+from api.orders.checks import PreTradeChecks
 from api.orders.outcomes import NotedOutcome, OrderReader, OutcomeWriter, apply_answer, failure_of, view_of
 from api.workers.answers import AnswerListener, AnswerWaiter
 from infra import tasks
@@ -301,13 +301,13 @@ class OrderPlacer:
                 found = await orders_by_client_ids(reading, user_id, [body.client_order_id])
                 if not found:
                     raise
-                kept = await acceptance.kept_bounds(reading, found[body.client_order_id].id)
-            bounds = OrderBounds(0.0, kept.get("price_band"), kept.get("most_price"))
-        window = -bounds.window if body.allow_duplicate else bounds.window
+                bounds = await acceptance.kept_bounds(reading, found[body.client_order_id].id)
+        if body.allow_duplicate:
+            bounds = bounds._replace(window=-bounds.window)
         if session is None:
-            accepted = await acceptance.accept_order_alone(self.database, new, window, bounds.of_prices)
+            accepted = await acceptance.accept_order_alone(self.database, new, bounds)
         else:
-            accepted = await acceptance.accept_order(session, new, window, bounds.of_prices)
+            accepted = await acceptance.accept_order(session, new, bounds)
         if not accepted.same_request:
             raise ClientOrderIdReused
         row = accepted.order

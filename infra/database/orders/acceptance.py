@@ -1,11 +1,9 @@
 """Acceptance of an order: one statement writes it, its tag, its first event and its audit entry."""
 
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from sqlalchemy import Float, String, bindparam, delete, func, select, text
@@ -41,6 +39,23 @@ class NewOrder(CheckedTerms):
     trace: str = ""
 
 
+class OrderBounds(NamedTuple):
+    """What the checks leave to others, kept with the order."""
+
+    #: Seconds in which a second order for the same is refused, unless the first one came to nothing;
+    #: negative: this one is not, but those after it are.
+    window: float = 0.0
+    #: For the worker (see `PlaceOrder`).
+    price_band: Decimal | None = None
+    most_price: Decimal | None = None
+
+    @property
+    def of_prices(self) -> dict[str, Decimal]:
+        bounds = {"price_band": self.price_band, "most_price": self.most_price}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
+
+
+UNBOUND = OrderBounds()
 #: An order as PostgreSQL has it, with the columns of `Order`.
 StoredOrder = Order | SingleRow
 
@@ -154,50 +169,42 @@ _ACCEPT_TYPED = _ACCEPT.bindparams(
 _ACCEPT_ALONE = SingleStatement(_ACCEPT_TYPED)
 
 
-#: Bounds of prices for the worker (`PlaceOrder`), by name; those that are None are left out.
-KeptBounds = Mapping[str, Decimal]
-
-
-async def accept_order(
-    session: AsyncSession, new: NewOrder, window: float = 0.0, bounds: KeptBounds = MappingProxyType({})
-) -> AcceptedOrder:
+async def accept_order(session: AsyncSession, new: NewOrder, bounds: OrderBounds = UNBOUND) -> AcceptedOrder:
     """Writes an order before it is sent anywhere; a repeated client order id returns the first order.
 
-    `window`: seconds in which a second order for the same is refused, unless the first one came to nothing;
-    negative: this one is not, but those after it are. `bounds` are kept with it (`kept_bounds`).
     Raises `UnknownAccount` if the user has no such account; `LoginRejected` if the broker has rejected its
     credentials; `UserDisabled`; `TradingHalted` or `ReducingOnly` by the switches (the worker checks again,
     right before the broker); `SymbolBlocked` while an order of unknown outcome blocks it; `AccountBlocked`
     while the account differs from the broker's books; `DuplicateOrder`. A repeat is never blocked.
     """
-    row = (await session.execute(_ACCEPT_TYPED, _values_of(new, window, bounds))).one_or_none()
+    row = (await session.execute(_ACCEPT_TYPED, _values_of(new, bounds))).one_or_none()
     if row is None:
-        return await _repeat_or_refusal(session, new, window)
+        return await _repeat_or_refusal(session, new, bounds.window)
     return AcceptedOrder(Order(**row._asdict()), new.lasts, new=True, same_request=True)
 
 
 async def accept_order_alone(
-    database: Database, new: NewOrder, window: float = 0.0, bounds: KeptBounds = MappingProxyType({})
+    database: Database, new: NewOrder, bounds: OrderBounds = UNBOUND
 ) -> AcceptedOrder:
     """`accept_order` as one statement without a session. Raises `DatabaseUnavailable`, too."""
-    row = await database.row(_ACCEPT_ALONE, _values_of(new, window, bounds))
+    row = await database.row(_ACCEPT_ALONE, _values_of(new, bounds))
     if row is not None:
         return AcceptedOrder(row, new.lasts, new=True, same_request=True)
     async with database.session(autocommit=True) as session:
-        return await _repeat_or_refusal(session, new, window)
+        return await _repeat_or_refusal(session, new, bounds.window)
 
 
-async def kept_bounds(session: AsyncSession, order_id: uuid.UUID) -> dict[str, Decimal]:
+async def kept_bounds(session: AsyncSession, order_id: uuid.UUID) -> OrderBounds:
     """The bounds with which an order was accepted: whoever sends it later sends them, too."""
-    first = await session.get(OrderEventRow, f"{order_id}:accepted")
-    data = first.data if first is not None else {}
-    return {name: Decimal(data[name]) for name in ("price_band", "most_price") if name in data}
+    first = await session.get_one(OrderEventRow, f"{order_id}:accepted")
+    band, most = (first.data.get(name) for name in ("price_band", "most_price"))
+    return OrderBounds(0.0, band and Decimal(band), most and Decimal(most))
 
 
-def _values_of(new: NewOrder, window: float, bounds: KeptBounds) -> dict[str, Any]:
+def _values_of(new: NewOrder, bounds: OrderBounds) -> dict[str, Any]:
     values = {name: getattr(new, name) for name in new.__dataclass_fields__}
-    words = msgspec.json.encode(dict(bounds)).decode() if bounds else "{}"
-    return {"id": uuid.uuid4(), "window": window, "bounds": words, **values}
+    words = msgspec.json.encode(bounds.of_prices).decode()
+    return {"id": uuid.uuid4(), "window": bounds.window, "bounds": words, **values}
 
 
 async def _repeat_or_refusal(session: AsyncSession, new: NewOrder, window: float) -> AcceptedOrder:

@@ -12,7 +12,6 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from types import MappingProxyType
 from typing import Any
 
 from redis.asyncio import Redis
@@ -25,7 +24,7 @@ from infra.database import accounts, users
 from infra.database.engine import Database
 from infra.database.models import Order
 from infra.database.orders import acceptance, recording
-from infra.database.orders.acceptance import KeptBounds
+from infra.database.orders.acceptance import UNBOUND, OrderBounds
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
 from infra.temporal.starter import WorkerStarter
@@ -85,7 +84,7 @@ class SweeperStage:
         left: float = 30.0,
         due: bool = True,
         generation: str = GENERATION,
-        bounds: KeptBounds = MappingProxyType({}),
+        bounds: OrderBounds = UNBOUND,
         **columns: Any,
     ) -> uuid.UUID:
         """An order with `left` seconds until its deadline; `due`: the sweeper has to look at it now."""
@@ -106,7 +105,7 @@ class SweeperStage:
             unknown_blocks="off",
         )
         async with self.database.session() as session:
-            order_id = (await acceptance.accept_order(session, new, bounds=bounds)).order.id
+            order_id = (await acceptance.accept_order(session, new, bounds)).order.id
             self.ordered.append(order_id)
             if due:
                 columns["verify_at"] = datetime.now(UTC) - timedelta(seconds=1)

@@ -21,7 +21,7 @@ from temporalio.client import Client
 from infra.database.engine import Database
 from infra.database.models import Order
 from infra.database.orders import attention
-from infra.database.orders.acceptance import place_request
+from infra.database.orders.acceptance import OrderBounds, place_request
 from infra.database.orders.states import OPEN_STATES
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.settings import Settings
@@ -79,12 +79,12 @@ async def test_an_order_that_was_never_queued_is_queued_once_by_two_sweepers(sta
 
 
 async def test_an_order_that_was_never_queued_keeps_the_bounds_of_its_price(stage: SweeperStage) -> None:
-    bounds = {"price_band": Decimal("0.1"), "most_price": Decimal("12.5")}
+    bounds = OrderBounds(0.0, Decimal("0.1"), Decimal("12.5"))
     await stage.order(bounds=bounds)
     await stage.sweeper().round()
     [item] = await stage.queued()
     request: PlaceOrder = decode(parse_frame(item).payload, PlaceOrder)
-    assert {name: getattr(request, name) for name in bounds} == bounds
+    assert (request.price_band, request.most_price) == bounds[1:]
 
 
 async def test_an_order_that_was_queued_is_not_queued_again(stage: SweeperStage) -> None:
