@@ -19,7 +19,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from datetime import UTC, datetime, time, timedelta
+from datetime import datetime, time, timedelta
 from uuid import uuid4
 
 import structlog
@@ -43,7 +43,7 @@ from infra.valkey import client as valkey
 from infra.valkey.request_queue import EnqueuedBefore, RequestFate, RequestQueue, outcome_of
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol.errors import BerthError, DeadlineExceeded, OutcomeUnknown
-from worker_runtime.protocol.messages import Answer, Failure, OrderEvent, OrderOutcome, OrderState
+from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState
 from workflows import names
 from workflows.order import messages as om
 
@@ -174,15 +174,8 @@ class OrderSweeper:
 
     async def _unknown(self, due: DueOrder, why: str) -> None:
         order = due.order
-        event = OrderEvent(
-            event_id=f"{order.id}:swept",
-            order_id=str(order.id),
-            user_id=order.user_id,
-            epoch=0,
-            state=OrderState.UNKNOWN,
-            at_ms=int(datetime.now(UTC).timestamp() * 1000),
-            reason=f"{OutcomeUnknown.code}: {why}",
-        )
+        reason = f"{OutcomeUnknown.code}: {why}"
+        event = recording.event_of_ours(order.id, order.user_id, "swept", OrderState.UNKNOWN, reason)
         await self.database.write(recording.record_events, [event])
         log.warning("order_unknown", order=str(due.order.id), reason=why)
         await self._follow(due)

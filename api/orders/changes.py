@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -24,12 +24,13 @@ from infra.database.models import Order as Row
 from infra.database.orders import changes as order_requests
 from infra.database.orders import checks as order_checks
 from infra.database.orders.attention import OrderSettled
+from infra.database.orders.recording import event_of_ours
 from infra.database.orders.states import IN_QUEUE
 from infra.database.workers import sessions as worker_sessions
 from infra.settings import Settings
 from infra.valkey.request_queue import RequestFate, RequestQueue
 from worker_runtime.protocol.errors import BerthError, CheckFailed
-from worker_runtime.protocol.messages import CANCELLED_IN_QUEUE, Answer, OrderEvent, OrderOutcome, OrderState
+from worker_runtime.protocol.messages import CANCELLED_IN_QUEUE, Answer, OrderOutcome, OrderState
 from worker_runtime.protocol.order_terms import OrderLot
 from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
 
@@ -87,9 +88,8 @@ class OrderChangeService:
 
     async def _withdraw(self, row: Row, order: OrderView) -> OrderView:
         """Returns the order, cancelled if it was still queued and no worker is known to have taken it."""
-        outcome = OrderOutcome(
-            order_id=order.id, state=OrderState.CANCELLED, reason=CANCELLED_IN_QUEUE, withdrawn=True
-        )
+        state, why = OrderState.CANCELLED, CANCELLED_IN_QUEUE
+        outcome = OrderOutcome(order_id=order.id, state=state, reason=why, withdrawn=True)
         answer = Answer(request_id=order.id, outcome=outcome)
         if await self.queue.may_be_stale(row.created_at):
             return order  # a worker may have had it: the cancel follows it in the queue
@@ -100,15 +100,7 @@ class OrderChangeService:
             return apply_answer(order, found)
         if fate not in (RequestFate.WITHDRAWN, RequestFate.ABSENT):
             return order  # a worker has it: the cancel follows in the same queue
-        event = OrderEvent(
-            event_id=f"{order.id}:{OrderState.CANCELLED}",
-            order_id=order.id,
-            user_id=order.user_id,
-            epoch=0,
-            state=OrderState.CANCELLED,
-            at_ms=round(datetime.now(UTC).timestamp() * 1000),
-            reason=CANCELLED_IN_QUEUE,
-        )
+        event = event_of_ours(order.id, order.user_id, state, state, why)
         now = await self.outcome_writer.write_now(NotedOutcome(outcome, event=event))
         if fate is RequestFate.ABSENT and now.state == OrderState.CANCELLED:
             with suppress(RedisError):  # a process about to queue it waits for this answer

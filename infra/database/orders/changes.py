@@ -73,11 +73,11 @@ async def was_confirmed(session: AsyncSession, event_id: str) -> bool:
 
 async def confirm_changes(
     session: AsyncSession, order_id: uuid.UUID, quantity: int, price: Decimal | None
-) -> bool:
+) -> None:
     """Applies the quantity and price that the broker shows, where they are those of unconfirmed changes.
 
     Ignores a price requested before one that is already confirmed, since the broker's list may be behind; the
-    quantity can only fall. Returns whether anything was applied.
+    quantity can only fall.
     """
     prefix = request_id_of(order_id, "replace", "")
     events = await session.execute(
@@ -87,7 +87,6 @@ async def confirm_changes(
     )
     found = {event_id: data for event_id, data in events}
     price_confirmed = False
-    applied = False
     for event_id, data in found.items():
         if event_id.endswith(_CONFIRMED):
             continue
@@ -101,11 +100,9 @@ async def confirm_changes(
             )
             if shown.quantity is None and shown.price is None:
                 continue
-            applied = True
             confirmed = shown.asks_the_same(change)
             await apply_change(session, order_id, shown, event_id if confirmed else "")
         price_confirmed = price_confirmed or (confirmed and change.price is not None)
-    return applied
 
 
 async def _add_event(
