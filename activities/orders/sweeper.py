@@ -19,10 +19,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from datetime import UTC, datetime, time, timedelta
+from datetime import datetime, time, timedelta
 from uuid import uuid4
 
 import structlog
+from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from temporalio.client import Client
@@ -32,7 +33,7 @@ from temporalio.service import RPCError
 from infra.database.engine import Database
 from infra.database.orders import attention, recording
 from infra.database.orders import watch as order_watch
-from infra.database.orders.acceptance import place_request
+from infra.database.orders.acceptance import kept_bounds, place_request
 from infra.database.orders.watch import DueOrder
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
@@ -42,7 +43,7 @@ from infra.valkey import client as valkey
 from infra.valkey.request_queue import EnqueuedBefore, RequestFate, RequestQueue, outcome_of
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol.errors import BerthError, DeadlineExceeded, OutcomeUnknown
-from worker_runtime.protocol.messages import Answer, Failure, OrderEvent, OrderOutcome, OrderState
+from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState
 from workflows import names
 from workflows.order import messages as om
 
@@ -124,7 +125,8 @@ class OrderSweeper:
 
     async def _requeue(self, due: DueOrder) -> None:
         order = due.order
-        request = place_request(order, "", self.settings.unknown_blocks)
+        bounds = await self.database.fetch(kept_bounds, order.id)
+        request = replace(place_request(order, "", self.settings.unknown_blocks), **bounds.of_prices)
         try:
             queued = await self._queue.enqueue(request, due.remaining, order)
         except EnqueuedBefore as before:
@@ -172,15 +174,8 @@ class OrderSweeper:
 
     async def _unknown(self, due: DueOrder, why: str) -> None:
         order = due.order
-        event = OrderEvent(
-            event_id=f"{order.id}:swept",
-            order_id=str(order.id),
-            user_id=order.user_id,
-            epoch=0,
-            state=OrderState.UNKNOWN,
-            at_ms=int(datetime.now(UTC).timestamp() * 1000),
-            reason=f"{OutcomeUnknown.code}: {why}",
-        )
+        reason = f"{OutcomeUnknown.code}: {why}"
+        event = recording.event_of_ours(order.id, order.user_id, "swept", OrderState.UNKNOWN, reason)
         await self.database.write(recording.record_events, [event])
         log.warning("order_unknown", order=str(due.order.id), reason=why)
         await self._follow(due)
@@ -208,7 +203,7 @@ class OrderSweeper:
             task_queue=names.ORDERS_QUEUE,
             id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
             id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
-            start_signal="recheck" if order.attention else None,
+            start_signal="recheck" if due.asked or order.attention else None,
             static_summary=f"follows an order of user {order.user_id}",
             rpc_timeout=CALL,
         )

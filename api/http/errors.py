@@ -93,6 +93,10 @@ class RequestIdReused(BerthError, code="REQUEST_ID_REUSED", status=409):
     """This request id was used before, for another change of the order."""
 
 
+class ChangeUnconfirmed(BerthError, code="CHANGE_UNCONFIRMED", status=409):
+    """Nothing shows that the broker made this change; it is never sent again: use a new request id."""
+
+
 class NotAtBroker(BerthError, code="NOT_AT_BROKER", retryable=True, status=409):
     """The order has not reached the broker yet; cancel it instead."""
 

@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -24,17 +24,20 @@ from infra.database.models import Order as Row
 from infra.database.orders import changes as order_requests
 from infra.database.orders import checks as order_checks
 from infra.database.orders.attention import OrderSettled
+from infra.database.orders.recording import event_of_ours
 from infra.database.orders.states import IN_QUEUE
 from infra.database.workers import sessions as worker_sessions
 from infra.settings import Settings
 from infra.valkey.request_queue import RequestFate, RequestQueue
 from worker_runtime.protocol.errors import BerthError, CheckFailed
-from worker_runtime.protocol.messages import CANCELLED_IN_QUEUE, Answer, OrderEvent, OrderOutcome, OrderState
+from worker_runtime.protocol.messages import CANCELLED_IN_QUEUE, Answer, OrderOutcome, OrderState
 from worker_runtime.protocol.order_terms import OrderLot
 from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
 
 #: States in which the broker has the order.
 _WORKING = frozenset({OrderState.SUBMITTED, OrderState.PART_FILLED})
+#: Seconds after a change's deadline, by which its call ends, within which its answer or event is recorded.
+CONFIRMED_WITHIN = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,8 @@ class OrderChangeService:
 
     async def _withdraw(self, row: Row, order: OrderView) -> OrderView:
         """Returns the order, cancelled if it was still queued and no worker is known to have taken it."""
-        outcome = OrderOutcome(
-            order_id=order.id, state=OrderState.CANCELLED, reason=CANCELLED_IN_QUEUE, withdrawn=True
-        )
+        state, why = OrderState.CANCELLED, CANCELLED_IN_QUEUE
+        outcome = OrderOutcome(order_id=order.id, state=state, reason=why, withdrawn=True)
         answer = Answer(request_id=order.id, outcome=outcome)
         if await self.queue.may_be_stale(row.created_at):
             return order  # a worker may have had it: the cancel follows it in the queue
@@ -98,15 +100,7 @@ class OrderChangeService:
             return apply_answer(order, found)
         if fate not in (RequestFate.WITHDRAWN, RequestFate.ABSENT):
             return order  # a worker has it: the cancel follows in the same queue
-        event = OrderEvent(
-            event_id=f"{order.id}:{OrderState.CANCELLED}",
-            order_id=order.id,
-            user_id=order.user_id,
-            epoch=0,
-            state=OrderState.CANCELLED,
-            at_ms=round(datetime.now(UTC).timestamp() * 1000),
-            reason=CANCELLED_IN_QUEUE,
-        )
+        event = event_of_ours(order.id, order.user_id, state, state, why)
         now = await self.outcome_writer.write_now(NotedOutcome(outcome, event=event))
         if fate is RequestFate.ABSENT and now.state == OrderState.CANCELLED:
             with suppress(RedisError):  # a process about to queue it waits for this answer
@@ -118,8 +112,8 @@ class OrderChangeService:
         passes the checks of a new order, here and its switch in the worker; a smaller quantity always passes.
 
         Raises `ProblemError` with `OrderSettled`, `OrderUnknown`, `NotAtBroker`, `ReplaceInvalid`,
-        `RequestIdReused`, what a new order would be refused for, or what the worker or the broker said;
-        `ValkeyUnavailable`.
+        `RequestIdReused`, `ChangeUnconfirmed`, what a new order would be refused for, or what the worker or
+        the broker said; `ValkeyUnavailable`.
         """
         generation = self.answers.generation
         order = await self.reader.with_latest_answer(row)
@@ -145,9 +139,9 @@ class OrderChangeService:
         if not change.asks_the_same(wanted):
             raise ProblemError(errors.RequestIdReused(), order=order)
         left = (change.deadline_at - now).total_seconds()
-        if left <= 0 or change.generation != generation:
-            return ChangeResult(order)  # made long ago or never: it is never sent a second time
         request_id = order_requests.request_id_of(row.id, "replace", body.request_id)
+        if left <= 0 or change.generation != generation:  # it is never sent a second time
+            return await self._outcome_of(order, change, request_id, left)
         request = ReplaceOrder(
             **self._request(row, order, request_id),
             generation=change.generation,
@@ -157,6 +151,20 @@ class OrderChangeService:
             price_band=change.price_band,
         )
         return await self._send(request, order, left, wait, change)
+
+    async def _outcome_of(
+        self, order: OrderView, change: order_requests.OrderChange, request_id: str, left: float
+    ) -> ChangeResult:
+        """What became of a change that nobody sends any more. Raises `ProblemError` if nothing shows it."""
+        if order.quantity <= (change.quantity or order.quantity) and change.price in (None, order.price):
+            return ChangeResult(order)
+        async with self.database.session() as session:
+            if await order_requests.was_confirmed(session, request_id):
+                return ChangeResult(order)
+        _refuse_final(order)
+        if left > -CONFIRMED_WITHIN:
+            return ChangeResult(order, answered=False)
+        raise ProblemError(errors.ChangeUnconfirmed(), order=order)
 
     async def _check_price(self, row: Row, order: OrderView, quantity: int, price: Decimal) -> Decimal | None:
         """Returns the price's band. Raises `ProblemError` where no new order would be taken now."""
@@ -221,7 +229,8 @@ class OrderChangeService:
             self.outcome_writer.write_later(NotedOutcome(answer.outcome))
             if change is not None and answer.failure is None:
                 async with self.database.session() as session:
-                    await order_requests.apply_change(session, UUID(answer.outcome.order_id), change)
+                    order_id = UUID(answer.outcome.order_id)
+                    await order_requests.apply_change(session, order_id, change, answer.request_id)
 
 
 def _refuse_final(order: OrderView) -> None:

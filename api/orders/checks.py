@@ -8,9 +8,9 @@ import time
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from pathlib import Path
-from typing import NamedTuple
 
 from infra.database.engine import Database
+from infra.database.orders.acceptance import UNBOUND, OrderBounds
 from infra.database.orders.checks import CheckedTerms
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.limits import AccountUsage
@@ -29,15 +29,6 @@ REMEMBERED = 5.0
 MAX_REMEMBERED = 10_000
 #: With fewer orders left of the day than this, they are counted anew with each order.
 RECOUNT_BELOW = 500
-
-
-class OrderBounds(NamedTuple):
-    """What is left to others: the bounds of prices to the worker (see `PlaceOrder`)."""
-
-    #: Seconds in which a second order for the same is a mistake.
-    window: float = 0.0
-    price_band: Decimal | None = None
-    most_price: Decimal | None = None
 
 
 class PreTradeChecks:
@@ -61,12 +52,12 @@ class PreTradeChecks:
         """
         usage = await self._usage_of(order)
         if usage is None:
-            return OrderBounds()
+            return UNBOUND
         refuse_mixed_terms(order, futures=usage.broker_type == Market.FUTURES)
         lot = self._symbol(order, usage)
         self._open(order, usage)
         if order.reduce_only:  # who wants out is not held back by a limit of what goes in
-            return OrderBounds()
+            return UNBOUND
         self._quantity(order, usage)
         most_price = self._notional(order, usage, lot)
         if is_new:

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.http.errors import ClientOrderIdReused, ValkeyUnavailable
 from api.orders import schemas
-from api.orders.checks import OrderBounds, PreTradeChecks
+from api.orders.checks import PreTradeChecks
 from api.orders.outcomes import NotedOutcome, OrderReader, OutcomeWriter, apply_answer, failure_of, view_of
 from api.workers.answers import AnswerListener, AnswerWaiter
 from infra import tasks
@@ -298,21 +298,23 @@ class OrderPlacer:
             bounds = await self.checks.check(new)
         except CheckFailed:  # a repeat is answered whatever the checks would say of it now
             async with self.database.session(autocommit=True) as reading:
-                if not await orders_by_client_ids(reading, user_id, [body.client_order_id]):
+                found = await orders_by_client_ids(reading, user_id, [body.client_order_id])
+                if not found:
                     raise
-            bounds = OrderBounds()
-        window = -bounds.window if body.allow_duplicate else bounds.window
+                bounds = await acceptance.kept_bounds(reading, found[body.client_order_id].id)
+        if body.allow_duplicate:
+            bounds = bounds._replace(window=-bounds.window)
         if session is None:
-            accepted = await acceptance.accept_order_alone(self.database, new, window)
+            accepted = await acceptance.accept_order_alone(self.database, new, bounds)
         else:
-            accepted = await acceptance.accept_order(session, new, window)
+            accepted = await acceptance.accept_order(session, new, bounds)
         if not accepted.same_request:
             raise ClientOrderIdReused
         row = accepted.order
         trace = new.trace if accepted.new else ""
         channel = self.answers.channels.name_of(user_id)
         request = place_request(row, channel, self.unknown_blocks, lasts, trace)
-        request = replace(request, price_band=bounds.price_band, most_price=bounds.most_price)
+        request = replace(request, **bounds.of_prices)
         if accepted.new:
             return PendingOrder(row, request, began + lasts, began)
         try:

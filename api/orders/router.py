@@ -281,6 +281,7 @@ async def cancel_order(
             *_CHANGE_PROBLEMS,
             *REFUSALS,
             errors.RequestIdReused,
+            errors.ChangeUnconfirmed,
             errors.NotAtBroker,
             errors.OrderUnknown,
             errors.ReplaceInvalid,
@@ -294,7 +295,8 @@ async def replace_order(
 
     Another price passes the checks and the switches of a new order. A smaller quantity alone always passes.
 
-    A repeat under the same request id waits for the first one's answer, and later returns the order as it is.
+    A repeat under the same request id waits for the first one's answer; later it is answered with the order,
+    or with `CHANGE_UNCONFIRMED` if nothing shows that the change was made.
     """
     row = await own_order(call, order_id)
     seconds = call.services.settings.order_wait if wait is None else wait

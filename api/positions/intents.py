@@ -11,7 +11,7 @@ accepted: an entry that nobody waited for is not made at another price. (Alerts 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from api.http.errors import ClientOrderIdReused, CloseNotFilled, IntentExpired, NoPosition
@@ -150,6 +150,8 @@ class IntentRunner:
             now = await closing.database_clock(session)
         if (now - close.accepted_at).total_seconds() > self.deadline:
             raise ProblemError(IntentExpired(), legs=[close])
+        # Also of a repeat: what was filled after the first one's look has changed the position.
+        run = replace(run, since=min(run.since, close.accepted_at))
         try:
             opened = await self._open(run, but=part_ids(close.client_order_id))
         except BerthError as error:

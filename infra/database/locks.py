@@ -45,12 +45,13 @@ def lease_due(due_at: InstrumentedAttribute[Any]) -> Update:
     """Builds an UPDATE that leases rows whose column `due_at` has passed, at most `:most`, oldest first.
 
     It moves `due_at` to `:lease` seconds from now: if the holder dies, the rows are due again after that.
+    `returning` may name the CTE `due`, which has it as it was.
     Rows that another process is leasing are skipped, so nobody waits.
     """
     model = due_at.class_
     key = inspect(model).primary_key
     due = (
-        select(*key)
+        select(*key, due_at)
         .where(due_at <= func.now())  # clock_timestamp() would read the whole index
         .order_by(due_at)
         .limit(bindparam("most"))

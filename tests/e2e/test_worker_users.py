@@ -51,10 +51,13 @@ class UserCrowd:
             while not last:
                 last = over.is_set()
                 answer = self.house.order(trader)
+                told = answer.json()
                 if answer.status_code in {201, 202}:
-                    self.accepted.append((trader, answer.json()["id"]))
+                    self.accepted.append((trader, told["id"]))
                 else:
                     last = False  # Valkey is not back yet
+                    if told.get("order"):  # it may be queued; of unknown outcome it blocks its symbol
+                        self.accepted.append((trader, told["order"]["id"]))
                 time.sleep(0.2)
 
         trading = [self.house.threads.submit(trade, one) for one in self._trading]

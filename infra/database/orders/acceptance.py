@@ -2,13 +2,15 @@
 
 import uuid
 from dataclasses import dataclass
-from typing import Any
+from decimal import Decimal
+from typing import Any, NamedTuple
 
+import msgspec
 from sqlalchemy import Float, String, bindparam, delete, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.engine import Database, SingleRow, SingleStatement
-from infra.database.models import Order
+from infra.database.models import Order, OrderEventRow
 from infra.database.orders.checks import UNSETTLED_ORDERS, CheckedTerms, find_refusal
 from infra.database.trading.models import OrderTwin
 from infra.database.workers.sessions import FIRST_EPOCH
@@ -37,6 +39,23 @@ class NewOrder(CheckedTerms):
     trace: str = ""
 
 
+class OrderBounds(NamedTuple):
+    """What the checks leave to others, kept with the order."""
+
+    #: Seconds in which a second order for the same is refused, unless the first one came to nothing;
+    #: negative: this one is not, but those after it are.
+    window: float = 0.0
+    #: For the worker (see `PlaceOrder`).
+    price_band: Decimal | None = None
+    most_price: Decimal | None = None
+
+    @property
+    def of_prices(self) -> dict[str, Decimal]:
+        bounds = {"price_band": self.price_band, "most_price": self.most_price}
+        return {name: bound for name, bound in bounds.items() if bound is not None}
+
+
+UNBOUND = OrderBounds()
 #: An order as PostgreSQL has it, with the columns of `Order`.
 StoredOrder = Order | SingleRow
 
@@ -120,7 +139,7 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
 ), noted as (
   insert into order_events (event_id, order_id, state, at, data)
   select id || '\\:accepted', id, 'accepted', created_at,
-         jsonb_strip_nulls(jsonb_build_object('trace', nullif(:trace, '')))
+         jsonb_strip_nulls(jsonb_build_object('trace', nullif(:trace, ''))) || cast(:bounds as jsonb)
     from placed
 ), audited as (
   insert into audit_trail (actor, action, subject, data)
@@ -137,6 +156,7 @@ _ACCEPT_TYPED = _ACCEPT.bindparams(
     bindparam("lasts", type_=Float),
     bindparam("window", type_=Float),
     bindparam("trace", type_=String),
+    bindparam("bounds", type_=String),
     bindparam("unknown_blocks", type_=String),
     *(
         bindparam(column.name, type_=column.type)
@@ -149,34 +169,42 @@ _ACCEPT_TYPED = _ACCEPT.bindparams(
 _ACCEPT_ALONE = SingleStatement(_ACCEPT_TYPED)
 
 
-async def accept_order(session: AsyncSession, new: NewOrder, window: float = 0.0) -> AcceptedOrder:
+async def accept_order(session: AsyncSession, new: NewOrder, bounds: OrderBounds = UNBOUND) -> AcceptedOrder:
     """Writes an order before it is sent anywhere; a repeated client order id returns the first order.
 
-    `window`: seconds in which a second order for the same is refused, unless the first one came to nothing;
-    negative: this one is not, but those after it are.
     Raises `UnknownAccount` if the user has no such account; `LoginRejected` if the broker has rejected its
     credentials; `UserDisabled`; `TradingHalted` or `ReducingOnly` by the switches (the worker checks again,
     right before the broker); `SymbolBlocked` while an order of unknown outcome blocks it; `AccountBlocked`
     while the account differs from the broker's books; `DuplicateOrder`. A repeat is never blocked.
     """
-    row = (await session.execute(_ACCEPT_TYPED, _values_of(new, window))).one_or_none()
+    row = (await session.execute(_ACCEPT_TYPED, _values_of(new, bounds))).one_or_none()
     if row is None:
-        return await _repeat_or_refusal(session, new, window)
+        return await _repeat_or_refusal(session, new, bounds.window)
     return AcceptedOrder(Order(**row._asdict()), new.lasts, new=True, same_request=True)
 
 
-async def accept_order_alone(database: Database, new: NewOrder, window: float = 0.0) -> AcceptedOrder:
+async def accept_order_alone(
+    database: Database, new: NewOrder, bounds: OrderBounds = UNBOUND
+) -> AcceptedOrder:
     """`accept_order` as one statement without a session. Raises `DatabaseUnavailable`, too."""
-    row = await database.row(_ACCEPT_ALONE, _values_of(new, window))
+    row = await database.row(_ACCEPT_ALONE, _values_of(new, bounds))
     if row is not None:
         return AcceptedOrder(row, new.lasts, new=True, same_request=True)
     async with database.session(autocommit=True) as session:
-        return await _repeat_or_refusal(session, new, window)
+        return await _repeat_or_refusal(session, new, bounds.window)
 
 
-def _values_of(new: NewOrder, window: float) -> dict[str, Any]:
+async def kept_bounds(session: AsyncSession, order_id: uuid.UUID) -> OrderBounds:
+    """The bounds with which an order was accepted: whoever sends it later sends them, too."""
+    first = await session.get_one(OrderEventRow, f"{order_id}:accepted")
+    band, most = (first.data.get(name) for name in ("price_band", "most_price"))
+    return OrderBounds(0.0, band and Decimal(band), most and Decimal(most))
+
+
+def _values_of(new: NewOrder, bounds: OrderBounds) -> dict[str, Any]:
     values = {name: getattr(new, name) for name in new.__dataclass_fields__}
-    return {"id": uuid.uuid4(), "window": window, **values}
+    words = msgspec.json.encode(bounds.of_prices).decode()
+    return {"id": uuid.uuid4(), "window": bounds.window, "bounds": words, **values}
 
 
 async def _repeat_or_refusal(session: AsyncSession, new: NewOrder, window: float) -> AcceptedOrder:

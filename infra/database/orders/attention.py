@@ -16,8 +16,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
 from infra.database.models import Order, OrderEventRow
+from infra.database.orders.checks import database_clock
 from infra.database.orders.recording import get_order
-from infra.database.orders.states import IN_QUEUE, OPEN_STATES
+from infra.database.orders.states import IN_QUEUE, OPEN_STATES, rank
+from infra.database.orders.watch import ASKED
 from worker_runtime.protocol.errors import BerthError, OutcomeUnknown
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 
@@ -119,7 +121,7 @@ def next_step(order: Order) -> str:
 async def recheck_order(session: AsyncSession, order_id: uuid.UUID, *, actor: str) -> Order:
     """Has the sweeper check an order at once. Raises `OrderNotFound`, `OrderSettled`."""
     open_one = update(Order).where(Order.id == order_id, Order.state.in_(OPEN_STATES))
-    due = open_one.values(verify_at=func.clock_timestamp()).returning(Order)
+    due = open_one.values(verify_at=ASKED).returning(Order)
     order: Order | None = await session.scalar(due)
     if order is None:
         await get_order(session, order_id)
@@ -134,13 +136,15 @@ async def resolve_order(
     """Makes an order final as a person found it at the broker.
 
     Raises `OrderNotFound`, `OrderSettled`, and `ResolutionInvalid` for an end that contradicts the order or
-    its known fills.
+    its known fills, and while a worker may still send it.
     """
     order = await session.scalar(select(Order).where(Order.id == order_id).with_for_update())
     if order is None:
         order = await get_order(session, order_id)
     if order.state in FINAL_ORDER_STATES:
         raise OrderSettled
+    if rank(order.state) <= rank(OrderState.SUBMITTING) and await database_clock(session) < order.deadline_at:
+        raise ResolutionInvalid("it may still be sent to the broker, until its deadline: cancel it")
     _check_resolution(order, found)
     before = order.state
     order.state = found.state.value

@@ -66,13 +66,18 @@ async def find_change(session: AsyncSession, order_id: uuid.UUID, request_id: st
     return None if data is None else msgspec.convert(data, OrderChange)
 
 
+async def was_confirmed(session: AsyncSession, event_id: str) -> bool:
+    """Whether a change is known to have been made. `event_id` is the id of its request."""
+    return await session.get(OrderEventRow, f"{event_id}{_CONFIRMED}") is not None
+
+
 async def confirm_changes(
     session: AsyncSession, order_id: uuid.UUID, quantity: int, price: Decimal | None
-) -> bool:
+) -> None:
     """Applies the quantity and price that the broker shows, where they are those of unconfirmed changes.
 
     Ignores a price requested before one that is already confirmed, since the broker's list may be behind; the
-    quantity can only fall. Returns whether anything was applied.
+    quantity can only fall.
     """
     prefix = request_id_of(order_id, "replace", "")
     events = await session.execute(
@@ -82,7 +87,6 @@ async def confirm_changes(
     )
     found = {event_id: data for event_id, data in events}
     price_confirmed = False
-    applied = False
     for event_id, data in found.items():
         if event_id.endswith(_CONFIRMED):
             continue
@@ -96,13 +100,9 @@ async def confirm_changes(
             )
             if shown.quantity is None and shown.price is None:
                 continue
-            applied = True
-            await apply_change(session, order_id, shown)
-            if confirmed := shown.asks_the_same(change):
-                made = {"reason": "change made"}
-                await _add_event(session, order_id, f"{event_id}{_CONFIRMED}", OrderState.SUBMITTED, made)
+            confirmed = shown.asks_the_same(change)
+            await apply_change(session, order_id, shown, event_id if confirmed else "")
         price_confirmed = price_confirmed or (confirmed and change.price is not None)
-    return applied
 
 
 async def _add_event(
@@ -115,8 +115,14 @@ async def _add_event(
     return added is not None
 
 
-async def apply_change(session: AsyncSession, order_id: uuid.UUID, change: OrderChange) -> None:
-    """Updates an order after the broker has changed it; safe to repeat. The quantity only falls."""
+async def apply_change(
+    session: AsyncSession, order_id: uuid.UUID, change: OrderChange, event_id: str = ""
+) -> None:
+    """Updates an order after the broker has changed it; safe to repeat. The quantity only falls. `event_id`:
+    of the request that is confirmed by it."""
+    if event_id:
+        made = {"reason": "change made"}
+        await _add_event(session, order_id, f"{event_id}{_CONFIRMED}", OrderState.SUBMITTED, made)
     quantity = Order.quantity if change.quantity is None else func.least(Order.quantity, change.quantity)
     price = Order.price if change.price is None else change.price
     differs = or_(Order.quantity != quantity, Order.price.is_distinct_from(price))

@@ -207,6 +207,19 @@ async def traces_of(database: Database, order_ids: Iterable[str]) -> dict[str, s
         return {str(order_id): context for order_id, context in rows}
 
 
+def event_of_ours(order_id: Any, user_id: str, name: str, state: OrderState, reason: str) -> OrderEvent:
+    """An event of now that no worker reports."""
+    return OrderEvent(
+        event_id=f"{order_id}:{name}",
+        order_id=str(order_id),
+        user_id=user_id,
+        epoch=0,
+        state=state,
+        at_ms=time.time_ns() // 1_000_000,
+        reason=reason,
+    )
+
+
 async def record_event(session: AsyncSession, event: OrderEvent) -> bool:
     """Records one event; False for a repeat. Raises `OrderNotFound`."""
     recorded = await record_events(session, [event])

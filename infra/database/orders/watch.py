@@ -3,14 +3,17 @@
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import bindparam, func, update
+from sqlalchemy import bindparam, func, literal_column, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.locks import lease_due, seconds_from_now
 from infra.database.models import Order
 
+#: `verify_at` of an order that a person wants checked: before all others.
+ASKED = func.to_timestamp(0)
 _TAKE = lease_due(Order.verify_at).returning(
     Order,
+    literal_column("due.verify_at") == ASKED,
     func.clock_timestamp() > Order.deadline_at + func.make_interval(0, 0, 0, 0, 0, 0, bindparam("grace")),
     func.extract("epoch", Order.deadline_at - func.clock_timestamp()),
 )
@@ -21,6 +24,8 @@ class DueOrder:
     """An order that the sweeper has leased."""
 
     order: Order
+    #: A person wants it checked now.
+    asked: bool
     #: The end of the lease. `postpone` changes nothing once somebody else has moved it.
     lease: datetime
     #: Its deadline passed at least `grace` seconds ago, by PostgreSQL's clock.
@@ -33,8 +38,8 @@ async def take_due_orders(session: AsyncSession, *, most: int, lease: float, gra
     """Leases up to `most` orders whose `verify_at` has passed, for `lease` seconds."""
     rows = await session.execute(_TAKE, {"most": most, "lease": lease, "grace": grace})
     return [
-        DueOrder(order, order.verify_at, bool(overdue), float(remaining))
-        for order, overdue, remaining in rows
+        DueOrder(order, bool(asked), order.verify_at, bool(overdue), float(remaining))
+        for order, asked, overdue, remaining in rows
         if order.verify_at is not None
     ]
 

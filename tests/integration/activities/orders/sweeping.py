@@ -24,6 +24,7 @@ from infra.database import accounts, users
 from infra.database.engine import Database
 from infra.database.models import Order
 from infra.database.orders import acceptance, recording
+from infra.database.orders.acceptance import UNBOUND, OrderBounds
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
 from infra.temporal.starter import WorkerStarter
@@ -78,7 +79,13 @@ class SweeperStage:
         )
 
     async def order(
-        self, *, left: float = 30.0, due: bool = True, generation: str = GENERATION, **columns: Any
+        self,
+        *,
+        left: float = 30.0,
+        due: bool = True,
+        generation: str = GENERATION,
+        bounds: OrderBounds = UNBOUND,
+        **columns: Any,
     ) -> uuid.UUID:
         """An order with `left` seconds until its deadline; `due`: the sweeper has to look at it now."""
         new = acceptance.NewOrder(
@@ -98,7 +105,7 @@ class SweeperStage:
             unknown_blocks="off",
         )
         async with self.database.session() as session:
-            order_id = (await acceptance.accept_order(session, new)).order.id
+            order_id = (await acceptance.accept_order(session, new, bounds)).order.id
             self.ordered.append(order_id)
             if due:
                 columns["verify_at"] = datetime.now(UTC) - timedelta(seconds=1)
@@ -121,6 +128,12 @@ class SweeperStage:
     async def followed(self, order_id: uuid.UUID) -> bool:
         """Whether the order's workflow runs."""
         return await self.running(f"order-{order_id}")
+
+    async def rechecks(self, order_id: uuid.UUID) -> int:
+        """How often the order's workflow was asked to check at once."""
+        handle = self.temporal.get_workflow_handle(f"order-{order_id}")
+        events = [event async for event in handle.fetch_history_events()]
+        return sum(event.HasField("workflow_execution_signaled_event_attributes") for event in events)
 
     async def end(self) -> None:
         """The workflows that were started for the user and the orders: nobody runs them here, and a worker of

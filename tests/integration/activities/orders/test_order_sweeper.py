@@ -9,18 +9,19 @@ from asyncio.subprocess import DEVNULL
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from redis.asyncio import Redis
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 from temporalio.client import Client
 
 from infra.database.engine import Database
 from infra.database.models import Order
 from infra.database.orders import attention
-from infra.database.orders.acceptance import place_request
+from infra.database.orders.acceptance import OrderBounds, place_request
 from infra.database.orders.states import OPEN_STATES
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.settings import Settings
@@ -75,6 +76,15 @@ async def test_an_order_that_was_never_queued_is_queued_once_by_two_sweepers(sta
     assert found.state == "accepted"
     assert found.verify_at is not None
     assert found.verify_at > began + timedelta(seconds=1)  # it was due a second before
+
+
+async def test_an_order_that_was_never_queued_keeps_the_bounds_of_its_price(stage: SweeperStage) -> None:
+    bounds = OrderBounds(0.0, Decimal("0.1"), Decimal("12.5"))
+    await stage.order(bounds=bounds)
+    await stage.sweeper().round()
+    [item] = await stage.queued()
+    request: PlaceOrder = decode(parse_frame(item).payload, PlaceOrder)
+    assert (request.price_band, request.most_price) == bounds[1:]
 
 
 async def test_an_order_that_was_queued_is_not_queued_again(stage: SweeperStage) -> None:
@@ -196,6 +206,16 @@ async def test_an_order_that_went_on_its_way_is_followed_and_looked_at_again_lat
     async with stage.database.session() as session:
         await attention.recheck_order(session, order_id, actor="key:7")
     assert await stage.sweeper().round() == 1
+    assert await stage.rechecks(order_id) == 1
+    await set_due(stage, order_id)  # nobody asked: its time has come
+    assert await stage.sweeper().round() == 1
+    assert await stage.rechecks(order_id) == 1
+
+
+async def set_due(stage: SweeperStage, order_id: uuid.UUID) -> None:
+    async with stage.database.session() as session:
+        due = update(Order).where(Order.id == order_id).values(verify_at=datetime.now(UTC))
+        await session.execute(due)
 
 
 async def test_while_valkey_is_away_nothing_is_concluded(stage: SweeperStage) -> None:

@@ -11,7 +11,8 @@ import pytest
 from infra.database.orders import attention, recording
 from infra.database.trading import reconciliations
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order
-from tests.integration.api.scripted_worker import failed
+from tests.integration.api.scripted_worker import failed, until
+from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import OutcomeUnknown
 from worker_runtime.protocol.messages import Failure, OrderState
 
@@ -177,3 +178,20 @@ async def test_differences_with_the_broker_are_shown_and_closed_by_an_operator(
     freed = (await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())).json()
     # Accepted. That no worker can be started (Temporal is away) may be known by then: a problem has no state.
     assert freed.get("state") == "accepted" or freed.get("code") == "TEMPORAL_UNAVAILABLE", freed
+
+
+async def test_an_order_that_a_worker_may_still_take_is_not_ended_by_hand(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    await api.services.valkey.set(keys.mark(api.user), "1:scripted", ex=30)
+    order = (await user.post(f"/users/{api.user}/orders?wait=0", json=an_order())).json()
+    async with api.client(api.admin_key) as admin:
+        body = {"state": "cancelled", "reason": "it does not move"}
+        refused = await admin.post(f"/orders/{order['id']}/resolve", json=body)
+        assert (refused.status_code, refused.json()["code"]) == (422, "RESOLUTION_INVALID")
+        assert "cancel it" in refused.json()["detail"]
+    worker = await start_worker(api.user)
+    await until(lambda: [one.order_id for one in worker.popped] == [order["id"]])
+    await until(lambda: api.services.answers.pending == 0)
+    shown = (await user.get(f"/orders/{order['id']}")).json()
+    assert (shown["state"], shown["filled_quantity"]) == ("filled", 1)

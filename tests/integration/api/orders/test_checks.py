@@ -18,6 +18,7 @@ from infra.settings import Settings
 from tests.integration.api.accounts.test_switches import halt
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, on_one_day, running_api
 from tests.integration.api.scripted_worker import failed, filled
+from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Failure, OrderOutcome, OrderState
 
 
@@ -110,6 +111,22 @@ async def test_the_worker_learns_what_to_hold_against_the_brokers_reference_pric
     async with running_api(changed) as other, other.client(api.key) as caller:
         await caller.post(f"/users/{api.user}/orders", json=an_order(6))
     assert worker.popped[-1].price_band == Decimal("0.02")
+
+
+async def test_a_repeat_that_sends_an_order_after_all_sends_the_bounds_of_its_acceptance(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    await limit(api, price_band=Decimal("0.02"), max_quantity=5)
+    await api.services.valkey.set(keys.mark(api.user), "1:scripted", ex=30)
+    body = an_order(quantity=5)
+    assert (await user.post(f"/users/{api.user}/orders?wait=0", json=body)).status_code == 202
+    for key in await api.services.valkey.keys("trading:*"):  # as if that process had died before it queued it
+        await api.services.valkey.delete(key)
+    await limit(api, price_band=Decimal("0.02"), max_quantity=4)  # the checks would refuse it now
+    worker = await start_worker(api.user)
+    async with running_api(api.settings) as other, other.client(api.key) as caller:
+        await caller.post(f"/users/{api.user}/orders", json=body)
+    assert [(one.quantity, one.price_band) for one in worker.popped] == [(5, Decimal("0.02"))]
 
 
 async def test_by_default_a_double_click_is_one_order_at_all_processes_of_the_api(

@@ -304,6 +304,25 @@ async def test_a_close_that_fills_while_the_request_waits_is_followed_by_the_ope
     assert sent(worker) == [("buy", 3, True), ("buy", 1, False)]
 
 
+async def test_an_entry_that_comes_back_opens_nothing_beside_what_was_filled_since_its_close(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker = await broker(api, start_worker, -3, resting)
+    first = await want(user, api, "long_entry", quantity=1, wait=0.1)
+    await until(lambda: len(worker.popped) == 1)
+    await set_row(api, first.json()["legs"][0]["id"], state="filled", filled_quantity=3)
+    worker.script = filled
+    other = await user.post(f"/users/{api.user}/orders", json=an_order(symbol="MXFA6", side="sell"))
+    assert other.json()["state"] == "filled"
+    await set_row(
+        api, other.json()["id"], state="filled", filled_quantity=1, updated_at=func.clock_timestamp()
+    )
+    answer = await want(user, api, "long_entry", quantity=1)
+    assert (answer.status_code, answer.json()["code"]) == (409, "POSITION_BUSY")
+    assert len(answer.json()["legs"]) == 1
+    assert sent(worker) == [("buy", 3, True), ("sell", 1, False)]
+
+
 async def test_an_entry_that_comes_back_too_late_opens_nothing(
     api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
 ) -> None:

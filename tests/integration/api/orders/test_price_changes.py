@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -10,12 +11,13 @@ from uuid import UUID
 import httpx
 import pytest
 
+from infra.database.models import OrderEventRow
 from infra.database.orders.changes import find_change, note_change
 from infra.database.orders.recording import get_order
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.models import AccountLimits
 from tests.integration.api.accounts.test_switches import halt
-from tests.integration.api.conftest import ServedApi, StartWorker
+from tests.integration.api.conftest import ServedApi, StartWorker, running_api
 from tests.integration.api.orders.test_order_changes import placed, set_row, working
 from tests.integration.api.scripted_worker import ScriptedWorker
 from worker_runtime.protocol.requests import ReplaceOrder
@@ -124,3 +126,49 @@ async def test_a_repeat_of_a_change_that_nobody_sent_keeps_the_band_of_its_price
     assert (answer.status_code, answer.json()["price"]) == (200, "998")
     sent = [(one.price, one.price_band) for one in worker.asked if isinstance(one, ReplaceOrder)]
     assert sent == [(Decimal(999), Decimal("0.02")), (Decimal(998), Decimal("0.02"))]
+
+
+async def _age_change(api: ServedApi, order_id: str, request_id: str, seconds: float) -> None:
+    """As if the deadline of a change had passed so many seconds ago."""
+    passed = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()
+    async with api.services.database.session() as session:
+        row = await session.get_one(OrderEventRow, f"{order_id}:replace:{request_id}")
+        row.data = {**row.data, "deadline_at": passed}
+
+
+async def test_a_repeat_of_a_change_that_came_to_nothing_comes_to_an_end_and_is_not_told_as_made(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker, order_id = await working(api, user, start_worker)
+    await worker.stop()
+    settings = api.settings.model_copy(update={"order_deadline": 1.0})
+    async with running_api(settings) as quick, quick.client(api.key) as elsewhere:
+        for request_id, change in (("r-1", {"quantity": 4}), ("r-2", {"price": "999"})):
+            path, body = f"/orders/{order_id}/replace", {"request_id": request_id, **change}
+            answer = await elsewhere.post(f"{path}?wait=20", json=body)
+            assert (answer.status_code, answer.json()["code"]) == (504, "NO_ANSWER")
+            await _age_change(api, order_id, request_id, 1.0)
+            soon = await elsewhere.post(path, json=body)  # its event may be on its way
+            assert (soon.status_code, soon.json()["quantity"]) == (202, 10)
+            await _age_change(api, order_id, request_id, 10.0)
+            again = (await elsewhere.post(path, json=body)).json()
+            assert (again["status"], again["code"], again["retryable"]) == (409, "CHANGE_UNCONFIRMED", False)
+            assert (again["order"]["quantity"], again["order"]["price"]) == (10, "1000")
+        await set_row(api, order_id, state="filled", filled_quantity=10)
+        ended = await elsewhere.post(path, json=body)
+        assert (ended.status_code, ended.json()["code"]) == (409, "ORDER_SETTLED")
+    assert worker.asked == []
+
+
+async def test_a_repeat_of_a_change_that_was_made_stays_made_after_later_ones(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    worker, order_id = await working(api, user, start_worker)
+    path = f"/orders/{order_id}/replace"
+    for request_id, price in (("r-1", "999"), ("r-2", "998")):
+        answer = await user.post(path, json={"request_id": request_id, "price": price})
+        assert (answer.status_code, answer.json()["price"]) == (200, price)
+    await _age_change(api, order_id, "r-1", 10.0)
+    again = await user.post(path, json={"request_id": "r-1", "price": "999"})
+    assert (again.status_code, again.json()["price"]) == (200, "998")
+    assert len(worker.asked) == 2
