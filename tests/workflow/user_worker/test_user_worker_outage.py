@@ -19,7 +19,6 @@ from tests.workflow.fakes import (
     skipped,
     tell,
     until,
-    until_state,
 )
 from tests.workflow.user_worker.test_user_worker_care import until_worker, view
 from workflows.sandbox import workflow_runner
@@ -174,11 +173,10 @@ async def test_credentials_that_nobody_can_give_for_days_are_given_in_another_ru
             result_type=m.ReloadResult,
         )
         await renewed(skipping, first)
-        async with skipped(skipping):
-            await until_state(skipping.client, "u1", S.ACTIVE)
+        await finished(skipping, "u1")
         histories = await runs(skipping)
         assert not (await reload.result()).ok
     assert len(histories) == 2
     assert max(len(one.events) for one in histories) < LONG
-    assert not fleet.stops
+    assert [(stop.reason, stop.worker.worker_id) for stop in fleet.stops] == [("idle", "w1")]
     assert len(fleet.reloads) == MANY + 1
