@@ -64,7 +64,7 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._dead_letters = DeadLetters(self.database)
-        self._unknown = RefusalCounter()
+        self._unknown, self._failed = RefusalCounter(), RefusalCounter()
         self._refused = RefusalCounter(REFUSED.labels("order event").inc)
 
     async def handle(self, events: Sequence[Event], received_ms: Sequence[int] = ()) -> None:
@@ -110,7 +110,8 @@ class Recorder:
         await self._dead_letters.put([_late_letter(event) for event in late])
 
     async def _record_worker(self, session: AsyncSession, event: WorkerEvent) -> None:
-        if event.kind in (WorkerEventKind.FAILED, WorkerEventKind.SESSION_REPLACED):
+        failed = event.kind in (WorkerEventKind.FAILED, WorkerEventKind.SESSION_REPLACED)
+        if failed and self._failed.add(f"{event.kind}:{event.worker_id}"):
             who = {"user_id": event.user_id, "worker_id": event.worker_id}
             log.error("worker_failed", kind=str(event.kind), said=event.detail[:200], **who)
         await record_logins(session, event.user_id, event.epoch, event.at_ms, event.logins)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 
 import structlog
 from redis.exceptions import RedisError
@@ -15,6 +16,7 @@ from infra.database.engine import Database
 from infra.database.workers import launches, passes
 from infra.processes import boot_id
 from infra.settings import Settings
+from infra.valkey.worker_users import WorkerUsers
 from infra.worker_task import LauncherUnreachable
 from workflows.maintenance import messages as mm
 
@@ -33,8 +35,14 @@ class MaintenanceActivities:
     """Activities `scan_fleet`, `clean_up`, `finish_pass`. Safe to run twice."""
 
     def __init__(
-        self, scanner: FleetScanner, cleaner: AnomalyCleaner, database: Database, settings: Settings
+        self,
+        scanner: FleetScanner,
+        cleaner: AnomalyCleaner,
+        database: Database,
+        settings: Settings,
+        users: WorkerUsers | None = None,
     ) -> None:
+        self._users = users
         self._scanner = scanner
         self._cleaner = cleaner
         self._database = database
@@ -55,7 +63,7 @@ class MaintenanceActivities:
             before = await passes.find_pass(session, older_than=self._confirm if override else 0.0)
         if before is not None and not override and self._seconds_since(before) < self._confirm:
             return mm.Scanned(number=0, guarded="too soon after the last pass")
-        place, workers, seen = passes.PassBasis(), 0, None
+        place, workers, seen, running = passes.PassBasis(), 0, None, list[str]()
         suspects: list[passes.Suspect] = []
         confirmed: list[passes.Suspect] = []
         try:
@@ -66,6 +74,7 @@ class MaintenanceActivities:
             why = passes.LAUNCHER_UNREAD if away else "Valkey could not be read"
         else:
             place, workers = seen.place, seen.size
+            running = [task.worker_id for task in seen.tasks]
             suspects = await asyncio.to_thread(find_anomalies, seen, self._limits)
             why = guard_reason(seen.summary(len(suspects)), before, override=override)
             if not why and before is not None and (override or not before.guarded):
@@ -73,7 +82,6 @@ class MaintenanceActivities:
                 confirmed = [one for one in suspects if one in known]
         async with self._database.session() as session:
             if seen is not None and not why:
-                running = [task.worker_id for task in seen.tasks]
                 await launches.purge_ended(session, self._history_days, running)
             number = await passes.begin_pass(
                 session,
@@ -86,6 +94,9 @@ class MaintenanceActivities:
                 suspects=suspects,
                 confirmed=confirmed,
             )
+        if self._users and seen is not None and not why:
+            with suppress(RedisError, OSError):  # the next pass deletes them
+                await self._users.delete_unused(running)
         return mm.Scanned(
             number=number, workers=workers, found=len(suspects), confirmed=len(confirmed), guarded=why
         )

@@ -261,7 +261,7 @@ def bulk_activities(temporal: Client, starter: WorkerStarter, parts: Orchestrato
         parts.client, parts.database, parts.launcher, parts.message_secrets, pool=parts.settings.pool
     )
     cleaner = AnomalyCleaner(parts.client, parts.database, parts.launcher, _ends(parts), temporal)
-    maintenance = MaintenanceActivities(scanner, cleaner, parts.database, parts.settings)
+    maintenance = MaintenanceActivities(scanner, cleaner, parts.database, parts.settings, parts.users)
     morning = MorningActivities(parts.database, parts.calendar, starter.ensure_active)
     rollout = RolloutActivities(
         parts.client, parts.database, parts.launcher, temporal, parts.calendar, parts.settings

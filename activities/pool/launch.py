@@ -199,7 +199,8 @@ class LaunchActivities:
                 await self.database.fetch(images.require_allowed, spec.image)
             # Before the launch: it may be claimed before the launcher's answer is here.
             await self._record(spec.config)
-            server = await self._create_user(spec.config)
+            if self.users:
+                await self.users.create(spec.config.worker_id, spec.config.pool)
             async with beating():  # it may have to wait for the rate limit
                 task = await self.launcher.launch(spec, token)
             await self._record(spec.config, task.task_id)
@@ -217,7 +218,8 @@ class LaunchActivities:
         launched = m.Launched(worker_id=task.worker_id, task_id=task.task_id)
         while time.monotonic() - began < timeout:
             activity.heartbeat()
-            server = await self._create_user(spec.config, server)
+            if self.users:
+                await self.users.create(spec.config.worker_id, spec.config.pool, again=True)
             if await ready():
                 seconds = round(time.monotonic() - began, 3)
                 log.info("worker_launched", worker_id=task.worker_id, task_id=task.task_id, seconds=seconds)
@@ -229,12 +231,6 @@ class LaunchActivities:
             return launched
         await self.launcher.stop(task.task_id, "not ready in time")
         raise _never_ready(f"worker {task.worker_id} was not ready within {timeout:.0f} s")
-
-    async def _create_user(self, config: WorkerConfig, made_on: str | None = None) -> str | None:
-        """Lets the worker log in to Valkey; again if the server is no longer `made_on`."""
-        if self.users is None:
-            return None
-        return await self.users.create(config.worker_id, config.pool, made_on)
 
     async def _assigned(self, worker_id: str) -> bool:
         async with self.database.session() as session:

@@ -12,7 +12,7 @@ from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, ResponseError
+from redis.exceptions import MasterDownError, NoScriptError, ReadOnlyError, ResponseError
 
 from infra.process_metrics import VALKEY_WAIT
 from worker_runtime.protocol import bounds, keys
@@ -36,6 +36,8 @@ def connect_valkey(url: str, *, socket_timeout: float = 5.0, max_connections: in
     pool = TimedPool.from_url(
         url,
         retry=Retry(NoBackoff(), 0),
+        # They drop the connection, and retry nothing: after a failover another one leads to another server.
+        retry_on_error=[ReadOnlyError, MasterDownError],
         socket_timeout=socket_timeout,
         socket_connect_timeout=socket_timeout,
         max_connections=max_connections,

@@ -9,7 +9,7 @@ rights rule what a script may do to each of them: owner and switch, for example,
 Valkey neither stores nor replicates users: on a new server they are made again (`restore`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import date
 from hashlib import blake2b
 from typing import Any
@@ -77,20 +77,20 @@ class WorkerUsers:
             for token in self._keys.launch_tokens(worker_id)
         ]
 
-    async def create(self, worker_id: str, pool: str, made_on: str | None = None) -> str:
-        """Called before a launch and while it waits; does nothing on the server `made_on`.
+    async def create(self, worker_id: str, pool: str, *, again: bool = False) -> None:
+        """Called before a launch, and `again` while it waits: the user is made if it is gone.
 
-        Returns the server's run id. A claimed worker gets no more rights.
+        A claimed worker gets no more rights.
         """
+        rights = await self._ask("ACL", "GETUSER", worker_id)
+        if again and rights is not None:
+            return
         server = await valkey.read_server_id(self._client)
-        if server == made_on:
-            return server
         if self._scripts_on != (server, date.today()):  # the day: for `SCRIPTS_KEPT`
             await self.load_scripts()
             self._scripts_on = server, date.today()
-        if _CLAIMED not in str(await self._ask("ACL", "GETUSER", worker_id)):
+        if _CLAIMED not in str(rights):
             await self._ask(*self._addition(worker_id, free_rights(worker_id, pool)))
-        return server
 
     async def admit(self, worker_id: str, pool: str, user_id: str) -> None:
         """Opens the keys of this user. Called before the claim is sent; safe to repeat."""
@@ -100,6 +100,22 @@ class WorkerUsers:
     async def delete(self, worker_id: str) -> None:
         """Called when the worker has ended; cuts connections that it left."""
         await self._ask("ACL", "DELUSER", worker_id)
+
+    async def delete_unused(self, running: Collection[str]) -> None:
+        """Deletes users of workers that are not there: of failed launches, and of ends that nobody reported.
+
+        `running`: what the launcher lists. What has an entry in its pool, or a user, is there all the same.
+        """
+        unlisted = {text_of(name) for name in await self._client.acl_users()}.difference(running)
+        unused = await self._database.fetch(launches.long_unassigned, unlisted)
+        async with self._client.pipeline(transaction=False) as pipe:
+            for worker_id, pool in unused:
+                pipe.exists(keys.pool_worker(pool, worker_id))
+            entries = await pipe.execute()
+        gone = [worker_id for (worker_id, _), entry in zip(unused, entries, strict=True) if not entry]
+        if gone:
+            await self._ask("ACL", "DELUSER", *gone)
+            log.info("worker_users_deleted", count=len(gone))
 
     async def _ask(self, *words: str) -> Any:
         return await reply_of(self._client.execute_command(*words))  # type: ignore[no-untyped-call]

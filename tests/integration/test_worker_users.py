@@ -17,9 +17,11 @@ from redis.exceptions import (
     NoScriptError,
     ResponseError,
 )
+from sqlalchemy import func, update
 
 from infra.database.engine import Database
-from infra.database.models import WorkerScript
+from infra.database.models import User, WorkerLaunch, WorkerScript, WorkerSession
+from infra.database.workers import launches
 from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
@@ -340,6 +342,38 @@ async def test_a_restarted_server_gets_scripts_and_users_again(
             assert await free.hgetall(keys.pool_worker(POOL, FREE)) == {}
             with pytest.raises(NoPermissionError):
                 await free.get(keys.mark("mallory"))
+
+
+async def test_users_of_workers_that_are_not_there_are_deleted(
+    users: WorkerUsers, valkey_client: Redis, database: Database
+) -> None:
+    """As a failed launch leaves them."""
+    failed, fresh, listed, free, claimed = "c-failed", "c-fresh", "p-listed", "p-entry", "p-claimed"
+    for worker_id in (failed, fresh, listed, free, claimed):
+        await database.fetch(launches.record_launch, worker_id=worker_id, pool=POOL, version="1")
+        await users.create(worker_id, POOL)
+    async with database.session() as session:
+        old = update(WorkerLaunch).values(launched_at=func.clock_timestamp() - timedelta(hours=2))
+        await session.execute(old.where(WorkerLaunch.worker_id != fresh))
+        session.add(User(id="someone"))
+        await session.flush()
+        session.add(WorkerSession(user_id="someone", epoch=1, claim_id="c1", pool=POOL, worker_id=claimed))
+    await reply_of(valkey_client.hset(keys.pool_worker(POOL, free), "state", "ready"))
+    await users.delete_unused([listed])
+    there = {valkey.text_of(name) for name in await valkey_client.acl_users()}
+    assert failed not in there
+    assert {fresh, listed, free, claimed, MALLORY, ALICES, FREE, "default"} <= there
+    await valkey_client.execute_command("ACL", "DELUSER", fresh, listed, free, claimed)  # type: ignore[no-untyped-call]
+
+
+async def test_a_launch_that_waits_gets_a_user_again_that_was_deleted(
+    users: WorkerUsers, valkey_server: ValkeyServer
+) -> None:
+    await users.delete(FREE)
+    await users.create(FREE, POOL, again=True)
+    await users.create(MALLORY, POOL, again=True)
+    async with valkey.connect_valkey(users.url(FREE, valkey_server.url)) as client:
+        assert await client.ping()
 
 
 def sha_of(source: str) -> str:

@@ -36,6 +36,8 @@ _CHUNK = 65536
 #: Seconds that the resolution of a host name may take: three name servers, asked twice for a second each.
 LOOKUP_TIMEOUT = 6.0
 _RUN_ID = b"run_id:"
+#: Error replies after a failover, or while the server starts.
+_UNABLE = ("READONLY", "LOADING", "MASTERDOWN")
 # The stubs of hiredis say a tuple of one; it takes any number.
 _pack = cast(Callable[[Command], bytes], hiredis.pack_command)
 
@@ -167,6 +169,8 @@ class Valkey:
         #: Present timeouts in seconds, by socket option.
         self._patiences: dict[int, float] = {}
         self._server: str | None = None
+        #: The server cannot serve us now: the next command takes another connection, perhaps to another one.
+        self._unable = False
         self._reader = hiredis.Reader(notEnoughData=NOTHING)
 
     @property
@@ -189,6 +193,8 @@ class Valkey:
 
     def connect(self) -> None:
         """Opens the connection if there is none; raises `ValkeyUnreachable`."""
+        if self._unable:
+            self.close()
         if self._socket is not None:
             return
         try:
@@ -222,7 +228,7 @@ class Valkey:
                     raise ValkeyUnreachable("the server refused the login or the database")
 
     def close(self) -> None:
-        link, self._socket = self._socket, None
+        link, self._socket, self._unable = self._socket, None, False
         if link is not None:
             link.close()
 
@@ -313,7 +319,9 @@ class Valkey:
 
     def _parse(self) -> Any:
         try:
-            return self._reader.gets()
+            reply = self._reader.gets()
+            self._unable |= isinstance(reply, hiredis.ReplyError) and str(reply).startswith(_UNABLE)
+            return reply
         except hiredis.ProtocolError:
             self.close()
             raise ValkeyUnreachable("the reply is no RESP") from None

@@ -4,8 +4,9 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar, cast
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from temporalio import workflow
 from temporalio.exceptions import ApplicationError, FailureError, is_cancelled_exception
@@ -15,7 +16,7 @@ with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol.launch import ExitCode
     from worker_runtime.protocol.messages import Failure
     from workflows import names
-    from workflows.entity import copied_fields, wait_until
+    from workflows.entity import continue_as_new, copied_fields, wait_until
     from workflows.user_worker import messages as m
     from workflows.user_worker.events import apply_event
     from workflows.user_worker.state import UserWorkerState
@@ -70,11 +71,17 @@ class SharedFuture(Generic[T]):
 class WorkerLifecycle:
     """One user's worker as the workflow knows it, and what callers asked for."""
 
-    def __init__(self, state: UserWorkerState, timeline: Timeline) -> None:
+    def __init__(
+        self, state: UserWorkerState, timeline: Timeline, stop: Mapping[str, Any] | None = None
+    ) -> None:
         self._state = state
         self.timeline = timeline
+        #: The stop that the run before had begun, until this one goes on with it; None: there is none.
+        self.stop = stop
+        #: Somebody asked for a new run.
+        self.renew = False
         #: Reason of a shutdown that was asked for and has not begun; empty: none.
-        self.shutdown = ""
+        self.shutdown: str = (stop or {}).get("shutdown", "")
         #: The start that callers of `ensure_active` share.
         self.start: SharedFuture[m.ActiveWorker] | None = None
         #: The reload of credentials that was asked for and has not begun, and who asked first.
@@ -89,7 +96,7 @@ class WorkerLifecycle:
         #: Times in a row that nobody could give a fresh session its credentials.
         self.restore_failures = 0
         #: The end that is to be confirmed counts as a crash, even if a later request asks for it.
-        self._crashed = False
+        self._crashed: bool = (stop or {}).get("crashed", False)
         self._ended: dict[str, int | None] = {}
         #: Those of them that somebody ended, or that went with their host.
         self._planned: set[str] = set()
@@ -214,11 +221,13 @@ class WorkerLifecycle:
 
     # --- the end of a worker --------------------------------------------------------------------------
 
-    async def confirm_stop(self, reason: str, *, grace: float, crashed: bool = False) -> int:
+    async def confirm_stop(
+        self, reason: str, *, grace: float, crashed: bool = False, reopen: bool = False
+    ) -> int:
         """Returns when the launcher has confirmed the end; more than 0 if orders or jobs are still queued.
 
-        It asks until it knows: before that, no other worker may connect (one-owner). With `crashed`, the end
-        counts for the backoff of later starts.
+        It asks until it knows, in later runs if need be: before that, no other worker may connect
+        (one-owner). With `crashed`, the end counts for the backoff of later starts.
         """
         state, pause = self.state, 1.0
         self._crashed = crashed = crashed or self._crashed
@@ -238,11 +247,41 @@ class WorkerLifecycle:
                 self.settle_start(Failure(code=errors.WorkerUnavailable.code, detail=why, retryable=True))
                 self.state = self.state.with_note(why).postponed(self.now() + pause)
                 self.show()
+                left = {"crashed": crashed, "reopen": reopen, "shutdown": self.shutdown}
+                await self.renew_within_step(why, left)
                 await workflow.sleep(pause, summary="until the launcher is asked again")
                 pause = min(pause * 2, STOP_PAUSE_MAX)
         self.state = self.state.stopped().with_note("")
         self.suspect, self.unmarked, self.given_up, self._crashed = False, None, "", False
         return stopped.waiting
+
+    # --- the next run ---------------------------------------------------------------------------------
+
+    @property
+    def renewal_due(self) -> bool:
+        """Whether continue-as-new is due and cuts off no signal."""
+        return self.settled and (self.renew or workflow.info().is_continue_as_new_suggested())
+
+    async def renew_within_step(self, why: str, stop: Mapping[str, Any] | None = None) -> None:
+        """Continues as new if that is due: an outage of days would fill the history.
+
+        Who waits for a reload gets the reason `why` first. The next run goes on with `stop`.
+        """
+        if not self.renewal_due or not workflow.patched("a step goes on in the next run"):
+            return
+        if self.reload:
+            code = errors.WorkerUnavailable.code
+            self.reload.settle(m.ReloadResult(ok=False, failure_code=code, failure_detail=why))
+            self.reload = None
+        await workflow.wait_condition(lambda: True)  # so that callers are answered
+        if workflow.all_handlers_finished():
+            self.continue_as_new(stop)
+
+    def continue_as_new(self, stop: Mapping[str, Any] | None = None) -> NoReturn:
+        state = self.state
+        carried = {**asdict(state), "timeline": self.timeline.carried(), "stop": stop}
+        user, pool, settings = state.user_id, state.pool, state.settings
+        continue_as_new(m.UserWorkerInput(user_id=user, pool=pool, settings=settings, carried=carried))
 
     # --- showing and signalling -----------------------------------------------------------------------
 

@@ -132,6 +132,7 @@ async def restore_credentials(life: WorkerLifecycle) -> WorkerDecision:
     A worker that does not answer is replaced after `RELOAD_TRIES`. While the activity itself fails, because
     PostgreSQL or Valkey is away, the worker stays and it is tried again (no-healthy-kill).
     """
+    await life.renew_within_step(life.state.note or "the session's credentials are not given yet")
     number = life.state.replacements
     life.state = life.state.postponed(life.now() + life.state.settings.connect_timeout + 10.0)
     life.show()

@@ -6,8 +6,7 @@ means and what may follow it.
 
 import asyncio
 import contextlib
-from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 from temporalio import workflow
 from temporalio.exceptions import ApplicationError
@@ -16,7 +15,7 @@ with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol import errors
     from worker_runtime.protocol.messages import Failure
     from workflows import names
-    from workflows.entity import carried_state, continue_as_new, is_empty_payload, read_payload, wait_until
+    from workflows.entity import carried_state, is_empty_payload, read_payload, wait_until
     from workflows.user_worker import messages as m
     from workflows.user_worker.state import UserWorkerState
 
@@ -43,9 +42,8 @@ class UserWorkerWorkflow:
         else:
             carried = carried_state(UserWorkerState, given.carried)
             timeline = Timeline(given.user_id, given.carried.get("timeline"))
-            self._life = WorkerLifecycle(carried, timeline)
+            self._life = WorkerLifecycle(carried, timeline, given.carried.get("stop"))
         self._resume = False
-        self._renew = False
 
     @workflow.run
     async def run(self, given: m.UserWorkerInput) -> None:
@@ -129,7 +127,7 @@ class UserWorkerWorkflow:
     def renew(self, *payload: Any) -> None:
         """Goes on in a new run with the same worker, after a release or to shorten the history."""
         if is_empty_payload("renew", payload):
-            self._renew = True
+            self._life.renew = True
 
     @workflow.signal(name="worker_lost")
     def worker_lost(self, *payload: Any) -> None:
@@ -184,7 +182,8 @@ class UserWorkerWorkflow:
         state = life.state
         urgent = life.lost or life.given_up or life.suspect or life.unmarked or state.needs_credentials
         return bool(
-            life.shutdown
+            life.stop
+            or life.shutdown
             or (state.serving and urgent)
             or (state.state == S.POOL_IDLE and life.start)
             or (state.state == S.PARKED and self._resume)
@@ -195,9 +194,8 @@ class UserWorkerWorkflow:
     def _may_renew(self) -> bool:
         """Whether continue-as-new is due and nothing is under way."""
         life = self._life
-        due = self._renew or workflow.info().is_continue_as_new_suggested()
         settled = life.state.serving or life.state.state == S.PARKED
-        return due and settled and life.settled and workflow.all_handlers_finished()
+        return settled and life.renewal_due and workflow.all_handlers_finished()
 
     async def _sleep(self) -> None:
         before = self._life.state
@@ -213,7 +211,9 @@ class UserWorkerWorkflow:
 
     async def _step(self) -> None:
         life, state = self._life, self._life.state
-        if life.shutdown:
+        if life.stop:
+            await self._go_on_stopping()
+        elif life.shutdown:
             await self._drain(life.shutdown, reopen=state.serving)
         elif state.serving and life.broker_failed:
             await self._follow(supervision.WorkerDecision(give_up=life.broker_failed))
@@ -233,7 +233,7 @@ class UserWorkerWorkflow:
         elif life.reload:
             await supervision.serve_reload(life, life.reload)
         elif self._may_renew():
-            self._continue_as_new()
+            life.continue_as_new()
         elif state.deadline is not None and life.now() >= state.deadline:
             if state.serving:
                 await self._follow(await supervision.check_deadline(life))
@@ -283,16 +283,29 @@ class UserWorkerWorkflow:
             life.state = life.state.crashed(reason, life.now(), outage=outage)
         life.show()
         await life.confirm_stop(reason, grace=0.0, crashed=not (planned or outage))
+        await self._begin_again(0.0 if planned else life.state.crash_backoff())
+
+    async def _begin_again(self, backoff: float) -> None:
+        life = self._life
         if life.state.crashes_too_often:
             self._park()
             return
-        backoff = 0.0 if planned else life.state.crash_backoff()
-        if backoff:
+        if backoff > 0.0:
             # Only a shutdown interrupts this; the next step handles it.
             with contextlib.suppress(StartFailed):
                 await life.pause(backoff, "until the crashed worker is replaced")
         if not life.shutdown:
             await self._begin()
+
+    async def _go_on_stopping(self) -> None:
+        """Goes on with the stop that the run before had begun."""
+        life = self._life
+        stop, life.stop = life.stop or {}, None
+        if life.state.state == S.FAILED:
+            await life.confirm_stop(life.state.reason, grace=0.0)
+            await self._begin_again(life.state.retry_at - life.now())
+        else:
+            await self._end(life.state.reason, reopen=bool(stop.get("reopen")))
 
     def _park(self) -> None:
         life = self._life
@@ -319,7 +332,8 @@ class UserWorkerWorkflow:
     async def _end(self, reason: str, *, reopen: bool = False, crashed: bool = False) -> None:
         life = self._life
         life.show()
-        waiting = await life.confirm_stop(reason, grace=life.state.settings.drain_timeout, crashed=crashed)
+        grace = life.state.settings.drain_timeout
+        waiting = await life.confirm_stop(reason, grace=grace, crashed=crashed, reopen=reopen)
         # Unless somebody stopped it, or disabled its user, meanwhile.
         moves = reason == MOVES and not (life.shutdown and workflow.patched("a shutdown ends a move"))
         life.shutdown = ""
@@ -330,12 +344,3 @@ class UserWorkerWorkflow:
         life.state = life.state.terminated(life.now())
         if life.reload:
             await supervision.serve_reload(life, life.reload)
-
-    def _continue_as_new(self) -> NoReturn:
-        state = self._life.state
-        carried = {**asdict(state), "timeline": self._life.timeline.carried()}
-        continue_as_new(
-            m.UserWorkerInput(
-                user_id=state.user_id, pool=state.pool, settings=state.settings, carried=carried
-            )
-        )

@@ -102,6 +102,19 @@ async def assigned_workers(session: AsyncSession, worker_ids: Collection[str]) -
     return {worker_id for worker_id in await session.scalars(found) if worker_id is not None}
 
 
+_LONG_UNASSIGNED = text(
+    "select l.worker_id, l.pool from worker_launches l where l.worker_id = any(:workers) "
+    "and l.launched_at < clock_timestamp() - interval '1 hour' and not exists ("
+    "select from worker_sessions s where s.worker_id = l.worker_id and s.ended_at is null)"
+).bindparams(bindparam("workers", type_=ARRAY(Text)))
+
+
+async def long_unassigned(session: AsyncSession, worker_ids: Collection[str]) -> list[tuple[str, str]]:
+    """Those of these workers that were launched an hour ago and have no open assignment, with their pools."""
+    rows = await session.execute(_LONG_UNASSIGNED, {"workers": list(worker_ids)})
+    return [(worker_id, pool) for worker_id, pool in rows]
+
+
 async def task_of(session: AsyncSession, worker_id: str) -> str:
     """The task that its launcher gave this worker; empty if none is known."""
     task = select(WorkerLaunch.task_id).where(WorkerLaunch.worker_id == worker_id)

@@ -254,6 +254,18 @@ async def test_a_session_that_died_or_cannot_log_in_is_an_error_of_ours(yard: Ya
     assert all("user_id=u1" in text and "bye" not in text for text in reports), "what it says is its own"
 
 
+async def test_a_worker_that_says_again_and_again_that_it_failed_fills_no_log(yard: Yard) -> None:
+    """A broken one, or one that somebody took over."""
+    kinds = (WorkerEventKind.SESSION_REPLACED, WorkerEventKind.FAILED)
+    recorder = Recorder(yard.database)
+    with capture_logs() as logged:
+        for start in range(3):
+            events = [worker_event(start * 100 + n, kinds[n % 2]) for n in range(100)]
+            await recorder.handle([*events, worker_event(999, kinds[0], "another")])
+    told = [(line["worker_id"], line["kind"]) for line in logged if line["event"] == "worker_failed"]
+    assert len(told) == len(set(told)) == 3
+
+
 async def test_connect_and_close_are_written_into_the_assignment(yard: Yard) -> None:
     user, worker = await yard.user(), await yard.worker()
     await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())

@@ -22,6 +22,7 @@ from infra.database.workers import sessions as worker_sessions
 from infra.local.process import HOST
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
+from infra.valkey.worker_users import WorkerUsers
 from infra.worker_task import LaunchSpec, Task
 from tests.contract.launchers.fake import FakeLauncher
 from tests.integration.activities.conftest import Yard
@@ -68,7 +69,8 @@ class MaintainedFleet:
         )
         scanner = FleetScanner(client, yard.database, yard.launcher, yard.secrets, pool=POOL)
         cleaning = AnomalyCleaner(client, yard.database, yard.launcher, yard.ends, self.temporal)
-        self.maintenance = MaintenanceActivities(scanner, cleaning, yard.database, settings)
+        self.users = WorkerUsers(client, yard.database, yard.keys)
+        self.maintenance = MaintenanceActivities(scanner, cleaning, yard.database, settings, self.users)
 
     async def fill(self, serving: int, free: int) -> None:
         for _ in range(serving):

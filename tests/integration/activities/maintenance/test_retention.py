@@ -14,6 +14,7 @@ from infra.database.models import WorkerLaunch, WorkerSession
 from infra.database.orders import recording
 from infra.database.workers import launches
 from infra.database.workers import sessions as worker_sessions
+from infra.valkey.client import text_of
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.events.test_events import new_order
 from tests.integration.activities.maintenance.maintaining import MaintainedFleet
@@ -125,3 +126,20 @@ async def test_an_event_of_ours_is_never_late(yard: Yard) -> None:
         await recording.record_events(session, [ours])
     recorded = await order(yard, order_id)
     assert (recorded.state, recorded.attention) == (ours.state, None)
+
+
+async def test_a_pass_deletes_the_valkey_user_of_a_launch_that_failed(yard: Yard, temporal: Client) -> None:
+    fleet = MaintainedFleet(yard, temporal)
+    await fleet.fill(serving=1, free=1)
+    there = {task.worker_id for task in await yard.launcher.list()}
+    await yard.database.fetch(launches.record_launch, worker_id="c-failed", pool=POOL, version="1")
+    for worker_id in (*there, "c-failed"):
+        await fleet.users.create(worker_id, POOL)
+    async with yard.database.session() as session:
+        await session.execute(text("update worker_launches set launched_at = now() - interval '2 hours'"))
+    for _ in range(2):
+        await fleet.run()
+    left = {text_of(name) for name in await yard.client.acl_users()} - {"default"}
+    for worker_id in left:
+        await fleet.users.delete(worker_id)
+    assert left == there
