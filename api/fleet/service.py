@@ -34,7 +34,7 @@ from api.http.errors import InvalidRequest, NoMaintenance, OrchestratorUnavailab
 from api.http.fields import ID_PATTERN
 from api.workers.service import WorkerControl
 from infra.database.engine import Database
-from infra.database.models import BrokerAccount, MaintenancePass
+from infra.database.models import BrokerAccount
 from infra.database.workers import passes
 from infra.doctor.servers import BROKER, run_check
 from infra.settings import Settings
@@ -273,7 +273,7 @@ class ReadinessProbe:
             await session.execute(text("select 1"))
 
 
-def _launcher(last: MaintenancePass | None) -> ServerView:
+def _launcher(last: passes.MaintenancePass | None) -> ServerView:
     """As the last pass of maintenance met it."""
     if last is None or datetime.now(UTC) - last.began_at > STALE:
         return ServerView(state="unknown", reason="there was no pass of maintenance of late")

@@ -42,6 +42,11 @@ def of_account() -> ForeignKeyConstraint:
     )
 
 
+def by_time(name: str, column: str) -> Index:
+    """For rows that lie in the order of this time: some bytes for a megabyte of them."""
+    return Index(name, column, postgresql_using="brin", postgresql_with={"autosummarize": "on"})
+
+
 def upsert(model: type[Base], key: dict[str, Any], values: dict[str, Any], **changed: Any) -> Insert:
     """Inserts the row of this key, or sets its `values` and what is in `changed`."""
     return (
@@ -64,7 +69,11 @@ class User(Base):
 
 class ApiKey(Base):
     __tablename__ = "api_keys"
-    __table_args__ = (CheckConstraint("role in ('user', 'operator', 'admin')", name="api_keys_role"),)
+    __table_args__ = (
+        CheckConstraint("role in ('user', 'operator', 'admin')", name="api_keys_role"),
+        # For the foreign key: each key that is deleted is looked for among them.
+        Index("api_keys_by_session", "session_of", postgresql_where=text("session_of is not null")),
+    )
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
     #: SHA-256 of a random 256-bit token, hex. A fast hash is right for a key that nobody can guess.
@@ -175,6 +184,19 @@ class Order(Base):
             postgresql_where=text("state in ('unknown', 'submitting')"),
         ),
         Index("orders_to_verify", "verify_at", postgresql_where=text("verify_at is not null")),
+        # For comparisons with the broker's books, which would read all that an account ever ordered. An order
+        # enters them after its acceptance.
+        Index(
+            "orders_by_broker_id",
+            *("user_id", "account_id", "broker_order_id"),
+            postgresql_where=text("broker_order_id is not null"),
+        ),
+        Index(
+            "orders_filled",
+            *("user_id", "account_id"),
+            postgresql_include=["symbol", "side", "lot", "filled_quantity"],
+            postgresql_where=text("filled_quantity > 0"),
+        ),
     )
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
@@ -230,6 +252,7 @@ class OrderTag(Base):
     """The last tag number used for an account on a trading day."""
 
     __tablename__ = "order_tags"
+    __table_args__ = (by_time("order_tags_by_day", "trading_day"),)
 
     user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -272,6 +295,8 @@ class WorkerSession(Base):
         Index("worker_sessions_unended", "user_id", postgresql_where=text("ended_at is null")),
         # The claims of a pool's last minutes, for its size.
         Index("worker_sessions_by_claim_time", "pool", "claimed_at"),
+        # Those that are old enough to be deleted.
+        Index("worker_sessions_by_end", "ended_at"),
     )
 
     claim_id: Mapped[str] = mapped_column(String(128), primary_key=True)
@@ -299,6 +324,7 @@ class WorkerLaunch(Base):
     """
 
     __tablename__ = "worker_launches"
+    __table_args__ = (Index("worker_launches_by_time", "launched_at"),)
 
     worker_id: Mapped[str] = mapped_column(String(128), primary_key=True)
     pool: Mapped[str] = mapped_column(String(64))
@@ -318,6 +344,7 @@ class WorkerTransition(Base):
     __table_args__ = (
         UniqueConstraint("chain", "number", name="worker_transitions_number"),
         Index("worker_transitions_by_user", "user_id", "id"),
+        by_time("worker_transitions_by_time", "recorded_at"),
     )
 
     #: Grows in the order of commits within one user's rows, so a reader may continue after the last one.
@@ -337,42 +364,6 @@ class WorkerTransition(Base):
     recorded_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
-class MaintenancePass(Base):
-    """One pass of maintenance over all workers: its suspects, the confirmed ones, and what was done."""
-
-    __tablename__ = "maintenance_passes"
-
-    id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
-    began_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
-    #: Valkey's generation and the id of its process; empty if they could not be read.
-    generation: Mapped[str] = mapped_column(String(64))
-    server: Mapped[str] = mapped_column(String(64))
-    #: Tasks that the launcher listed.
-    tasks: Mapped[int]
-    #: Boot of the host, and seconds since then.
-    boot: Mapped[str] = mapped_column(String(64))
-    boottime: Mapped[float]
-    #: Workers that were checked.
-    scanned: Mapped[int]
-    scan_seconds: Mapped[float]
-    #: Why nothing may be done; empty if it may.
-    guarded: Mapped[str] = mapped_column(String(64))
-    #: Counts by kind of anomaly.
-    found: Mapped[dict[str, Any]]
-    suspects: Mapped[list[Any]] = mapped_column(JSONB)
-    confirmed: Mapped[list[Any]] = mapped_column(JSONB)
-    #: Counts by action taken.
-    outcomes: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
-    finished_at: Mapped[datetime | None]
-
-    @property
-    def total_seconds(self) -> float | None:
-        """Seconds of the scan and of what followed; None while the pass runs."""
-        if self.finished_at is None:
-            return None
-        return (self.finished_at - self.began_at).total_seconds() + self.scan_seconds
-
-
 class WorkerScript(Base):
     """A Lua script that workers run, of this release or another one."""
 
@@ -387,7 +378,12 @@ class AuditEntry(Base):
     """Append-only: a trigger refuses UPDATE and DELETE. No secret in it."""
 
     __tablename__ = "audit_trail"
-    __table_args__ = (Index("audit_trail_by_subject", "subject", "id"),)
+    __table_args__ = (
+        Index("audit_trail_by_subject", "subject", "id"),
+        by_time("audit_trail_by_time", "at"),
+        # What people did stands between thousands of orders.
+        Index("audit_trail_but_orders", "id", postgresql_where=text("action <> 'order.accepted'")),
+    )
 
     id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
     at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())

@@ -3,16 +3,55 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
 
 import msgspec
-from sqlalchemy import func, or_, select, text, update
+from sqlalchemy import BigInteger, Identity, String, func, or_, select, text, update
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import defer
+from sqlalchemy.orm import Mapped, defer, mapped_column
 
-from infra.database.models import MaintenancePass
+from infra.database.models import Base
 
 #: Why a pass did nothing that could not list the tasks.
 LAUNCHER_UNREAD = "the launcher could not be read"
+
+
+class MaintenancePass(Base):
+    """One pass of maintenance over all workers: its suspects, the confirmed ones, and what was done."""
+
+    __tablename__ = "maintenance_passes"
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    began_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    #: Valkey's generation and the id of its process; empty if they could not be read.
+    generation: Mapped[str] = mapped_column(String(64))
+    server: Mapped[str] = mapped_column(String(64))
+    #: Tasks that the launcher listed.
+    tasks: Mapped[int]
+    #: Boot of the host, and seconds since then.
+    boot: Mapped[str] = mapped_column(String(64))
+    boottime: Mapped[float]
+    #: Workers that were checked.
+    scanned: Mapped[int]
+    scan_seconds: Mapped[float]
+    #: Why nothing may be done; empty if it may.
+    guarded: Mapped[str] = mapped_column(String(64))
+    #: Counts by kind of anomaly.
+    found: Mapped[dict[str, Any]]
+    suspects: Mapped[list[Any]] = mapped_column(JSONB)
+    confirmed: Mapped[list[Any]] = mapped_column(JSONB)
+    #: Counts by action taken.
+    outcomes: Mapped[dict[str, Any]] = mapped_column(server_default=text("'{}'"))
+    finished_at: Mapped[datetime | None]
+
+    @property
+    def total_seconds(self) -> float | None:
+        """Seconds of the scan and of what followed; None while the pass runs."""
+        if self.finished_at is None:
+            return None
+        return (self.finished_at - self.began_at).total_seconds() + self.scan_seconds
 
 
 class Suspect(msgspec.Struct, frozen=True):
