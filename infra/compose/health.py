@@ -3,7 +3,7 @@
 - `http URL`: answers with 200.
 - `tcp HOST:PORT`, `unix PATH`: accepts a connection.
 - `poller QUEUE`: Temporal lists a poller of this host on the task queue. A process may live and not
-  poll, which only the server knows.
+  poll, which only the server knows. While that does not answer: this orchestrator has served before.
 - `runner NAME`: a job runner of this name on this host has renewed its lease recently.
 """
 
@@ -66,9 +66,16 @@ async def is_polling(settings: Settings, queue: str, host: str) -> bool:
 
 
 def poller(queue: str) -> bool:
+    from temporalio.service import RPCError
+
     from infra.settings import Settings
 
-    return asyncio.run(is_polling(Settings(), queue, socket.gethostname()))
+    settings = Settings()
+    try:
+        return asyncio.run(is_polling(settings, queue, socket.gethostname()))
+    except (BerthError, RPCError, TimeoutError):
+        # ECS would replace it by one that waits for Temporal, and orders' events would wait with it.
+        return (settings.data_dir / f"{settings.orchestrator_name}.ready").exists()
 
 
 def is_registered(url: str, name: str, host: str, within: float) -> bool:
