@@ -74,9 +74,12 @@ def nc(*arguments: str) -> None:
 
 
 def valkey_cli(*_: str) -> None:
-    with socket.create_connection(("127.0.0.1", 6379), timeout=3.0) as link:
-        link.sendall(b"PING\r\n")
-        sys.stdout.write(link.recv(200).decode())
+    """Commands come on standard input, a line each."""
+    with socket.create_connection(("127.0.0.1", 6379), timeout=3.0) as link, link.makefile("rw") as lines:
+        for command in sys.stdin:
+            lines.write(f"{command.strip()}\r\n")
+            lines.flush()
+            sys.stdout.write(lines.readline())
 
 
 def schema() -> None:

@@ -297,6 +297,25 @@ def test_the_orchestrators_health_check_asks_for_the_lifecycle_queue(compose: di
     assert compose["services"]["orchestrator"]["healthcheck"]["test"][-2:] == ["poller", LIFECYCLE_QUEUE]
 
 
+@pytest.mark.parametrize(("reply", "healthy"), [("PONG", True), ("LOADING reads its file", False)])
+def test_valkey_is_healthy_when_it_serves_who_logs_in(
+    compose: dict[str, Any], tmp_path: Path, reply: str, healthy: bool
+) -> None:
+    """Without a login it says NOAUTH in both cases."""
+    (tmp_path / "conf").write_text("requirepass secret\n", encoding="utf-8")
+    client = tmp_path / "valkey-cli"
+    asked = '#!/bin/sh\nread -r first; read -r second\n[ "$first $second" = "AUTH secret PING" ]'
+    client.write_text(f'{asked} && echo "{reply}"\n', encoding="utf-8")
+    client.chmod(0o755)
+    [_, check] = compose["services"]["valkey"]["healthcheck"]["test"]
+    done = subprocess.run(
+        ["/bin/sh", "-c", check.replace("/run/secrets/valkey_password.conf", str(tmp_path / "conf"))],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        check=False,
+    )
+    assert (done.returncode == 0) is healthy
+
+
 @pytest.mark.parametrize("script", sorted(path.name for path in FOLDER.glob("*.sh")))
 def test_shell_scripts_parse(script: str) -> None:
     done = subprocess.run(
