@@ -286,6 +286,17 @@ def test_temporals_password_comes_from_its_secret_file(compose: dict[str, Any]) 
     assert "temporal_database_password" in compose["services"]["temporal"]["secrets"]
 
 
+def test_postgres_has_room_for_all_connections_of_temporal_and_ours(compose: dict[str, Any]) -> None:
+    text = (FOLDER / "temporal-server.yaml").read_text(encoding="utf-8")
+    loaded = yaml.safe_load(re.sub(r"\{\{.*?\}\}", "", text))
+    stores = loaded["persistence"]["datastores"].values()
+    temporals = len(loaded["services"]) * sum(store["sql"]["maxConns"] for store in stores)
+    processes = int(compose["services"]["api"]["environment"]["BERTH_API_PROCESSES"]) + 1  # the orchestrator
+    ours = processes * (Settings().database_pool + 5)  # locks and health checks have their own
+    [most] = re.findall(r"max_connections=(\d+)", " ".join(compose["services"]["postgres"]["command"]))
+    assert temporals + ours + 20 < int(most)  # and somebody with psql, a backup, `prepare`
+
+
 def test_the_namespace_script_registers_our_search_attributes() -> None:
     script = (FOLDER / "temporal-namespace.sh").read_text(encoding="utf-8")
     match = re.search(r"^for name in (.+); do$", script, re.M)
