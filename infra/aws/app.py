@@ -90,6 +90,8 @@ class ServersStack(Stack):
                 servers, network, access_logs, name=temporal_name, certificate=certificate
             )
             cluster.service.node.add_dependency(prepared)
+            # Its database alone takes longer to make than an orchestrator may wait for it.
+            servers.start_after(cluster)
         Alarms(
             self,
             stage,

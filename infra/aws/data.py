@@ -48,6 +48,7 @@ def data_key(scope: Construct, stage: AwsStage) -> kms.Key:
     )
     for service in (f"logs.{stage.region}.amazonaws.com", "cloudwatch.amazonaws.com"):
         key.grant_encrypt_decrypt(iam.ServicePrincipal(service))
+        key.grant(iam.ServicePrincipal(service), "kms:DescribeKey")
     return key
 
 

@@ -134,12 +134,13 @@ class Alarms(Construct):
             namespace="Berth", metric_name=f"{stage.name}-errors", statistic="Sum", period=Duration.minutes(5)
         )
         self._alarm("errors", errors, above=0, what="errors in the logs of our servers")
-        self._alarm(
-            "api-5xx",
-            balancer.metrics.http_code_target(elb.HttpCodeTarget.TARGET_5XX_COUNT, statistic="Sum"),
-            above=10,
-            what="answers of the API with 5xx in 5 minutes",
-        )
+        failures = {
+            "api": balancer.metrics.http_code_target(elb.HttpCodeTarget.TARGET_5XX_COUNT, statistic="Sum"),
+            # Which answers itself when no task of the API does.
+            "balancer": balancer.metrics.http_code_elb(elb.HttpCodeElb.ELB_5XX_COUNT, statistic="Sum"),
+        }
+        for name, metric in failures.items():
+            self._alarm(f"{name}-5xx", metric, above=10, what=f"answers of the {name} with 5xx in 5 minutes")
         database = storage.database
         self._alarm(
             "database-cpu", database.metric_cpu_utilization(), above=80, times=3, what="PostgreSQL is busy"
@@ -192,7 +193,7 @@ class Alarms(Construct):
                         "API",
                         balancer.metrics.request_count(),
                         balancer.metrics.target_response_time(statistic="p99"),
-                        balancer.metrics.http_code_target(elb.HttpCodeTarget.TARGET_5XX_COUNT),
+                        *failures.values(),
                     ),
                     self._graph("Reserved of the hosts, %", *workers),
                     self._graph(

@@ -64,7 +64,7 @@ class Network(Construct):
         self.workers = self._group("Workers", "hosts of user workers")
         self.database = self._group("Database", "PostgreSQL", outbound=False)
         self.valkey = self._group("Valkey", "Valkey", outbound=False)
-        endpoints = self._group("Endpoints", "endpoints of AWS services", outbound=False)
+        self.endpoints = self._group("Endpoints", "endpoints of AWS services", outbound=False)
 
         self.balancer.add_ingress_rule(ec2.Peer.any_ipv4(), ec2.Port.tcp(443), "clients")
         self.balancer.add_egress_rule(self.servers, BRIDGE_PORTS, "API tasks")
@@ -72,10 +72,10 @@ class Network(Construct):
         self.database.add_ingress_rule(self.servers, ec2.Port.tcp(POSTGRES), "servers")
         for group in (self.servers, self.workers):
             self.valkey.add_ingress_rule(group, ec2.Port.tcp(VALKEY), "servers and workers")
-            endpoints.add_ingress_rule(group, ec2.Port.tcp(443), "servers and workers")
+            self.endpoints.add_ingress_rule(group, ec2.Port.tcp(443), "servers and workers")
         for name, service in _ENDPOINTS.items():
             self.vpc.add_interface_endpoint(
-                name, service=service, security_groups=[endpoints], open=False, subnets=self.hosts
+                name, service=service, security_groups=[self.endpoints], open=False, subnets=self.hosts
             )
 
     @property

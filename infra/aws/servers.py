@@ -63,7 +63,7 @@ class Servers:
     def common(self) -> dict[str, Any]:
         """Settings of every server."""
         # No paper exchange: users have real brokers.
-        common = {"log_level": "INFO", "exchange_address": ""}
+        common = {"log_level": "INFO", "exchange_address": "", "data_dir": "/tmp"}
         return {**common, "message_key_file": "/keys/messages/message.key"}
 
     def task(self, spec: ServerSpec, **options: Any) -> ServerTask:
@@ -71,13 +71,13 @@ class Servers:
         self.logs.append(made.log)
         return made
 
-    def serve(self, task: ServerTask, name: str, count: int, **options: Any) -> ecs.Ec2Service:
+    def serve(self, task: ServerTask, name: str, **options: Any) -> ecs.Ec2Service:
         hosts = self.hosts
-        made = service(task, task, hosts.services_cluster, hosts.servers, name=name, count=count, **options)
+        made = service(task, task, hosts.services_cluster, hosts.servers, name=name, **options)
         self._services.append(made)
         return made
 
-    def start_after(self, done: CustomResource) -> None:
+    def start_after(self, done: Construct) -> None:
         """Lets no service change before `done` has succeeded."""
         for one in self._services:
             one.node.add_dependency(done)
@@ -204,7 +204,7 @@ def add_api(
         )
     )
     storage.master_key.grant(task.role, "kms:Encrypt")
-    api = servers.serve(task, "api", stage.api_tasks, grace=Duration.seconds(120))
+    api = servers.serve(task, "api", grace=Duration.seconds(120))
     balancer = elb.ApplicationLoadBalancer(
         servers.scope,
         "Balancer",
@@ -214,8 +214,9 @@ def add_api(
         vpc_subnets=ec2.SubnetSelection(subnet_group_name="public"),
         deletion_protection=stage.keep_data,
         drop_invalid_header_fields=True,
-        # Streams of events send something every 15 s.
-        idle_timeout=Duration.seconds(120),
+        # Above the 15 s of event streams' heartbeats and below the API's `KEEP_ALIVE`: it would send requests
+        # into connections that the API is closing.
+        idle_timeout=Duration.seconds(60),
     )
     balancer.log_access_logs(access_logs, "api")
     listener = balancer.add_listener(
@@ -234,7 +235,8 @@ def add_api(
         deregistration_delay=DRAIN,
         load_balancing_algorithm_type=elb.TargetGroupLoadBalancingAlgorithmType.LEAST_OUTSTANDING_REQUESTS,
         health_check=elb.HealthCheck(
-            path="/v1/readyz",
+            # ECS replaces tasks that fail it: no cure for a server that all of them miss.
+            path="/v1/healthz",
             port="traffic-port",
             interval=Duration.seconds(10),
             timeout=Duration.seconds(5),
@@ -291,7 +293,7 @@ def add_orchestrators(servers: Servers, workers: WorkerTasks, events: sqs.IQueue
     storage.master_key.grant(task.role, "kms:Decrypt")
     events.grant_consume_messages(task.role)
     allow_launches(task.role, hosts, workers)
-    servers.serve(task, "orchestrator", stage.orchestrators)
+    servers.serve(task, "orchestrator", count=stage.orchestrators)
     return task
 
 
@@ -349,7 +351,7 @@ def add_job_fleet(servers: Servers, name: str, tier: JobTier) -> None:
             stop=120,
         )
     )
-    fleet = servers.serve(task, f"jobs-{name}", tier.least)
+    fleet = servers.serve(task, f"jobs-{name}")
     waited = task.log.add_metric_filter(
         "Waited",
         filter_pattern=logs.FilterPattern.string_value("$.event", "=", WAITED),

@@ -163,7 +163,8 @@ class ServerTask(Construct):
     ) -> ecs.ContainerDefinition:
         linux = ecs.LinuxParameters(self, f"{name.title()}Linux", init_process_enabled=True)
         linux.drop_capabilities(ecs.Capability.ALL)
-        linux.add_tmpfs(*(ecs.Tmpfs(container_path=path, size=64) for path in ("/tmp", "/data")))
+        # Root's, with the mode of the image's folder: there /tmp alone may be written by all.
+        linux.add_tmpfs(ecs.Tmpfs(container_path="/tmp", size=64))
         container = self.definition.add_container(
             name.title(),
             container_name=name,
@@ -185,7 +186,7 @@ class ServerTask(Construct):
                 command=["CMD", *health[0]],
                 interval=Duration.seconds(10),
                 timeout=Duration.seconds(8),
-                retries=3,
+                retries=10,  # a failover of Valkey is no reason to replace a task
                 start_period=Duration.seconds(health[1]),
             ),
         )
@@ -211,10 +212,13 @@ def service(
     provider: ecs.CfnCapacityProvider,
     *,
     name: str,
-    count: int,
+    count: int | None = None,
     grace: Duration | None = None,
 ) -> ecs.Ec2Service:
-    """Rolls at 100 to 200 %; a release whose tasks do not become healthy is rolled back by itself."""
+    """Rolls at 100 to 200 %; a release whose tasks do not become healthy is rolled back by itself.
+
+    `count`: only of a service that nothing scales. Each deployment would set the others back to it.
+    """
     return ecs.Ec2Service(
         scope,
         "Service",

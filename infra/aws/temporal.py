@@ -93,16 +93,21 @@ class TemporalCluster(Construct):
         front.add_ingress_rule(network.servers, ec2.Port.tcp(443), "servers")
         group.add_ingress_rule(front, ec2.Port.tcp(TEMPORAL), "calls")
         group.add_ingress_rule(group, ec2.Port.tcp_range(6933, 7246), "its members among each other")
-        ec2.CfnSecurityGroupIngress(  # here: its group is of the other stack
-            self,
-            "ToDatabase",
-            group_id=network.database.security_group_id,
-            source_security_group_id=group.security_group_id,
-            ip_protocol="tcp",
-            from_port=POSTGRES,
-            to_port=POSTGRES,
-            description="Temporal",
-        )
+        # Its image, keys and log come by the endpoints: their names lead nowhere else in this VPC.
+        for to, reached, port in (
+            ("Database", network.database, POSTGRES),
+            ("Endpoints", network.endpoints, 443),
+        ):
+            ec2.CfnSecurityGroupIngress(  # here: these groups are of the other stack
+                self,
+                f"To{to}",
+                group_id=reached.security_group_id,
+                source_security_group_id=group.security_group_id,
+                ip_protocol="tcp",
+                from_port=port,
+                to_port=port,
+                description="Temporal",
+            )
 
         role = iam.Role(
             self,

@@ -3,7 +3,7 @@
 - `http URL`: answers with 200.
 - `tcp HOST:PORT`, `unix PATH`: accepts a connection.
 - `poller QUEUE`: Temporal lists a poller of this host on the task queue. A process may live and not
-  poll, which only the server knows.
+  poll, which only the server knows. While that does not answer: this orchestrator has served before.
 - `runner NAME`: a job runner of this name on this host has renewed its lease recently.
 """
 
@@ -55,12 +55,13 @@ async def is_polling(settings: Settings, queue: str, host: str) -> bool:
     """Whether a worker of `host` has polled `queue` for workflow tasks recently. Raises `BerthError`."""
     from temporalio.api.enums.v1 import TaskQueueType
 
-    from infra.temporal.client import POLLED_WITHIN, read_pollers
+    from infra.temporal.client import POLLED_WITHIN, read_pollers, temporal_errors
     from infra.temporal.connection import open_client
 
     client = await asyncio.wait_for(open_client(settings), TIMEOUT)
     workflows = TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW
-    found = await asyncio.wait_for(read_pollers(client, queue, workflows), TIMEOUT)
+    with temporal_errors():
+        found = await asyncio.wait_for(read_pollers(client, queue, workflows), TIMEOUT)
     since = time.time() - POLLED_WITHIN
     return any(name.endswith(f"@{host}") and at > since for name, at in found.items())
 
@@ -68,7 +69,12 @@ async def is_polling(settings: Settings, queue: str, host: str) -> bool:
 def poller(queue: str) -> bool:
     from infra.settings import Settings
 
-    return asyncio.run(is_polling(Settings(), queue, socket.gethostname()))
+    settings = Settings()
+    try:
+        return asyncio.run(is_polling(settings, queue, socket.gethostname()))
+    except (BerthError, TimeoutError):
+        # ECS would replace it by one that waits for Temporal, and orders' events would wait with it.
+        return (settings.data_dir / f"{settings.orchestrator_name}.ready").exists()
 
 
 def is_registered(url: str, name: str, host: str, within: float) -> bool:
@@ -96,8 +102,7 @@ def runner(name: str) -> bool:
 
     settings = Settings()
     # It renews three times in a lease; on a busy machine less often.
-    within = 2 * settings.jobs_lease + TIMEOUT
-    return is_registered(settings.valkey_url, name, socket.gethostname(), within)
+    return is_registered(settings.valkey_url, name, socket.gethostname(), 2 * settings.jobs_lease + TIMEOUT)
 
 
 CHECKS = {"http": http, "tcp": tcp, "unix": unix, "poller": poller, "runner": runner}

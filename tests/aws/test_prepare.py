@@ -24,7 +24,9 @@ EVENT = {
 class ScriptedEcs:
     """Answers as ECS does: the task runs for a while, then it has stopped."""
 
-    def __init__(self, code: int | None, *, placed: bool = True, looks: int = 2) -> None:
+    def __init__(self, code: int | None, *, placed: bool = True, looks: int = 2, unseen: int = 0) -> None:
+        """`unseen`: looks at which ECS does not show the task yet."""
+        self.unseen = unseen
         self.code = code
         self.placed = placed
         self.looks = looks
@@ -37,6 +39,9 @@ class ScriptedEcs:
         return {"tasks": [{"taskArn": "arn"}], "failures": []}
 
     def describe_tasks(self, **_: Any) -> dict[str, Any]:
+        self.unseen -= 1
+        if self.unseen >= 0:
+            return {"tasks": [], "failures": [{"arn": "arn", "reason": "MISSING"}]}
         self.looks -= 1
         if self.looks > 0:
             return {"tasks": [{"lastStatus": "RUNNING", "containers": [{}]}]}
@@ -84,6 +89,10 @@ def test_a_task_that_ends_well_lets_the_deployment_go_on(monkeypatch: pytest.Mon
     [request] = ecs.launched
     assert request["taskDefinition"] == "t:1"
     assert request["capacityProviderStrategy"] == [{"capacityProvider": "p", "weight": 1}]
+
+
+def test_a_task_that_ecs_does_not_show_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answer_to(monkeypatch, ScriptedEcs(0, unseen=2))["Status"] == "SUCCESS"
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ LEFT_OUT = {
         *("watch_period", "watch_confirm", "maintenance_period", "maintenance_confirm"),
         *("jobs_wait", "jobs_tiers", "alert_days", "order_days", "audit_days"),
         *("worker_history_days", "dead_letter_days", "budget_share", "egress_persons", "idle_timeout"),
-        *("connect_attempts", "connect_timeout", "claim_timeout", "launch_timeout", "data_dir"),
+        *("connect_attempts", "connect_timeout", "claim_timeout", "launch_timeout"),
         *("temporal_ca_file", "temporal_server_name", "temporal_cert_file", "temporal_cert_key_file"),
         *("ecs_placement", "ecs_listing_period", "ecs_hosts_rate", "messaging_url", "push_url"),
     },

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from api.__main__ import KEEP_ALIVE
+from api.http.streams import HEARTBEAT
 from infra.jobs.scaling import WAITED
 from infra.launchers.ecs.records import GROUP
-from tests.aws.templates import Templates, text_of
+from tests.aws.templates import Templates, listed, text_of
 from worker_runtime.jobs.protocol import catalog
 
 pytestmark = pytest.mark.timeout(600)
@@ -48,8 +50,6 @@ def test_the_api_has_its_size_and_rolls_by_itself(templates: Templates) -> None:
     assert (api["Cpu"], api["MemoryReservation"], api["Memory"]) == (1024, 1536, 3072)
     assert templates.task("api")["NetworkMode"] == "bridge"
     assert api["PortMappings"] == [{"ContainerPort": 8000, "HostPort": 0, "Protocol": "tcp"}]
-    service = templates.service("api")
-    assert service["DesiredCount"] == 2
     # Two fill a host of 2 vCPUs: what runs beside the API reserves nothing.
     assert 2 * sum(one.get("Cpu", 0) for one in templates.task("api")["ContainerDefinitions"]) == 2048
 
@@ -61,6 +61,29 @@ def test_every_service_rolls_at_100_to_200_per_cent_and_back_by_itself(templates
         deployment = one["DeploymentConfiguration"]
         assert (deployment["MinimumHealthyPercent"], deployment["MaximumPercent"]) == (100, 200)
         assert deployment["DeploymentCircuitBreaker"] == {"Enable": True, "Rollback": True}
+
+
+def test_a_deployment_leaves_the_number_of_tasks_that_are_scaled(templates: Templates) -> None:
+    scaled = {
+        text_of(one["ResourceId"]): (one["MinCapacity"], one["MaxCapacity"])
+        for one in templates.resources("AWS::ApplicationAutoScaling::ScalableTarget").values()
+    }
+    assert len(scaled) == 7
+    for service in templates.resources("AWS::ECS::Service"):
+        count = templates.resources("AWS::ECS::Service")[service].get("DesiredCount")
+        assert (count is None) is any(f"${{{service}.Name}}" in one for one in scaled), service
+    assert (2, 8) in scaled.values()  # the API's
+
+
+def test_servers_write_only_where_they_may(templates: Templates) -> None:
+    # A tmpfs has the mode of the image's folder, and belongs to root (moby#39466): of /data it would be 0700.
+    for task in templates.resources("AWS::ECS::TaskDefinition").values():
+        for one in task["ContainerDefinitions"]:
+            tmpfs = [each["ContainerPath"] for each in one.get("LinuxParameters", {}).get("Tmpfs", [])]
+            assert tmpfs in ([], ["/tmp"]), one["Name"]  # noqa: S108 - of the container
+            given = {each["Name"]: each["Value"] for each in one.get("Environment", [])}
+            if "BERTH_MESSAGE_KEY_FILE" in given:
+                assert given["BERTH_DATA_DIR"] in tmpfs, one["Name"]
 
 
 def test_the_api_is_scaled_by_cpu_and_requests(templates: Templates) -> None:
@@ -77,15 +100,30 @@ def test_the_api_is_scaled_by_cpu_and_requests(templates: Templates) -> None:
     }
 
 
-def test_a_leaving_api_task_drains_for_300_s_and_only_a_ready_one_gets_requests(templates: Templates) -> None:
+def test_a_leaving_api_task_drains_for_300_s(templates: Templates) -> None:
     groups = templates.resources("AWS::ElasticLoadBalancingV2::TargetGroup").values()
     group = next(one for one in groups if one.get("HealthCheckPath"))
     attributes = {one["Key"]: one["Value"] for one in group["TargetGroupAttributes"]}
     assert attributes["deregistration_delay.timeout_seconds"] == "300"
-    assert group["HealthCheckPath"] == "/v1/readyz"
+    # Whether it lives: ECS replaces tasks that fail this, and no new task heals a server that is away.
+    assert group["HealthCheckPath"] == "/v1/healthz"
     assert group["HealthCheckPort"] == "traffic-port"
     for listener in templates.resources("AWS::ElasticLoadBalancingV2::Listener").values():
         assert listener["Protocol"] in ("HTTPS", "TLS")
+    [idle] = [
+        int(attribute["Value"])
+        for one in templates.resources("AWS::ElasticLoadBalancingV2::LoadBalancer").values()
+        for attribute in one["LoadBalancerAttributes"]
+        if attribute["Key"] == "idle_timeout.timeout_seconds"
+    ]
+    assert HEARTBEAT < idle < KEEP_ALIVE, (
+        "the API must not be the first to close a connection of the balancer"
+    )
+
+
+def test_an_api_without_a_living_task_calls_somebody(templates: Templates) -> None:
+    metrics = {one.get("MetricName") for one in templates.resources("AWS::CloudWatch::Alarm").values()}
+    assert {"HTTPCode_Target_5XX_Count", "HTTPCode_ELB_5XX_Count"} <= metrics
 
 
 def test_workers_have_their_limits_and_no_role(templates: Templates) -> None:
@@ -218,6 +256,36 @@ def test_no_service_changes_before_the_database_is_migrated(templates: Templates
     assert prepare["Command"][-3:] == ["python", "-m", "infra.compose.prepare"]
     # Another revision of the task, such as one with another image, makes it run again.
     assert "TaskDefinition" in resources["Prepared"]["Properties"]
+
+
+def test_our_own_temporal_reaches_what_its_start_needs_and_the_servers_wait_for_it(
+    synthesised: Templates,
+) -> None:
+    templates = synthesised.of("staging")
+    reached = {
+        text_of(one["GroupId"]).partition("Network")[2][:8]: one["FromPort"]
+        for one in templates.resources("AWS::EC2::SecurityGroupIngress").values()
+        if one["Description"] == "Temporal"
+    }
+    assert reached == {"Database": 5432, "Endpoint": 443}  # endpoints: ECR, logs, secrets
+    resources = templates.template("servers")["Resources"]
+    services = {name: one for name, one in resources.items() if one["Type"] == "AWS::ECS::Service"}
+    [own] = [name for name in services if name.startswith("TemporalService")]
+    assert all(own in one["DependsOn"] for name, one in services.items() if name != own)
+
+
+def test_the_key_serves_logs_as_cloudwatch_asks(templates: Templates) -> None:
+    """docs.aws.amazon.com/AmazonCloudWatch/latest/logs/encrypt-log-data-kms.html"""
+    allowed = {
+        action
+        for key in templates.resources("AWS::KMS::Key").values()
+        for statement in key["KeyPolicy"]["Statement"]
+        if any("logs." in text_of(one) for one in listed(statement["Principal"].get("Service", "")))
+        for action in listed(statement["Action"])
+    }
+    assert allowed == {
+        *("kms:Encrypt", "kms:Decrypt", "kms:ReEncrypt*", "kms:GenerateDataKey*", "kms:DescribeKey")
+    }
 
 
 def test_no_password_is_in_a_template(templates: Templates) -> None:

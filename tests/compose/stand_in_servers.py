@@ -30,7 +30,7 @@ def _give(folder: Path, user: int) -> None:
         os.chown(path, user, user)
 
 
-def postgres() -> None:
+def postgres(command: str, *options: str) -> None:
     """As the real entrypoint: makes the data folder once, with the mounted scripts."""
     _give(_DATA.parent, POSTGRES)
     os.environ["PGHOST"] = "/tmp"  # noqa: S108 - of the container
@@ -46,7 +46,7 @@ def postgres() -> None:
         for script in sorted(Path("/docker-entrypoint-initdb.d").glob("*.sh")):
             subprocess.run(_as_user(POSTGRES, "sh", str(script)), check=True)
         subprocess.run(_as_user(POSTGRES, *control, "-m", "fast", "stop"), check=True)
-    _become(_as_user(POSTGRES, "postgres", "-D", str(_DATA), "-h", "0.0.0.0"))  # noqa: S104 - in a container
+    _become(_as_user(POSTGRES, command, "-D", str(_DATA), "-h", "0.0.0.0", *options))  # noqa: S104 - in a container
 
 
 def valkey(*command: str) -> None:
@@ -74,9 +74,12 @@ def nc(*arguments: str) -> None:
 
 
 def valkey_cli(*_: str) -> None:
-    with socket.create_connection(("127.0.0.1", 6379), timeout=3.0) as link:
-        link.sendall(b"PING\r\n")
-        sys.stdout.write(link.recv(200).decode())
+    """Commands come on standard input, a line each."""
+    with socket.create_connection(("127.0.0.1", 6379), timeout=3.0) as link, link.makefile("rw") as lines:
+        for command in sys.stdin:
+            lines.write(f"{command.strip()}\r\n")
+            lines.flush()
+            sys.stdout.write(lines.readline())
 
 
 def schema() -> None:

@@ -133,8 +133,7 @@ class EcsApi:
         to_error: Callable[[Exception], Exception] = call_error,
         threads: ThreadPoolExecutor | None = None,
     ) -> Any:
-        loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(threads or self._calls, call)
+            return await asyncio.get_running_loop().run_in_executor(threads or self._calls, call)
         except (BotoCoreError, ClientError) as error:
             raise to_error(error) from None

@@ -136,9 +136,7 @@ class EcsLauncher:
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
         """Raises `LauncherUnreachable`, or a `LaunchFailed` of `failures` with its code."""
         await self._refresh()
-        worker_id = spec.config.worker_id
-        lock = self._launching.setdefault(worker_id, asyncio.Lock())
-        async with lock:
+        async with self._launching.setdefault(spec.config.worker_id, asyncio.Lock()):
             return await self._launch(spec, token)
 
     async def _launch(self, spec: LaunchSpec, token: str) -> Task:
@@ -230,11 +228,9 @@ class EcsLauncher:
     async def _collect_missed(self, since: float) -> None:
         """Collects the exits that ECS still knows. The first time, those before `since` are dropped."""
         await self._list_all()
-        if not self._begun:
-            self._begun = True
-            for end in [end for end in self._unhandled.values() if end.at < since]:
-                del self._unhandled[end.task_id]
-        self._unhandled = dict(sorted(self._unhandled.items(), key=lambda item: item[1].at))
+        kept = [item for item in self._unhandled.items() if self._begun or item[1].at >= since]
+        self._unhandled = dict(sorted(kept, key=lambda item: item[1].at))
+        self._begun = True
 
     async def _listen(self) -> None:
         """Reads one long poll into the cache, and makes a full listing when it is due."""

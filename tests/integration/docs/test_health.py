@@ -84,6 +84,17 @@ async def test_only_the_host_that_polls_is_healthy(temporal_server: TemporalServ
         assert not await health.is_polling(settings, "health-test", "another-host")
 
 
+def test_an_orchestrator_that_served_stays_healthy_while_temporal_is_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another one would wait for Temporal, and record no order until then."""
+    monkeypatch.setenv("BERTH_TEMPORAL_ADDRESS", f"127.0.0.1:{free_port()}")
+    monkeypatch.setenv("BERTH_DATA_DIR", str(tmp_path))
+    assert health.main(["poller", "berth-lifecycle"]) == 1
+    (tmp_path / f"{Settings().orchestrator_name}.ready").write_text("3\n")
+    assert health.main(["poller", "berth-lifecycle"]) == 0
+
+
 async def test_only_the_host_whose_runner_renews_its_lease_is_healthy(
     tmp_path: Path, valkey_server: ValkeyServer, valkey_client: Redis
 ) -> None:

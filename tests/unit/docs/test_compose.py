@@ -286,6 +286,17 @@ def test_temporals_password_comes_from_its_secret_file(compose: dict[str, Any]) 
     assert "temporal_database_password" in compose["services"]["temporal"]["secrets"]
 
 
+def test_postgres_has_room_for_all_connections_of_temporal_and_ours(compose: dict[str, Any]) -> None:
+    text = (FOLDER / "temporal-server.yaml").read_text(encoding="utf-8")
+    loaded = yaml.safe_load(re.sub(r"\{\{.*?\}\}", "", text))
+    stores = loaded["persistence"]["datastores"].values()
+    temporals = len(loaded["services"]) * sum(store["sql"]["maxConns"] for store in stores)
+    processes = int(compose["services"]["api"]["environment"]["BERTH_API_PROCESSES"]) + 1  # the orchestrator
+    ours = processes * (Settings().database_pool + 5)  # locks and health checks have their own
+    [most] = re.findall(r"max_connections=(\d+)", " ".join(compose["services"]["postgres"]["command"]))
+    assert temporals + ours + 20 < int(most)  # and somebody with psql, a backup, `prepare`
+
+
 def test_the_namespace_script_registers_our_search_attributes() -> None:
     script = (FOLDER / "temporal-namespace.sh").read_text(encoding="utf-8")
     match = re.search(r"^for name in (.+); do$", script, re.M)
@@ -295,6 +306,25 @@ def test_the_namespace_script_registers_our_search_attributes() -> None:
 
 def test_the_orchestrators_health_check_asks_for_the_lifecycle_queue(compose: dict[str, Any]) -> None:
     assert compose["services"]["orchestrator"]["healthcheck"]["test"][-2:] == ["poller", LIFECYCLE_QUEUE]
+
+
+@pytest.mark.parametrize(("reply", "healthy"), [("PONG", True), ("LOADING reads its file", False)])
+def test_valkey_is_healthy_when_it_serves_who_logs_in(
+    compose: dict[str, Any], tmp_path: Path, reply: str, healthy: bool
+) -> None:
+    """Without a login it says NOAUTH in both cases."""
+    (tmp_path / "conf").write_text("requirepass secret\n", encoding="utf-8")
+    client = tmp_path / "valkey-cli"
+    asked = '#!/bin/sh\nread -r first; read -r second\n[ "$first $second" = "AUTH secret PING" ]'
+    client.write_text(f'{asked} && echo "{reply}"\n', encoding="utf-8")
+    client.chmod(0o755)
+    [_, check] = compose["services"]["valkey"]["healthcheck"]["test"]
+    done = subprocess.run(
+        ["/bin/sh", "-c", check.replace("/run/secrets/valkey_password.conf", str(tmp_path / "conf"))],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        check=False,
+    )
+    assert (done.returncode == 0) is healthy
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in FOLDER.glob("*.sh")))
