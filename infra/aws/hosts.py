@@ -224,4 +224,5 @@ def log_group(scope: Construct, name: str, stage: AwsStage, key: kms.IKey, path:
         log_group_name=path or f"/berth/{stage.name}/{name.lower()}",
         encryption_key=key,
         retention={14: logs.RetentionDays.TWO_WEEKS, 90: logs.RetentionDays.THREE_MONTHS}[stage.log_days],
+        removal_policy=stage.removal,
     )
