@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import binascii
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -135,7 +134,7 @@ def _token(cursor: str) -> bytes:
     """Raises `InvalidRequest`: Temporal answers a garbled token as if it had failed itself."""
     try:
         data = base64.b64decode(cursor.encode("ascii"), altchars=b"-_", validate=True)
-    except (ValueError, binascii.Error):
+    except ValueError:
         raise _bad_cursor() from None
     token = data[_CHECK:]
     if not token or data[:_CHECK] != _check(token):

@@ -117,7 +117,7 @@ class ServersStack(Stack):
             enforce_ssl=True,
             block_public_access=s3.BlockPublicAccess.BLOCK_ALL,
             lifecycle_rules=[s3.LifecycleRule(expiration=Duration.days(stage.log_days))],
-            removal_policy=RemovalPolicy.RETAIN,
+            removal_policy=RemovalPolicy.RETAIN_ON_UPDATE_OR_DELETE,
         )
 
 

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from infra.hosts.scaling import plan_hosts
+from infra.vault.secret_folders import PERIOD
 
 HOURS, TRADING_HOURS = 730, 12 * 22
 USERS = (100, 1_000, 10_000)
@@ -23,6 +24,8 @@ VALKEY = {"large": 0.312, "xlarge": 0.622, "4xlarge": 2.480}
 DISK_GIB, DATABASE_GIB, SECRET, KEY, ALARM, METRIC = 0.096, 0.276, 0.40, 1.0, 0.10, 0.30
 #: How many of them `production` has; CloudWatch's own metrics cost nothing.
 SECRETS, KEYS, ALARMS, METRICS = 17, 2, 21, 7
+#: Folders of keys that the tasks other than the API's follow, and an API task; a call each `PERIOD` seconds.
+FOLDERS, FOLDERS_API, SECRET_CALLS_10_000 = 22, 4, 0.05
 # A GiB: through NAT, out to the internet, and into logs.
 NAT_GIB, EGRESS_GIB, LOG_GIB = 0.062, 0.114, 0.76
 #: Temporal Cloud: the plan, and a million actions.
@@ -80,6 +83,7 @@ def costs(load: CostLoad) -> dict[str, float]:
         + load.users * (load.nat * NAT_GIB + load.egress * EGRESS_GIB),
         "logs, keys, secrets, alarms": load.users * load.log * LOG_GIB
         + SECRETS * SECRET
+        + (FOLDERS + FOLDERS_API * api_tasks) * HOURS * 3600 / PERIOD / 10_000 * SECRET_CALLS_10_000
         + KEYS * KEY
         + ALARMS * ALARM
         + METRICS * METRIC,

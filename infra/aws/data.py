@@ -38,13 +38,13 @@ SERVICE_ACCESS = "on ~* &* +@all -@dangerous +info +keys +client|id"
 
 
 def data_key(scope: Construct, stage: AwsStage) -> kms.Key:
-    """Encrypts disks, logs, secrets and topics; CloudWatch's logs and alarms use it, too."""
+    """Encrypts the databases' disks, images, logs and topics; CloudWatch's logs and alarms use it, too."""
     key = kms.Key(
         scope,
         "DataKey",
         alias=f"berth/{stage.name}/data",
         enable_key_rotation=True,
-        removal_policy=RemovalPolicy.RETAIN if stage.keep_data else RemovalPolicy.DESTROY,
+        removal_policy=stage.removal,
     )
     for service in (f"logs.{stage.region}.amazonaws.com", "cloudwatch.amazonaws.com"):
         key.grant_encrypt_decrypt(iam.ServicePrincipal(service))
@@ -58,7 +58,6 @@ class Storage(Construct):
         self._stage = stage
         self._network = network
         self._key = key
-        self._policy = RemovalPolicy.RETAIN if stage.keep_data else RemovalPolicy.DESTROY
         #: Wraps the data keys of stored credentials. The API may encrypt by it, the orchestrators decrypt.
         self.master_key = kms.Key(
             self,
@@ -66,7 +65,7 @@ class Storage(Construct):
             alias=f"berth/{stage.name}/master",
             enable_key_rotation=True,
             pending_window=Duration.days(30),
-            removal_policy=RemovalPolicy.RETAIN,
+            removal_policy=RemovalPolicy.RETAIN_ON_UPDATE_OR_DELETE,
         )
         self.folders = {
             name: secrets.Secret(
@@ -75,7 +74,7 @@ class Storage(Construct):
                 secret_name=f"berth/{stage.name}/{name}",
                 description=f"Berth, {stage.name}: {what}",
                 secret_object_value={},
-                removal_policy=self._policy,
+                removal_policy=self._stage.removal,
             )
             for name, what in FOLDERS.items()
         }
@@ -180,13 +179,13 @@ class Storage(Construct):
             image_tag_mutability=ecr.TagMutability.IMMUTABLE,
             encryption=ecr.RepositoryEncryption.KMS,
             encryption_key=self._key,
-            removal_policy=self._policy,
+            removal_policy=self._stage.removal,
         )
         repository.add_lifecycle_rule(max_image_count=30, description="the last 30 releases")
         return repository
 
     def _password(self, name: str, user: str) -> secrets.Secret:
-        return password(self, name, user, self._policy)
+        return password(self, name, user, self._stage.removal)
 
     def _url(self, name: str, url: str) -> secrets.Secret:
         """A secret that CloudFormation composes when it deploys: no template holds the password."""
@@ -194,7 +193,7 @@ class Storage(Construct):
             self,
             name,
             secret_string_value=SecretValue.unsafe_plain_text(url),
-            removal_policy=self._policy,
+            removal_policy=self._stage.removal,
         )
 
 

@@ -12,6 +12,7 @@ from constructs import Construct
 
 from infra.aws.network import Network
 from infra.aws.stages import AwsStage
+from infra.launchers.docker.container import PIDS
 
 #: Of a worker host, where the ECS task definition of workers mounts it from.
 LAUNCH_KEY_FOLDER = "/etc/berth"
@@ -74,6 +75,8 @@ class Hosts(Construct):
                 "'import json, sys; sys.stdout.write(json.load(sys.stdin)[\"launch-document.key\"])' "
                 f"> {LAUNCH_KEY_FOLDER}/launch-document.key; do sleep 10; done",
                 f"chown {WORKER_UID} {LAUNCH_KEY_FOLDER}/launch-document.key",
+                # By default none: a fork bomb of one worker would take the host from its 29 neighbours.
+                f"echo ECS_TASK_PIDS_LIMIT={PIDS} >> /etc/ecs/ecs.config",
             ],
             rolls=False,
         )
@@ -221,4 +224,5 @@ def log_group(scope: Construct, name: str, stage: AwsStage, key: kms.IKey, path:
         log_group_name=path or f"/berth/{stage.name}/{name.lower()}",
         encryption_key=key,
         retention={14: logs.RetentionDays.TWO_WEEKS, 90: logs.RetentionDays.THREE_MONTHS}[stage.log_days],
+        removal_policy=stage.removal,
     )

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from aws_cdk import RemovalPolicy
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobTier:
@@ -61,6 +63,11 @@ class AwsStage:
     #: Whether a deletion of the stack leaves the data.
     keep_data: bool = True
     log_days: int = 90
+
+    @property
+    def removal(self) -> RemovalPolicy:
+        """Of what has a name of ours, too: what a failed first deployment left would fail the next one."""
+        return RemovalPolicy.RETAIN_ON_UPDATE_OR_DELETE if self.keep_data else RemovalPolicy.DESTROY
 
 
 STAGES = (

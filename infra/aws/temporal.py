@@ -7,7 +7,7 @@ authorizer that wants JWTs. Its configuration is that of compose, with AWS's add
 from pathlib import Path
 from typing import Any
 
-from aws_cdk import Duration, RemovalPolicy
+from aws_cdk import Duration
 from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_ecs as ecs
 from aws_cdk import aws_elasticloadbalancingv2 as elb
@@ -83,8 +83,7 @@ class TemporalCluster(Construct):
         """`name`: which the certificate covers; a private zone leads it to the load balancer."""
         super().__init__(servers.scope, "Temporal")
         stage, storage, key = servers.stage, servers.storage, servers.key
-        policy = RemovalPolicy.RETAIN if stage.keep_data else RemovalPolicy.DESTROY
-        login = password(self, "DatabaseLogin", "temporal", policy)
+        login = password(self, "DatabaseLogin", "temporal", stage.removal)
         database = postgres(self, "Database", stage, network, key, login, "postgres_unused")
         address = database.db_instance_endpoint_address
 

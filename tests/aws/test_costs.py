@@ -1,11 +1,23 @@
 """The table of costs is what its script computes, and follows the number of users."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from infra.aws.costs import ALARMS, KEYS, METRICS, SECRETS, USERS, CostLoad, costs, table
-from tests.aws.templates import Templates
+from infra.aws.costs import (
+    ALARMS,
+    FOLDERS,
+    FOLDERS_API,
+    KEYS,
+    METRICS,
+    SECRETS,
+    USERS,
+    CostLoad,
+    costs,
+    table,
+)
+from tests.aws.templates import Templates, text_of
 
 pytestmark = pytest.mark.timeout(600)
 HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "deploy-on-aws.md"
@@ -21,6 +33,20 @@ def test_what_is_counted_is_there(synthesised: Templates) -> None:
     assert tuple(len(production.resources(kind)) for kind in kinds) == (SECRETS, KEYS, ALARMS)
     filters = production.resources("AWS::Logs::MetricFilter").values()
     assert len({one["MetricTransformations"][0]["MetricName"] for one in filters}) == METRICS
+
+
+def test_reads_of_secrets_are_counted(synthesised: Templates) -> None:
+    followed = {
+        task["Family"].removeprefix("berth-production-"): len(json.loads(text_of(one["Value"])))
+        for task in synthesised.of("production").resources("AWS::ECS::TaskDefinition").values()
+        for container in task["ContainerDefinitions"]
+        for one in container.get("Environment", [])
+        if one["Name"] == "BERTH_SECRET_FOLDERS"
+    }
+    followed.pop("prepare")  # once
+    assert followed.pop("api") == FOLDERS_API
+    followed["orchestrator"] *= 2
+    assert sum(followed.values()) == FOLDERS
 
 
 def test_more_users_cost_more_and_each_of_them_less() -> None:

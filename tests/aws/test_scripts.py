@@ -77,7 +77,8 @@ def test_a_host_has_all_it_needs_before_it_joins_the_cluster(templates: Template
         done = run.run("bash", script)
         assert done.returncode == 0, done.stderr
         config = (run.etc / "ecs" / "ecs.config").read_text().splitlines()
-        assert config[0] == "ECS_CLUSTER=reference"
+        assert "ECS_CLUSTER=reference" in config
+        assert ("ECS_TASK_PIDS_LIMIT=256" in config) is (kind == "r6i.large")  # as the Docker launcher's
         # ECS's agent and Docker wait for the end of this script: who starts one of them here waits for ever.
         assert run.calls("systemctl") == ["systemctl daemon-reload"]
         section, rule = (run.etc / "systemd/system/ecs.service.d/no-metadata.conf").read_text().splitlines()

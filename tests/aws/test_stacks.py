@@ -288,6 +288,20 @@ def test_the_key_serves_logs_as_cloudwatch_asks(templates: Templates) -> None:
     }
 
 
+def test_a_first_deployment_that_failed_leaves_nothing_that_fails_the_next(templates: Templates) -> None:
+    """`Retain` keeps what a rollback of a creation would remove, and its name is taken then."""
+    found = {
+        (one["Type"], one["DeletionPolicy"])
+        for part in ("base", "servers")
+        for one in templates.template(part)["Resources"].values()
+        if "DeletionPolicy" in one
+    }
+    assert "Retain" not in {policy for _, policy in found}
+    kept = "RetainExceptOnCreate" if templates.stage == "production" else "Delete"
+    for kind in ("AWS::Logs::LogGroup", "AWS::SecretsManager::Secret", "AWS::ECR::Repository"):
+        assert (kind, kept) in found
+
+
 def test_no_password_is_in_a_template(templates: Templates) -> None:
     for name, one in templates.resources("AWS::SecretsManager::Secret").items():
         if "SecretString" in one:
