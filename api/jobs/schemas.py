@@ -154,9 +154,7 @@ class FleetJobRequest(Body):
 
     job: FleetJob = Field(discriminator="type")
     priority: int = Field(default=5, ge=0, le=9, description="A higher one comes earlier.")
-    delay: float = Field(
-        default=0.0, ge=0, le=86_400, allow_inf_nan=False, description="Seconds until it may run."
-    )
+    delay: float = Field(default=0.0, ge=0, le=86_400, description="Seconds until it may run.")
 
     @model_validator(mode="after")
     def _is_acceptable(self) -> Self:
@@ -222,7 +220,6 @@ class JobLimitsRequest(ReasonBody):
         default=None,
         ge=0.0001,
         le=10_000,
-        allow_inf_nan=False,
         description="Jobs a second for each rate key (a webhook's host, a mail's domain).",
     )
     burst: int | None = Field(

@@ -4,7 +4,6 @@ from alembic import op
 
 revision = "0005"
 down_revision = "0004"
-branch_labels = depends_on = None
 
 
 def upgrade() -> None:

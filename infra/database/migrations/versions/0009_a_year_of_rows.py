@@ -6,7 +6,6 @@ from infra.database.migrate import without_transaction
 
 revision = "0009"
 down_revision = "0008"
-branch_labels = depends_on = None
 
 _INDEXES = {
     "worker_sessions_by_end": "worker_sessions (ended_at)",
