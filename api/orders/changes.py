@@ -156,15 +156,13 @@ class OrderChangeService:
         self, order: OrderView, change: order_requests.OrderChange, request_id: str, left: float
     ) -> ChangeResult:
         """What became of a change that nobody sends any more. Raises `ProblemError` if nothing shows it."""
-        if order.quantity <= (change.quantity or order.quantity) and change.price in (None, order.price):
-            return ChangeResult(order)
-        async with self.database.session() as session:
-            if await order_requests.was_confirmed(session, request_id):
-                return ChangeResult(order)
-        _refuse_final(order)
-        if left > -CONFIRMED_WITHIN:
+        made = order.quantity <= (change.quantity or order.quantity) and change.price in (None, order.price)
+        if not made and not await self.database.fetch(order_requests.was_confirmed, request_id):
+            _refuse_final(order)
+            if left <= -CONFIRMED_WITHIN:
+                raise ProblemError(errors.ChangeUnconfirmed(), order=order)
             return ChangeResult(order, answered=False)
-        raise ProblemError(errors.ChangeUnconfirmed(), order=order)
+        return ChangeResult(order)
 
     async def _check_price(self, row: Row, order: OrderView, quantity: int, price: Decimal) -> Decimal | None:
         """Returns the price's band. Raises `ProblemError` where no new order would be taken now."""

@@ -78,7 +78,7 @@ class OrderFeed:
     async def current_event(self) -> ServerEvent:
         async with self.database.session() as session:
             # First the number, then the orders: what changes in between is sent again.
-            now = await order_changes.read_outlook(session, self.key, 0)
+            horizon, _ = await order_changes.read_outlook(session, self.key, 0)
             wanted = order_list.OrderSelection(user_id=self.key, states=frozenset({order_list.OPEN}))
             rows = await order_list.page_of_orders(session, wanted, limit=FEED_PAGE + 1)
         orders = PresentOrders(
@@ -86,7 +86,7 @@ class OrderFeed:
             orders=[view_of(row) for row in rows[:FEED_PAGE]],
             complete=len(rows) <= FEED_PAGE,
         )
-        return ServerEvent(now.horizon - 1, "orders", orders.model_dump_json())
+        return ServerEvent(horizon - 1, "orders", orders.model_dump_json())
 
     async def events_after(self, last: int) -> Sequence[ServerEvent]:
         pause = GAP_PAUSE
@@ -95,10 +95,10 @@ class OrderFeed:
                 rows = await order_changes.changes_behind(session, self.key, last, limit=FEED_PAGE)
                 if rows:
                     return _events(rows, last)
-                ahead = await order_changes.read_outlook(session, self.key, last)
-            if last >= ahead.horizon:  # a number of another database: begin anew
+                horizon, more = await order_changes.read_outlook(session, self.key, last)
+            if last >= horizon:  # a number of another database: begin anew
                 return [await self.current_event()]
-            if not ahead.more:
+            if not more:
                 break
             await asyncio.sleep(pause)
             pause *= 2

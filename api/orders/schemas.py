@@ -222,16 +222,9 @@ class OrderFilter(BaseModel):
 
     def of(self, user_id: str | None) -> OrderSelection:
         """The selection among the orders of this user; None: of all users."""
-        return OrderSelection(
-            user_id=user_id,
-            states=frozenset(state.value for state in self.state),
-            account_id=self.account,
-            symbol=self.symbol,
-            side=self.side.value if self.side else None,
-            client_order_id=self.client_order_id,
-            since=self.since,
-            until=self.until,
-        )
+        same = self.model_dump(include={"symbol", "side", "client_order_id", "since", "until"})
+        states = frozenset(state.value for state in self.state)
+        return OrderSelection(user_id=user_id, states=states, account_id=self.account, **same)
 
 
 class OrderQuery(OrderFilter):

@@ -267,9 +267,7 @@ class PositionCloser:
 
     @asynccontextmanager
     async def _user_turn(self, user_id: str) -> AsyncIterator[None]:
-        lock = self._turns.get(user_id)
-        if lock is None:
-            lock = self._turns[user_id] = asyncio.Lock()
+        lock = self._turns.setdefault(user_id, asyncio.Lock())
         async with lock, self._writing:
             yield
 

@@ -51,8 +51,8 @@ class OrderBounds(NamedTuple):
 
     @property
     def of_prices(self) -> dict[str, Decimal]:
-        bounds = {"price_band": self.price_band, "most_price": self.most_price}
-        return {name: bound for name, bound in bounds.items() if bound is not None}
+        kept = self._asdict().items()
+        return {name: bound for name, bound in kept if name != "window" and bound is not None}
 
 
 UNBOUND = OrderBounds()

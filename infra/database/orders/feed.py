@@ -11,7 +11,6 @@ Numbers stay valid across a failover of the database, but not across a restore f
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from sqlalchemy import BigInteger, String, cast, exists, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -26,16 +25,6 @@ ORDERS_CHANNEL = "berth_orders"
 _HORIZON = cast(cast(func.pg_snapshot_xmin(func.pg_current_snapshot()), String), BigInteger)
 
 
-@dataclass(frozen=True, slots=True)
-class FeedOutlook:
-    """What a reader has still to expect."""
-
-    #: No change will appear below this number.
-    horizon: int
-    #: There are changes after the reader's number, perhaps above the horizon.
-    more: bool
-
-
 async def changes_behind(
     session: AsyncSession, user_id: str, last: int, *, limit: int = 100
 ) -> Sequence[Order]:
@@ -45,7 +34,9 @@ async def changes_behind(
     return sorted(rows, key=lambda order: (order.changed, order.updated_at))
 
 
-async def read_outlook(session: AsyncSession, user_id: str, last: int) -> FeedOutlook:
+async def read_outlook(session: AsyncSession, user_id: str, last: int) -> tuple[int, bool]:
+    """The number below which no change will appear, and whether there are changes after `last`, perhaps
+    above it."""
     more = exists().where(Order.user_id == user_id, Order.changed > last)
     horizon, found = (await session.execute(select(_HORIZON, more))).one()
-    return FeedOutlook(horizon, found)
+    return horizon, found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
@@ -302,41 +301,6 @@ async def test_a_close_that_fills_while_the_request_waits_is_followed_by_the_ope
     answer = await waiting
     assert (answer.status_code, answer.json()["complete"]) == (200, True)
     assert sent(worker) == [("buy", 3, True), ("buy", 1, False)]
-
-
-async def test_an_entry_that_comes_back_opens_nothing_beside_what_was_filled_since_its_close(
-    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
-) -> None:
-    worker = await broker(api, start_worker, -3, resting)
-    first = await want(user, api, "long_entry", quantity=1, wait=0.1)
-    await until(lambda: len(worker.popped) == 1)
-    await set_row(api, first.json()["legs"][0]["id"], state="filled", filled_quantity=3)
-    worker.script = filled
-    other = await user.post(f"/users/{api.user}/orders", json=an_order(symbol="MXFA6", side="sell"))
-    assert other.json()["state"] == "filled"
-    await set_row(
-        api, other.json()["id"], state="filled", filled_quantity=1, updated_at=func.clock_timestamp()
-    )
-    answer = await want(user, api, "long_entry", quantity=1)
-    assert (answer.status_code, answer.json()["code"]) == (409, "POSITION_BUSY")
-    assert len(answer.json()["legs"]) == 1
-    assert sent(worker) == [("buy", 3, True), ("sell", 1, False)]
-
-
-async def test_an_entry_that_comes_back_too_late_opens_nothing(
-    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
-) -> None:
-    worker = await broker(api, start_worker, -3, resting)
-    first = await want(user, api, "long_entry", quantity=1, wait=0.1)
-    assert first.status_code == 202
-    await until(lambda: len(worker.popped) == 1)
-    # As after a crash between the legs, a second more than an order's time ago.
-    before = datetime.now(UTC) - timedelta(seconds=api.settings.order_deadline + 1)
-    order_id = worker.popped[0].order_id
-    await set_row(api, order_id, state="filled", filled_quantity=3, created_at=before)
-    answer = await want(user, api, "long_entry", quantity=1)
-    assert (answer.status_code, answer.json()["code"]) == (409, "INTENT_EXPIRED")
-    assert sent(worker) == [("buy", 3, True)]
 
 
 async def test_an_intent_id_is_not_taken_for_another_intent(
