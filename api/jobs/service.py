@@ -115,14 +115,15 @@ class JobService:
             export = msgspec.json.decode(state.result.value, type=catalog.OrderExport)
         except msgspec.DecodeError:
             raise NotFound from None
-        return catalog.unpack_csv(export)
+        return catalog.decompress(export.csv)
 
     async def _put(
         self, wanted: Any, work: msgspec.Struct, user_id: str, job_id: str, **options: Any
     ) -> JobState:
         digest = ""
         if wanted.job_id is not None:
-            text = json.dumps([wanted.asked(), options], sort_keys=True)
+            asked = wanted.model_dump(mode="json", exclude={"job_id"})
+            text = json.dumps([asked, options], sort_keys=True)
             digest = sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         try:
             job = catalog.make_job(job_id, work, **options)

@@ -38,16 +38,15 @@ local function ring(queue)
   end
 end
 
+local function ring_all()
+  for _, queue in ipairs(redis.call('ZRANGE', P .. 'ready', 0, -1)) do ring(queue) end
+end
+
 -- Sends a message to one runner.
 local function send_mail(runner, message)
   local mailbox = P .. 'mailbox:' .. runner
   redis.call('LPUSH', mailbox, message)
   redis.call('EXPIRE', mailbox, 3600)
-end
-
--- Tells all runners that settings have changed.
-local function announce_settings()
-  for _, runner in ipairs(redis.call('HKEYS', P .. 'beats')) do send_mail(runner, 'check') end
 end
 
 -- Updates a subqueue's place in its queue, by the score of its first job; removes it if it is empty.
