@@ -171,14 +171,6 @@ local function publish_event(kind, id, name, queue, attempt, result)
   if result then redis.call('PUBLISH', P .. 'done:' .. id, result) end
 end
 
--- Forgets a user's oldest failed jobs if there are too many.
-local function trim_failed()
-  for _, id in ipairs(redis.call('ZRANGE', P .. 'failed', 0, -USERS_FAILED - 1)) do
-    redis.call('ZREM', P .. 'failed', id)
-    if redis.call('HGET', P .. 'job:' .. id, 'state') == 'failed' then redis.call('DEL', P .. 'job:' .. id) end
-  end
-end
-
 -- Ends a job as failed, cancelled or done, with its result. A failed one is kept for operators. `job` holds its
 -- name, queue, attempt, unique key and group.
 local function end_job(status, id, job, result, ttl, retention)
@@ -187,7 +179,11 @@ local function end_job(status, id, job, result, ttl, retention)
     redis.call('HSET', key, 'state', 'failed', 'failure', result)
     redis.call('EXPIRE', key, retention)
     redis.call('ZADD', P .. 'failed', (clock()), id)
-    if of_user() then trim_failed() end
+    -- Of a user only the newest are kept.
+    for _, old in ipairs(of_user() and redis.call('ZRANGE', P .. 'failed', 0, -USERS_FAILED - 1) or {}) do
+      redis.call('ZREM', P .. 'failed', old)
+      if redis.call('HGET', P .. 'job:' .. old, 'state') == 'failed' then redis.call('DEL', P .. 'job:' .. old) end
+    end
   else
     redis.call('DEL', key)
   end
