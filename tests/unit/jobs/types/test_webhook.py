@@ -153,7 +153,7 @@ def test_the_usual_port_is_not_named_to_the_receiver(tmp_path: Path, monkeypatch
     context.load_cert_chain(path)
     connect = socket.create_connection
     with receiving(context) as receiver:
-        there = receiver.server_address[:2]
+        there = "127.0.0.1", int(receiver.server_address[1])
         monkeypatch.setattr(socket, "create_connection", lambda _target, **more: connect(there, **more))
         deliver("https://127.0.0.1/hook", ca_file=str(path))
         deliver("https://127.0.0.1:8443/hook", ca_file=str(path))
