@@ -40,10 +40,6 @@ MailAddress = Annotated[
 class _JobRequest(Body):
     job_id: JobId | None = None
 
-    def asked(self) -> dict[str, Any]:
-        """What was asked for, without the id: the same again is the same job."""
-        return self.model_dump(mode="json", exclude={"job_id"})
-
 
 class StatementJobRequest(_JobRequest):
     """The statement of one day."""

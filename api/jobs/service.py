@@ -91,7 +91,9 @@ class JobService:
 
     async def get_job(self, job_id: str, user_id: str = "", seconds: float = 0.0) -> schemas.JobStateView:
         """The job, once it has ended or `seconds` have passed. Raises `NotFound`."""
-        return view(_found_or_404(await self._find(job_id, user_id, seconds)))
+        if (found := await self._find(job_id, user_id, seconds)) is None:
+            raise NotFound
+        return view(found)
 
     async def cancel(self, job_id: str, user_id: str = "") -> schemas.JobStateView:
         """The job as it stands after the cancel; one that has ended stays as it is. Raises `NotFound`."""
@@ -108,21 +110,22 @@ class JobService:
 
     async def file(self, job_id: str, user_id: str) -> bytes:
         """The CSV of an export that is done. Raises `NotFound` if there is none (any more)."""
-        state = _found_or_404(await self._find(job_id, user_id))
-        if state.result is None or state.result.status is not JobStatus.DONE:
+        state = await self._find(job_id, user_id)
+        if state is None or state.result is None or state.result.status is not JobStatus.DONE:
             raise NotFound
         try:
             export = msgspec.json.decode(state.result.value, type=catalog.OrderExport)
         except msgspec.DecodeError:
             raise NotFound from None
-        return catalog.unpack_csv(export)
+        return catalog.decompress(export.csv)
 
     async def _put(
         self, wanted: Any, work: msgspec.Struct, user_id: str, job_id: str, **options: Any
     ) -> JobState:
         digest = ""
         if wanted.job_id is not None:
-            text = json.dumps([wanted.asked(), options], sort_keys=True)
+            asked = wanted.model_dump(mode="json", exclude={"job_id"})
+            text = json.dumps([asked, options], sort_keys=True)
             digest = sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
         try:
             job = catalog.make_job(job_id, work, **options)
@@ -188,9 +191,3 @@ def view(state: JobState) -> schemas.JobStateView:
         value=msgspec.json.decode(result.value) if result and state.ended else None,
         failure=schemas.JobFailureView.model_validate(failure) if failure else None,
     )
-
-
-def _found_or_404(state: JobState | None) -> JobState:
-    if state is None:
-        raise NotFound
-    return state

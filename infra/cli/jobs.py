@@ -39,7 +39,17 @@ Valkey = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Valkey.", show_default="BERTH_VALKEY_URL, or that of `berth up`"),
 ]
-User = Annotated[str | None, typer.Option(help="This user's own jobs, instead of the fleet's.")]
+
+
+def _named(user: str | None) -> str | None:
+    if user == "":  # an empty variable of a script must not mean the fleet
+        raise typer.BadParameter("it names nobody")
+    return user
+
+
+User = Annotated[
+    str | None, typer.Option(help="This user's own jobs, instead of the fleet's.", callback=_named)
+]
 Watch = Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")]
 Queue = Annotated[str, typer.Option(help="Of this queue.")]
 Type = Annotated[str, typer.Option("--type", help="Of this type of job.")]
@@ -91,7 +101,7 @@ def _job_command(
         settings, user = _settings(given.pop("valkey")), given.pop("user")
         watched = given.pop("watch", False)
         try:
-            with JobInspector(settings.valkey_url, _tag(user)) as jobs:
+            with JobInspector(settings.valkey_url, job_keys.tag_of(user or "")) as jobs:
                 if check is not None:
                     check(jobs, **given)
                 if act:
@@ -113,10 +123,6 @@ def _job_command(
     added = {"watch": (Watch, False)} if watch else {}
     added |= {"json": (Json, False)} if json else {}
     return options.add_command(app, None, run, {**added, "user": (User, None), "valkey": (Valkey, None)})
-
-
-def _tag(user: str | None) -> str:
-    return job_keys.FLEET_TAG if user is None else job_keys.user_tag(user)
 
 
 def _plain(seen: Any) -> Any:
@@ -321,8 +327,8 @@ def worker(
             "name": name or socket.gethostname(),
             "node": socket.gethostname(),
             "valkey_url": _settings(valkey).valkey_url,
-            "tag": _tag(user),
-            "message_keys": _message_keys(_tag(user)),
+            "tag": job_keys.tag_of(user or ""),
+            "message_keys": _message_keys(job_keys.tag_of(user or "")),
             "queues": served or ["*"],
             "slots": slots,
             "recycle": recycle,

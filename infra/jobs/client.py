@@ -155,10 +155,9 @@ class JobClient:
                 await pubsub.get_message(timeout=min(2.0, seconds))
                 found = await self.get(job_id, tag=tag)
                 while found is not None and not found.ended and (left := until - time.monotonic()) > 0:
-                    heard = await pubsub.get_message(ignore_subscribe_messages=True, timeout=left)
-                    if heard is not None:
-                        return await self.get(job_id, tag=tag)
-                return await self.get(job_id, tag=tag) if found is not None else None
+                    if await pubsub.get_message(ignore_subscribe_messages=True, timeout=left) is not None:
+                        break
+                return await self.get(job_id, tag=tag)
             finally:
                 with suppress(RedisError, OSError):
                     await pubsub.aclose()  # type: ignore[no-untyped-call]

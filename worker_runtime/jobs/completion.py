@@ -174,7 +174,7 @@ class PendingRunEnds:
             repeated = end.outcome == "gone" and end.sent > 1
             if end.outcome == result.status or (repeated and self._registration.has_written(end.claimed)):
                 self._registration.events.log_end(end.claimed, end.job, result)
-                ran_ms = result.finished_at_ms - result.started_at_ms if end.ran else None
+                ran_ms = max(0, result.finished_at_ms - result.started_at_ms) if end.ran else None
                 self._registration.counters.count_end(end.job, result.status, ran_ms)
             else:
                 self._log.warning(

@@ -39,7 +39,7 @@ class JobExecutor:
         self._runs = runs
         self._registration = registration
         self._log = log
-        self._pool = ChildPool(registry, selector, self._read_child, config.recycle)
+        self.pool = ChildPool(registry, selector, self._read_child, config.recycle)
         #: A fork has failed, and none has succeeded since.
         self._cannot_fork = False
         self.fork_backoff = Backoff(0.25, 5.0)
@@ -73,7 +73,7 @@ class JobExecutor:
     def _may_start(self) -> bool:
         if self.stopping or self._registration.suspended:
             return False
-        return self._pool.has_spare() or not self._cannot_fork
+        return self.pool.has_spare() or not self._cannot_fork
 
     def fences(self) -> set[int]:
         return self._runs.fences() | self.pending_ends.fences() | self.prefetched.fences() | self._killed
@@ -147,10 +147,10 @@ class JobExecutor:
         packet = encode_message(
             JobAssignment(fence=claimed.fence, attempt=claimed.attempt, job=msgspec.Raw(claimed.body))
         )
-        child = self._pool.take()
+        child = self.pool.take()
         if not child.send_job(packet):
             self._log.warning("job_child_gone", pid=child.pid, job=claimed.job_id)
-            child = self._pool.take()
+            child = self.pool.take()
             child.send_job(packet)
         return child
 
@@ -158,13 +158,13 @@ class JobExecutor:
 
     def needs_spare_child(self) -> bool:
         """Whether a child should be forked ahead of need."""
-        return not self.stopping and self.fork_backoff.due() and not self._pool.has_spare()
+        return not self.stopping and self.fork_backoff.due() and not self.pool.has_spare()
 
     def fork_spare_child(self) -> bool:
         """Forks a child for the next job; true if the last fork had failed, so that claims may go on."""
         could_not_fork = self._cannot_fork
         try:
-            self._pool.fork_spare()
+            self.pool.fork_spare()
         except NotForked as error:
             self._fork_failed(error)
             return False
@@ -206,12 +206,9 @@ class JobExecutor:
         self.pending_ends.disown()
         self.prefetched.clear()
 
-    def close(self) -> None:
-        self._pool.close()
-
     def reap_children(self) -> None:
         """Collects children that have ended, after SIGCHLD."""
-        for child, status in self._pool.reap():
+        for child, status in self.pool.reap():
             self._child_ended(child, status)
 
     def _read_child(self, child: JobChild) -> None:
@@ -219,7 +216,7 @@ class JobExecutor:
         if packet:
             self._handle_report(child, packet)
         elif packet is not None:  # closed; SIGCHLD will follow
-            self._pool.unwatch(child)
+            self.pool.unwatch(child)
 
     def _handle_report(self, child: JobChild, packet: bytes) -> None:
         run = self._runs.find(child)
@@ -251,8 +248,8 @@ class JobExecutor:
             child.uses = 0
         elif run.kill_reason:
             child.uses = 0  # it has received SIGTERM, which could harm the next job
-            self._pool.kill(child)
-        self._pool.give_back(child)
+            self.pool.kill(child)
+        self.pool.give_back(child)
         self.runtime_estimate.add_run(run.job.name, outcome.took)
         runner_id = self._registration.runner_id
         self._start_prefetched()
@@ -274,7 +271,7 @@ class JobExecutor:
             self.pending_ends.add(end)
             if end.result.status is JobStatus.FAILED and run.kill_reason:
                 self._log.warning("job_killed", job=run.claimed.job_id, why=run.kill_reason)
-        self._pool.forget(child)
+        self.pool.forget(child)
 
     def _refuse(self, claimed: ClaimedJob, job: Job | None, error: BerthError) -> None:
         self.pending_ends.add(self._judge().refused(claimed, job, error))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from worker_runtime.jobs.child_pool import RunningJobs
 from worker_runtime.jobs.config import RunnerConfig
-from worker_runtime.jobs.protocol.telemetry import error_report
+from worker_runtime.jobs.protocol.telemetry import CounterKind, error_report
 from worker_runtime.jobs.queue import ClaimedJob, JobQueue, RunnerIdentity
 from worker_runtime.jobs.telemetry import JobCounters, JobEventLog
 from worker_runtime.process.clock import Backoff
@@ -250,7 +250,7 @@ class RunnerRegistration:
         """A renewal is late if it was sent more than a third of a lease after its time."""
         before, self._renewed_at = self._renewed_at, sent_at
         if before is not None and sent_at - before > 2 * self._config.lease / _RENEWALS_PER_LEASE:
-            self.counters.count_late_renewal()
+            self.counters.add(CounterKind.LATE)
             self._log.warning("job_lease_renewed_late", after_s=round(sent_at - before, 3))
 
     def _reap_dead(self, beats: dict[str, bytes]) -> None:
@@ -268,4 +268,4 @@ class RunnerRegistration:
             self._log.warning("job_runner_reaped", dead=runner, jobs=len(fates))
             for job_id, fate in fates.items():
                 self.events.log_returned(job_id, fate, runner)
-                self.counters.count_reaped(fate)
+                self.counters.add(CounterKind.REAPED, (fate,))

@@ -187,7 +187,7 @@ class JobRunner:
             self._last_claim = self._may_have_work = True
 
     def _shut_down(self) -> ExitCode:
-        self._executor.close()
+        self._executor.pool.close()
         self._doorbell.stop()
         self._mailbox.stop()
         until = time.monotonic() + _SIGN_OFF_LIMIT

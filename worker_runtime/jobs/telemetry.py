@@ -115,16 +115,9 @@ class JobCounters:
     def count_end(self, job: Job | None, status: JobStatus, ran_ms: int | None) -> None:
         """`job` is None if it is not authentic, or unknown to this runner; `ran_ms` if it never started."""
         name, queue = (job.name, job.queue) if job is not None else ("", "")
-        self._add(CounterKind.ENDED, (queue, name, status))
+        self.add(CounterKind.ENDED, (queue, name, status))
         if job is not None and ran_ms is not None:
             self._observe(CounterKind.RUN, ran_ms, name)
-
-    def count_late_renewal(self) -> None:
-        self._add(CounterKind.LATE, ())
-
-    def count_reaped(self, fate: str) -> None:
-        """A dead runner's job: `returned`, `failed` or `cancelled`."""
-        self._add(CounterKind.REAPED, (fate,))
 
     def next_batch(self) -> tuple[int, bytes]:
         """The counts to send now and their number. The same again until `acknowledged`; b"" for none."""
@@ -141,9 +134,9 @@ class JobCounters:
         self._sent = {}
 
     def _observe(self, kind: CounterKind, value_ms: int, *labels: str | int) -> None:
-        self._add(kind, (*labels, bisect_left(BOUNDS_MS, value_ms)))
-        self._add(kind, (*labels, "sum"), value_ms)
+        self.add(kind, (*labels, bisect_left(BOUNDS_MS, value_ms)))
+        self.add(kind, (*labels, "sum"), value_ms)
 
-    def _add(self, kind: CounterKind, labels: tuple[str | int, ...], by: int = 1) -> None:
+    def add(self, kind: CounterKind, labels: tuple[str | int, ...] = (), by: int = 1) -> None:
         key = kind, labels
         self._unsent[key] = self._unsent.get(key, 0) + by

@@ -82,7 +82,7 @@ def pack_orders(rows: Sequence[OrderRow]) -> bytes:
 def unpack_orders(packed: bytes) -> list[OrderRow]:
     """The orders of a job; raises `MalformedMessage`."""
     try:
-        return msgspec.json.decode(_decompress(packed), type=list[OrderRow])
+        return msgspec.json.decode(decompress(packed), type=list[OrderRow])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedMessage(f"the orders cannot be read: {error}") from None
 
@@ -115,12 +115,8 @@ def _cell(value: object) -> str:
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
-def unpack_csv(export: OrderExport) -> bytes:
-    """The CSV of an export; raises `MalformedMessage`."""
-    return _decompress(export.csv)
-
-
-def _decompress(packed: bytes) -> bytes:
+def decompress(packed: bytes) -> bytes:
+    """The orders of a job, or the CSV of an export; raises `MalformedMessage`."""
     inflater = zlib.decompressobj()
     try:
         data = inflater.decompress(packed, _MAX_UNPACKED)

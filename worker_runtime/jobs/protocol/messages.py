@@ -110,15 +110,6 @@ class Job(Message, frozen=True, kw_only=True, tag="job"):
     result_ttl: int = RESULT_TTL
 
 
-class FailedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Of release 0.1.0: the arguments of the job that `on_failed` named."""
-
-    job_id: str
-    name: str
-    attempt: int
-    failure: Failure
-
-
 class JobResult(Message, frozen=True, kw_only=True, tag="job_result"):
     """How a job, or one attempt, ended. `value` is what the job returned, as JSON."""
 

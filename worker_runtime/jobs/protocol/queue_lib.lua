@@ -38,16 +38,15 @@ local function ring(queue)
   end
 end
 
+local function ring_all()
+  for _, queue in ipairs(redis.call('ZRANGE', P .. 'ready', 0, -1)) do ring(queue) end
+end
+
 -- Sends a message to one runner.
 local function send_mail(runner, message)
   local mailbox = P .. 'mailbox:' .. runner
   redis.call('LPUSH', mailbox, message)
   redis.call('EXPIRE', mailbox, 3600)
-end
-
--- Tells all runners that settings have changed.
-local function announce_settings()
-  for _, runner in ipairs(redis.call('HKEYS', P .. 'beats')) do send_mail(runner, 'check') end
 end
 
 -- Updates a subqueue's place in its queue, by the score of its first job; removes it if it is empty.
@@ -172,14 +171,6 @@ local function publish_event(kind, id, name, queue, attempt, result)
   if result then redis.call('PUBLISH', P .. 'done:' .. id, result) end
 end
 
--- Forgets a user's oldest failed jobs if there are too many.
-local function trim_failed()
-  for _, id in ipairs(redis.call('ZRANGE', P .. 'failed', 0, -USERS_FAILED - 1)) do
-    redis.call('ZREM', P .. 'failed', id)
-    if redis.call('HGET', P .. 'job:' .. id, 'state') == 'failed' then redis.call('DEL', P .. 'job:' .. id) end
-  end
-end
-
 -- Ends a job as failed, cancelled or done, with its result. A failed one is kept for operators. `job` holds its
 -- name, queue, attempt, unique key and group.
 local function end_job(status, id, job, result, ttl, retention)
@@ -188,7 +179,11 @@ local function end_job(status, id, job, result, ttl, retention)
     redis.call('HSET', key, 'state', 'failed', 'failure', result)
     redis.call('EXPIRE', key, retention)
     redis.call('ZADD', P .. 'failed', (clock()), id)
-    if of_user() then trim_failed() end
+    -- Of a user only the newest are kept.
+    for _, old in ipairs(of_user() and redis.call('ZRANGE', P .. 'failed', 0, -USERS_FAILED - 1) or {}) do
+      redis.call('ZREM', P .. 'failed', old)
+      if redis.call('HGET', P .. 'job:' .. old, 'state') == 'failed' then redis.call('DEL', P .. 'job:' .. old) end
+    end
   else
     redis.call('DEL', key)
   end

@@ -60,6 +60,7 @@ class _PinnedConnection(http.client.HTTPConnection):
         super().__init__(host, port, timeout=timeout)
         self._target = target
         self._context = context
+        self.default_port = 80 if context is None else 443  # it is left out of the header `Host`
 
     def connect(self) -> None:
         link = socket.create_connection(self._target, timeout=self.timeout)

@@ -51,6 +51,11 @@ class Cli:
         return json.loads(self.text(*words, "--json", code=code))
 
 
+def test_an_empty_name_does_not_mean_the_fleet(cli: Cli) -> None:
+    for words in (["suspend"], ["requeue", "--all"], ["worker"]):
+        assert "names nobody" in cli.text(*words, "--user", "", code=2)
+
+
 @contextmanager
 def running(words: list[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
     """The command as a process. A test that fails does not wait for its end."""

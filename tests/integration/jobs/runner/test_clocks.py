@@ -71,6 +71,10 @@ def test_a_step_of_a_runners_clock_neither_ends_nor_prolongs_a_lease(
     assert alive(fleet.ledger("first")[0].pid)
     fleet.open()
     assert [fleet.result(job).attempt for job in ("first", "second")] == [1, 2]
+    totals = job_keys.totals(FLEET)
+    done = "HGET", totals, "ended|default|scripted|done"
+    eventually(lambda: fleet.stage.client.execute(*done) == b"3", "the counts of all jobs")
+    assert int(fleet.stage.client.execute("HGET", totals, "run|scripted|sum")) >= 0
 
 
 # --- Valkey's clock -----------------------------------------------------------------------------------

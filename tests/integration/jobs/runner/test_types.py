@@ -88,7 +88,7 @@ def test_statements_and_exports_come_back_as_results(fleet: RunnerFleet) -> None
     assert [(line.symbol, line.bought, line.sold) for line in statement.lines] == [("2330", 3, 3)]
     made = done(fleet, "e-1", ExportOrders(user_id="alice", orders=packed))
     export = msgspec.json.decode(made.value, type=OrderExport)
-    assert catalog.unpack_csv(export).count(b"\r\n") == 3
+    assert catalog.decompress(export.csv).count(b"\r\n") == 3
 
 
 def test_orders_that_cannot_be_read_fail_for_good(fleet: RunnerFleet) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from worker_runtime.jobs.protocol.messages import Job, JobStatus
+from worker_runtime.jobs.protocol.telemetry import CounterKind
 from worker_runtime.jobs.telemetry import JobCounters
 
 JOB = Job(job_id="j", name="work", queue="q", priority=7)
@@ -21,8 +22,8 @@ def test_waits_and_runs_fall_into_their_buckets() -> None:
         counters.count_start(JOB, waited)
     counters.count_end(JOB, JobStatus.DONE, 7)
     counters.count_end(None, JobStatus.FAILED, 0)
-    counters.count_late_renewal()
-    counters.count_reaped("returned")
+    counters.add(CounterKind.LATE)
+    counters.add(CounterKind.REAPED, ("returned",))
     assert counted(counters)[1] == {
         "wait|q|7|0": 2,
         "wait|q|7|1": 1,
@@ -46,9 +47,9 @@ def test_a_job_that_never_began_counts_as_ended_and_not_as_a_run() -> None:
 def test_a_batch_stays_the_same_until_it_was_heard() -> None:
     counters = JobCounters()
     assert counted(counters) == (0, {})
-    counters.count_late_renewal()
+    counters.add(CounterKind.LATE)
     assert counted(counters) == (1, {"late": 1})
-    counters.count_late_renewal()
+    counters.add(CounterKind.LATE)
     assert counted(counters) == (1, {"late": 1})  # the reply was lost: the same, under the same number
     counters.acknowledged()
     assert counted(counters) == (2, {"late": 1})

@@ -20,8 +20,8 @@ from worker_runtime.jobs.protocol.catalog import (
     OrderRow,
     SendEmail,
     TooManyOrders,
+    decompress,
     pack_orders,
-    unpack_csv,
     unpack_orders,
 )
 from worker_runtime.jobs.types.job_type import JobContext
@@ -88,7 +88,7 @@ def test_an_average_is_not_made_up_when_a_price_is_unknown() -> None:
 def test_an_export_is_a_file_that_no_spreadsheet_runs() -> None:
     rows = [row(1, reason='=cmd|"/c calc"!A0', price=Decimal("1E+3")), row(2, reduce_only=True, price=None)]
     made = export_orders(ExportOrders(user_id="alice", orders=pack_orders(rows)), CONTEXT)
-    lines = list(csv.DictReader(io.StringIO(unpack_csv(made).decode(), newline="")))
+    lines = list(csv.DictReader(io.StringIO(decompress(made.csv).decode(), newline="")))
     assert made.orders == len(lines) == 2
     assert lines[0]["reason"] == '\'=cmd|"/c calc"!A0'
     assert (lines[0]["price"], lines[1]["price"]) == ("1000", "")

@@ -147,6 +147,19 @@ def test_a_certificate_has_to_be_valid_for_its_name(tmp_path: Path) -> None:
         assert len(receiver.got) == 1
 
 
+def test_the_usual_port_is_not_named_to_the_receiver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = _certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(path)
+    connect = socket.create_connection
+    with receiving(context) as receiver:
+        there = "127.0.0.1", int(receiver.server_address[1])
+        monkeypatch.setattr(socket, "create_connection", lambda _target, **more: connect(there, **more))
+        deliver("https://127.0.0.1/hook", ca_file=str(path))
+        deliver("https://127.0.0.1:8443/hook", ca_file=str(path))
+    assert [headers["Host"] for _, headers, _ in receiver.got] == ["127.0.0.1", "127.0.0.1:8443"]
+
+
 def _certificate(folder: Path) -> Path:
     """A certificate for 127.0.0.1, signed by itself, with its key."""
     key = ec.generate_private_key(ec.SECP256R1())

@@ -19,5 +19,5 @@ for i = 1, #ARGV, 2 do
     end
   end
 end
-announce_settings()
+for _, runner in ipairs(redis.call('HKEYS', P .. 'beats')) do send_mail(runner, 'check') end
 return changed

@@ -217,9 +217,7 @@ local function claim()
   local state = busy and 'busy' or suspended and 'suspended' or 'idle'
   redis.call('HSET', entry, 'number', number, 'state', state)
   -- A ring wakes one runner. It wakes the next one if work is left.
-  if reply[1] == 'jobs' and others then
-    for _, queue in ipairs(redis.call('ZRANGE', P .. 'ready', 0, -1)) do ring(queue) end
-  end
+  if reply[1] == 'jobs' and others then ring_all() end
   return reply
 end
 

@@ -9,7 +9,7 @@
 -- ARGV[6] version
 -- ARGV[7] seconds the entry lives without a renewal
 --
--- Safe to repeat. Returns 'ok'.
+-- Safe to repeat.
 open(KEYS[1])
 local now = clock()
 redis.call('HSETNX', P .. 'beats', ARGV[1], 1)
@@ -19,4 +19,3 @@ redis.call('HSETNX', runner, 'born_at', now)
 redis.call('HSET', runner, 'name', ARGV[2], 'node', ARGV[3], 'queues', ARGV[4], 'pid', ARGV[5],
   'version', ARGV[6], 'state', 'started', 'seen_at', now)
 redis.call('EXPIRE', runner, ARGV[7])
-return 'ok'
