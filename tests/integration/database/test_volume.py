@@ -56,9 +56,8 @@ class PlanRecorder:
         event.listen(database.engine.sync_engine, "before_cursor_execute", self._explain)
 
     def _explain(self, _link: Any, cursor: Any, statement: str, values: Any, *_: Any) -> None:
-        if statement.lstrip().lower().startswith(("select", "with", "delete")):
-            cursor.execute(f"explain {statement}", values)
-            self.plans.append("\n".join(line for (line,) in cursor.fetchall()))
+        cursor.execute(f"explain {statement}", values)
+        self.plans.append("\n".join(line for (line,) in cursor.fetchall()))
 
 
 @pytest.fixture
