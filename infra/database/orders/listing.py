@@ -60,10 +60,6 @@ async def page_of_orders(
     return (await session.scalars(found)).all()
 
 
-def position_of(order: Order) -> OrderPosition:
-    return order.created_at, order.id
-
-
 _WAITS_FOR_A_PERSON = and_(Order.state.in_(OPEN_STATES), Order.attention.is_not(None))
 
 

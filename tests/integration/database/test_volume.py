@@ -14,6 +14,7 @@ from infra.database.engine import Database
 from infra.database.orders import acceptance
 from infra.database.trading import reconciliations
 from infra.database.workers import launches, sessions
+from infra.recovery.restore import DATA_UNTIL
 from infra.settings import Settings
 
 #: Twenty users with a thousand of each; two of them have ended their last assignments long ago.
@@ -45,7 +46,15 @@ select gen_random_uuid(), 'u1', 'main', 'c' || n, '', '2330', 'buy', 1, 'LMT', '
   from generate_series(1, 20000) n,
        lateral (select now() - (20000 - n) * interval '20 minutes' as at) as times
 """
-GROWS = ("orders", "audit_trail", "worker_sessions", "worker_launches", "worker_transitions", "order_tags")
+GROWS = (
+    "orders",
+    "order_events",
+    "audit_trail",
+    "worker_sessions",
+    "worker_launches",
+    "worker_transitions",
+    "order_tags",
+)
 
 
 class PlanRecorder:
@@ -101,9 +110,14 @@ async def lately_claimed(session: AsyncSession) -> Any:
     assert await sessions.count_claims(session, "pool", 600) == 20
 
 
+async def end_of_the_data(session: AsyncSession) -> Any:
+    latest = await session.scalar(text("select max(at) from audit_trail"))
+    assert await session.scalar(DATA_UNTIL) >= latest
+
+
 ASKED = (
     *(ended_long_ago, of_the_broker, positions),
-    *(acts_of_people, acts_of_an_hour, still_needed, lately_claimed),
+    *(acts_of_people, acts_of_an_hour, still_needed, lately_claimed, end_of_the_data),
 )
 
 
