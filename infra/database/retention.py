@@ -22,7 +22,7 @@ _OLD = """
 delete from {0} where ctid = any(array(select ctid from {0} where {1} limit :rows for update skip locked))
 """
 _ENDED = ", ".join(f"'{state.value}'" for state in FINAL_ORDER_STATES)
-_ORDERS = (files("infra.database") / "old_orders.sql").read_text("utf-8").replace("ENDED", _ENDED)
+_ORDERS = (files("infra.database") / "orders" / "old_orders.sql").read_text("utf-8").replace("ENDED", _ENDED)
 
 #: Table → field of the settings (days), and the condition, or the whole statement, of what is deleted.
 #: Launches and assignments of workers go together (`workers/launches.py`).
