@@ -51,7 +51,7 @@ async def lines(database: Database, wanted: order_list.OrderSelection) -> AsyncI
         yield csv_of((row_of(view_of(row)) for row in rows), header=behind is None)
         if len(rows) < PAGE:
             return
-        behind = order_list.position_of(rows[-1])
+        behind = rows[-1].created_at, rows[-1].id
 
 
 #: Changed orders that a stream reads at once, and open ones that stand in its first event.

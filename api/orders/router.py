@@ -165,7 +165,7 @@ async def _page_of_orders(
     async with services.database.session() as session:
         rows = await order_list.page_of_orders(session, wanted, behind=behind, limit=query.limit + 1)
     more, rows = len(rows) > query.limit, rows[: query.limit]
-    end = schemas.cursor_of(order_list.position_of(rows[-1])) if more else None
+    end = schemas.cursor_of((rows[-1].created_at, rows[-1].id)) if more else None
     return schemas.OrderPage(orders=[view_of(row) for row in rows], next_cursor=end)
 
 

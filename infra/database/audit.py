@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import literal_column, select
+from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.models import AuditEntry
-
-#: Almost all entries.
-_ACCEPTED = "order.accepted"
 
 
 def append_entry(session: AsyncSession, actor: str, action: str, subject: str, **data: Any) -> None:
@@ -49,8 +46,8 @@ async def list_entries(
         wanted = wanted.where(AuditEntry.actor.contains(actor, autoescape=True))
     if action is not None:
         wanted = wanted.where(AuditEntry.action.startswith(action, autoescape=True))
-        if not _ACCEPTED.startswith(action):  # they have an index without these
-            wanted = wanted.where(AuditEntry.action != literal_column(f"'{_ACCEPTED}'"))
+        if not "order.accepted".startswith(action):  # almost all; there is an index without them
+            wanted = wanted.where(text("action <> 'order.accepted'"))
     if subject is not None:
         wanted = wanted.where(AuditEntry.subject == subject)
     if since is not None:

@@ -204,8 +204,8 @@ class Turns:
 class Database:
     """PostgreSQL for repositories: sessions of one transaction each, and single statements."""
 
-    def __init__(self, url: str, *, pool_size: int = 8, pool_wait: float = 2.0) -> None:
-        self.engine = create_engine(url, pool_size=pool_size, pool_wait=pool_wait)
+    def __init__(self, url: str, *, pool_size: int = 8, pool_wait: float = 2.0, **options: Any) -> None:
+        self.engine = create_engine(url, pool_size=pool_size, pool_wait=pool_wait, **options)
         self._sessions = async_sessionmaker(self.engine, expire_on_commit=False)
         # Same pool, other isolation level.
         single = self.engine.execution_options(isolation_level="AUTOCOMMIT")

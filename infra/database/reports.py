@@ -9,13 +9,13 @@ from importlib.resources import files
 from typing import Any
 
 import asyncpg
-from sqlalchemy import Date, Index, func, select, text, update
+from sqlalchemy import Date, func, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from infra.database.engine import SingleStatement
-from infra.database.models import Base, Order
+from infra.database.models import Base
 from infra.database.orders.states import OPEN_STATES
 from infra.database.trading.reconciliations import FIRST_COMPARISON
 from infra.market.calendar import TAIPEI, Calendar
@@ -53,10 +53,6 @@ class DailyReport(Base):
     made_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
     #: When its mails were put on their queue; null: not yet.
     mailed_at: Mapped[datetime | None]
-
-
-#: Some bytes for a megabyte of orders, in which those of a day lie together.
-Index("orders_by_time", Order.created_at, postgresql_using="brin", postgresql_with={"autosummarize": "on"})
 
 
 _FIGURES = (files("infra.database") / "figures.sql").read_text(encoding="utf-8")

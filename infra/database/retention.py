@@ -6,6 +6,7 @@ test list all tables: docs/reference/retention.md.
 
 import asyncio
 from datetime import UTC, datetime, timedelta
+from importlib.resources import files
 
 import structlog
 from sqlalchemy import text
@@ -21,28 +22,7 @@ _OLD = """
 delete from {0} where ctid = any(array(select ctid from {0} where {1} limit :rows for update skip locked))
 """
 _ENDED = ", ".join(f"'{state.value}'" for state in FINAL_ORDER_STATES)
-#: Fills explain positions: those of deleted orders stay as shares that were held before.
-_ORDERS = """
-with old as materialized (
-  select id, user_id, account_id, symbol, filled_quantity * case side when 'buy' then 1 else -1 end
-         * case when right(lot, 3) = 'odd' then 1 else 1000 end as shares
-    from orders where created_at < :before and state in (ENDED) and attention is null
-   limit :rows for update skip locked
-), events as (
-  delete from order_events where order_id in (select id from old)
-), sums as (
-  select user_id, account_id, symbol, sum(shares) as shares from old group by 1, 2, 3 having sum(shares) <> 0
-), held as (
-  insert into reconciliations (user_id, account_id, epoch, differences, blocks, resolved_at, resolved_by)
-  select user_id, account_id, 0, jsonb_build_object('odd_shares', jsonb_agg(jsonb_build_object(
-           'symbol', symbol, 'ours', 0, 'broker', shares))), false, now(), 'first comparison'
-    from sums
-   where (user_id, account_id) in (
-           select user_id, account_id from reconciliations where resolved_by = 'first comparison')
-   group by 1, 2
-)
-delete from orders where id in (select id from old)
-""".replace("ENDED", _ENDED)
+_ORDERS = (files("infra.database") / "orders" / "old_orders.sql").read_text("utf-8").replace("ENDED", _ENDED)
 
 #: Table → field of the settings (days), and the condition, or the whole statement, of what is deleted.
 #: Launches and assignments of workers go together (`workers/launches.py`).

@@ -15,13 +15,13 @@ from uuid import uuid4
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import text
+from sqlalchemy import ARRAY, String, bindparam, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
 from infra.database.engine import Database
 from infra.database.migrate import SchemaCheck
-from infra.database.orders.states import OPEN_STATES
+from infra.database.orders.states import OPEN_STATES, RANK
 from infra.database.trading import switches
 from infra.database.trading.switches import TradingScope
 from infra.launchers.registry import create_launcher
@@ -72,7 +72,7 @@ async def restore(settings: Settings, reason: str, actor: str) -> RestoreReport:
             "the schema of the restored database is older than this release: run `berth migrate`"
         )
     report = RestoreReport(generation=uuid4().hex)
-    database = Database(settings.database_url, pool_size=1)
+    database = Database(settings.database_url, pool_size=1, command_timeout=None)
     client = valkey.connect_valkey(settings.valkey_url)
     try:
         await client.ping()
@@ -80,7 +80,7 @@ async def restore(settings: Settings, reason: str, actor: str) -> RestoreReport:
             await _check_alone(session)
         async with database.session() as session:
             await switches.put_switch(session, TradingScope(), SwitchState.HALTED, actor=actor, reason=reason)
-            until: datetime | None = await session.scalar(_DATA_UNTIL)
+            until: datetime | None = await session.scalar(DATA_UNTIL)
             report.data_until = None if until is None else until.isoformat()
         owners = await _owners(client)
         await _stop_workers(settings, report)
@@ -118,10 +118,13 @@ _OTHERS = text(
     "select count(*) from pg_stat_activity where datname = current_database() "
     "and application_name = 'berth' and pid <> pg_backend_pid()"
 )
-_DATA_UNTIL = text(
-    "select greatest((select max(recorded_at) from order_events), (select max(created_at) from orders), "
-    "(select max(began_at) from maintenance_passes), (select max(recorded_at) from worker_transitions))"
-)
+#: By indexes: reading all events took longer than a statement may.
+DATA_UNTIL = text(
+    "select greatest((select at from audit_trail order by id desc limit 1), (select max(last) from "
+    "unnest(:states) as of (state), lateral (select max(updated_at) as last from orders where "
+    "orders.state = of.state) as orders_of), (select max(began_at) from maintenance_passes), "
+    "(select recorded_at from worker_transitions order by id desc limit 1))"
+).bindparams(bindparam("states", [*RANK], type_=ARRAY(String)))
 #: Epochs and numbers of orders were used that these tables do not know. Both go on above all of them: an
 #: epoch at the Unix time in seconds (no user has one a second), an order's number in the upper half of its
 #: day's.

@@ -88,7 +88,7 @@ _BY_CLOCK = (
 #: none repeats within 1,296 days. Numbers alone could not restart each day: a broker may list orders of
 #: several days at once (TAIFEX's evening session ends at 05:00, and Friday's belongs to Monday).
 #: Ids grow with time, so an order, its events and its audit entry come to the ends of their indexes. Random
-#: ones, each on pages of its own, wrote twice the log, and took 1.7 times as long after 3 million orders.
+#: ones, each on pages of its own, wrote twice the log after 3 million orders.
 _ACCEPT = text(f"""
 with unsettled as ({UNSETTLED_ORDERS}), blocked as (
   select 1 from unsettled

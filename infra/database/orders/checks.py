@@ -119,9 +119,8 @@ _SYMBOL_LOCKS = 0x6275
 
 async def database_clock(session: AsyncSession) -> datetime:
     """Returns PostgreSQL's time, which stamps orders."""
-    found = await session.scalar(select(func.clock_timestamp()))
-    assert isinstance(found, datetime)  # noqa: S101
-    return found
+    now: datetime = (await session.scalars(select(func.clock_timestamp()))).one()
+    return now
 
 
 async def lock_symbol(session: AsyncSession, user_id: str, account_id: str, symbol: str) -> None:

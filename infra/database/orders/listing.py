@@ -46,27 +46,18 @@ async def page_of_orders(
     session: AsyncSession, wanted: OrderSelection, *, behind: OrderPosition | None = None, limit: int = 100
 ) -> Sequence[Order]:
     """Returns at most `limit` orders after a position, the newest first."""
-    statement = _select_matching(wanted).order_by(Order.created_at.desc(), Order.id.desc()).limit(limit)
-    if behind is not None:
-        statement = statement.where(tuple_(Order.created_at, Order.id) < behind)
-    return (await session.scalars(statement)).all()
-
-
-def position_of(order: Order) -> OrderPosition:
-    return order.created_at, order.id
-
-
-def _select_matching(wanted: OrderSelection) -> Select[Order]:
     names = ("user_id", "account_id", "symbol", "side", "client_order_id")
     equal = {name: value for name in names if (value := getattr(wanted, name)) is not None}
-    found = select(Order).filter_by(**equal)
+    found = select(Order).filter_by(**equal).order_by(Order.created_at.desc(), Order.id.desc()).limit(limit)
+    if behind is not None:
+        found = found.where(tuple_(Order.created_at, Order.id) < behind)
     if wanted.since is not None:
         found = found.where(Order.created_at >= wanted.since)
     if wanted.until is not None:
         found = found.where(Order.created_at < wanted.until)
     if wanted.states:
         found = found.where(or_(*(_in_state(state) for state in sorted(wanted.states))))
-    return found
+    return (await session.scalars(found)).all()
 
 
 _WAITS_FOR_A_PERSON = and_(Order.state.in_(OPEN_STATES), Order.attention.is_not(None))
@@ -79,8 +70,6 @@ def _in_state(state: str) -> ColumnElement[bool]:
         return Order.state.in_(FINAL_ORDER_STATES)
     if state == OrderState.NEEDS_ATTENTION:
         return or_(Order.state == state, _WAITS_FOR_A_PERSON)
-    if state in FINAL_ORDER_STATES:
-        return Order.state == state
     return and_(Order.state == state, Order.attention.is_(None))
 
 
@@ -144,8 +133,6 @@ def _open_order(order: Order) -> PlaceOrder:
 
 
 _DISABLED = select(User.id).where(User.disabled_at.is_not(None))
-
-
 _futures = BrokerAccount.broker_type == "futures"
 _clock = cast(func.timezone("Asia/Taipei", Order.created_at), Time)
 #: TAIFEX's evening session takes orders from 14:50 to 05:00 (`infra/market`).

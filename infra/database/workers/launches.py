@@ -6,6 +6,7 @@ worker's task, or announce itself as free again and get the credentials of the n
 
 from collections.abc import Collection, Iterable, Sequence
 from datetime import timedelta
+from importlib.resources import files
 
 from sqlalchemy import ARRAY, Text, any_, bindparam, func, literal, select, text
 from sqlalchemy.dialects.postgresql import insert
@@ -71,31 +72,8 @@ async def pools_launched_for(session: AsyncSession) -> list[str]:
     return list(await session.scalars(select(WorkerLaunch.pool).distinct()))
 
 
-#: By indexes and in bounds, since it belongs to each pass of maintenance: as one look at all rows it took
-#: minutes with a million assignments, and no pass ended.
-_PURGE = text("""
-with gone as (
-  delete from worker_sessions where claim_id = any(array(
-    select claim_id from worker_sessions s
-     where s.ended_at < now() - make_interval(days => :days)
-       and exists (select from worker_sessions l where l.user_id = s.user_id and l.epoch > s.epoch)
-       and not exists (
-             select from worker_sessions e
-              where e.user_id = s.user_id and e.epoch <= s.epoch and (e.worker_id = any(:running)
-                    or coalesce(e.ended_at, 'infinity') >= now() - make_interval(days => :days)))
-     order by s.ended_at limit :rows))
-  returning worker_id
-)
-delete from worker_launches where worker_id = any(array(
-  select worker_id from gone
-  union all
-  (select l.worker_id from worker_launches l
-    where l.launched_at < now() - make_interval(days => :days) and l.worker_id <> all(:running)
-      and not exists (select from worker_sessions s where s.worker_id = l.worker_id)
-    order by l.launched_at limit :rows)))
-""").bindparams(bindparam("running", type_=ARRAY(Text)))
-#: Rows of either table that one purge removes. There is one a minute.
-PURGED_AT_ONCE = 1000
+_PURGE = text((files("infra.database") / "workers" / "old_assignments.sql").read_text(encoding="utf-8"))
+PURGED_AT_ONCE = 1000  # rows of either table; there is a purge each minute
 
 
 async def purge_ended(session: AsyncSession, days: int, running: Collection[str]) -> None:

@@ -14,6 +14,7 @@ from infra.database.engine import Database
 from infra.database.orders import acceptance
 from infra.database.trading import reconciliations
 from infra.database.workers import launches, sessions
+from infra.recovery.restore import DATA_UNTIL
 from infra.settings import Settings
 
 #: Twenty users with a thousand of each; two of them have ended their last assignments long ago.
@@ -43,9 +44,19 @@ insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbo
 select gen_random_uuid(), 'u1', 'main', 'c' || n, '', '2330', 'buy', 1, 'LMT', 'ROD', lpad(n || '', 6, '0'),
        '2026-11-25', 'filled', 'g', at, at, at, 'b' || n, n % 2, null
   from generate_series(1, 20000) n,
-       lateral (select now() - (20000 - n) * interval '20 minutes' as at) as times
+       lateral (select now() - (20000 - n) * interval '20 minutes' as at) as times;
+insert into order_events (event_id, order_id, state, at, data)
+select id || ' accepted', id, 'accepted', created_at, '{}' from orders
 """
-GROWS = ("orders", "audit_trail", "worker_sessions", "worker_launches", "worker_transitions", "order_tags")
+GROWS = (
+    "orders",
+    "order_events",
+    "audit_trail",
+    "worker_sessions",
+    "worker_launches",
+    "worker_transitions",
+    "order_tags",
+)
 
 
 class PlanRecorder:
@@ -56,9 +67,8 @@ class PlanRecorder:
         event.listen(database.engine.sync_engine, "before_cursor_execute", self._explain)
 
     def _explain(self, _link: Any, cursor: Any, statement: str, values: Any, *_: Any) -> None:
-        if statement.lstrip().lower().startswith(("select", "with", "delete")):
-            cursor.execute(f"explain {statement}", values)
-            self.plans.append("\n".join(line for (line,) in cursor.fetchall()))
+        cursor.execute(f"explain {statement}", values)
+        self.plans.append("\n".join(line for (line,) in cursor.fetchall()))
 
 
 @pytest.fixture
@@ -102,9 +112,15 @@ async def lately_claimed(session: AsyncSession) -> Any:
     assert await sessions.count_claims(session, "pool", 600) == 20
 
 
+async def end_of_the_data(session: AsyncSession) -> Any:
+    until = await session.scalar(DATA_UNTIL)
+    assert until is not None
+    assert datetime.now(UTC) - until < timedelta(hours=1)
+
+
 ASKED = (
     *(ended_long_ago, of_the_broker, positions),
-    *(acts_of_people, acts_of_an_hour, still_needed, lately_claimed),
+    *(acts_of_people, acts_of_an_hour, still_needed, lately_claimed, end_of_the_data),
 )
 
 
