@@ -307,6 +307,40 @@ async def test_a_surplus_is_stopped_after_a_while_and_at_once_when_an_operator_s
         await until(lambda: len(pool.ready) == 2)
 
 
+async def test_a_smaller_target_is_met_at_once_though_the_outcome_of_a_launch_is_unknown(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    pool.lost_replies = 3
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 3)
+
+        async def is_unsettled() -> bool:
+            return (await view_of(handle)).failures == 3
+
+        await until(is_unsettled)
+        await policy(handle, PoolPolicy(target=1, shrink_after=300))
+        await until(lambda: len(pool.ready) == 1)
+
+
+async def test_a_smaller_target_is_met_at_once_though_launches_are_under_way(
+    skipping: WorkflowEnvironment, pool: FakePool
+) -> None:
+    pool.may_launch.clear()
+    async with serving(skipping.client, pool.activities()):
+        handle = await start(skipping, 3)
+
+        async def are_launched() -> bool:
+            return (await view_of(handle)).starting == 3
+
+        await until(are_launched)
+        counted = pool.counts
+        await policy(handle, PoolPolicy(target=1, shrink_after=300))
+        await until(lambda: pool.counts > counted)
+        pool.may_launch.set()
+        await until(lambda: len(pool.launched) == 3)
+        await until(lambda: len(pool.ready) == 1)
+
+
 async def test_a_drained_pool_is_empty_and_stays_so(skipping: WorkflowEnvironment, pool: FakePool) -> None:
     async with serving(skipping.client, pool.activities()):
         handle = await start(skipping, 60, policy=PoolPolicy(target=60, shrink_after=300))
