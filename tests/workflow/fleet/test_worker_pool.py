@@ -179,22 +179,6 @@ async def test_a_new_run_keeps_target_and_never_repeats_a_token(
     assert len(set(pool.launched)) == 3
 
 
-async def test_a_smaller_target_is_not_forgotten_by_a_new_run(
-    skipping: WorkflowEnvironment, pool: FakePool
-) -> None:
-    async with serving(skipping.client, pool.activities()):
-        handle = await start(skipping, 4, policy=PoolPolicy(target=4, shrink_after=300.0))
-        await until_ready(handle, 4)
-        pool.may_count.clear()
-        counted = pool.counts
-        await handle.signal(WorkerPoolWorkflow.renew)
-        await until(lambda: pool.counts > counted)
-        await handle.execute_update("set_target", pm.SetTarget(target=1), result_type=pm.PoolView)
-        pool.may_count.set()
-        await until(lambda: pool.counts >= counted + 2)  # by the new run
-        await until(lambda: len(pool.ready) == 1)  # at once, and not after 300 s
-
-
 async def test_a_long_history_ends_while_nothing_is_being_launched(
     skipping: WorkflowEnvironment, pool: FakePool
 ) -> None:
@@ -305,40 +289,6 @@ async def test_a_surplus_is_stopped_after_a_while_and_at_once_when_an_operator_s
         await until_ready(handle, 3)
         await policy(handle, PoolPolicy(target=2, shrink_after=300))
         await until(lambda: len(pool.ready) == 2)
-
-
-async def test_a_smaller_target_is_met_at_once_though_the_outcome_of_a_launch_is_unknown(
-    skipping: WorkflowEnvironment, pool: FakePool
-) -> None:
-    pool.lost_replies = 3
-    async with serving(skipping.client, pool.activities()):
-        handle = await start(skipping, 3)
-
-        async def is_unsettled() -> bool:
-            return (await view_of(handle)).failures == 3
-
-        await until(is_unsettled)
-        await policy(handle, PoolPolicy(target=1, shrink_after=300))
-        await until(lambda: len(pool.ready) == 1)
-
-
-async def test_a_smaller_target_is_met_at_once_though_launches_are_under_way(
-    skipping: WorkflowEnvironment, pool: FakePool
-) -> None:
-    pool.may_launch.clear()
-    async with serving(skipping.client, pool.activities()):
-        handle = await start(skipping, 3)
-
-        async def are_launched() -> bool:
-            return (await view_of(handle)).starting == 3
-
-        await until(are_launched)
-        counted = pool.counts
-        await policy(handle, PoolPolicy(target=1, shrink_after=300))
-        await until(lambda: pool.counts > counted)
-        pool.may_launch.set()
-        await until(lambda: len(pool.launched) == 3)
-        await until(lambda: len(pool.ready) == 1)
 
 
 async def test_a_drained_pool_is_empty_and_stays_so(skipping: WorkflowEnvironment, pool: FakePool) -> None:
