@@ -3,6 +3,7 @@
 import asyncio
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 import structlog
 from redis.exceptions import RedisError
@@ -31,25 +32,20 @@ IDLE_MARGIN = 1800.0
 log = structlog.get_logger()
 
 
+@dataclass(eq=False, repr=False)
 class MaintenanceActivities:
     """Activities `scan_fleet`, `clean_up`, `finish_pass`. Safe to run twice."""
 
-    def __init__(
-        self,
-        scanner: FleetScanner,
-        cleaner: AnomalyCleaner,
-        database: Database,
-        settings: Settings,
-        users: WorkerUsers | None = None,
-    ) -> None:
-        self._users = users
-        self._scanner = scanner
-        self._cleaner = cleaner
-        self._database = database
-        self._confirm = settings.maintenance_confirm
-        idle = 2 * settings.idle_timeout + settings.morning_window + IDLE_MARGIN
-        self._limits = OverdueLimits(connect=CONNECT_LIMIT, idle=idle, launch=settings.launch_timeout)
-        self._history_days = settings.worker_history_days
+    scanner: FleetScanner
+    cleaner: AnomalyCleaner
+    database: Database
+    settings: Settings
+    users: WorkerUsers | None = None
+
+    def __post_init__(self) -> None:
+        own = self.settings
+        idle = 2 * own.idle_timeout + own.morning_window + IDLE_MARGIN
+        self._limits = OverdueLimits(connect=CONNECT_LIMIT, idle=idle, launch=own.launch_timeout)
         self._boot = boot_id()
 
     @activity.defn
@@ -59,15 +55,16 @@ class MaintenanceActivities:
         With `override_guard` it compares with the last pass that is old enough, guarded or not.
         """
         began, override = time.monotonic(), request.override_guard
-        async with self._database.session() as session:
-            before = await passes.find_pass(session, older_than=self._confirm if override else 0.0)
-        if before is not None and not override and self._seconds_since(before) < self._confirm:
+        confirm = self.settings.maintenance_confirm
+        async with self.database.session() as session:
+            before = await passes.find_pass(session, older_than=confirm if override else 0.0)
+        if before is not None and not override and self._seconds_since(before) < confirm:
             return mm.Scanned(number=0, guarded="too soon after the last pass")
         place, workers, seen, running = passes.PassBasis(), 0, None, list[str]()
         suspects: list[passes.Suspect] = []
         confirmed: list[passes.Suspect] = []
         try:
-            seen = await self._scanner.scan_all()
+            seen = await self.scanner.scan_all()
         except (RedisError, OSError, LauncherUnreachable) as error:
             log.warning("maintenance_cannot_read", error=type(error).__name__, reason=str(error)[:200])
             away = isinstance(error, LauncherUnreachable)
@@ -80,9 +77,9 @@ class MaintenanceActivities:
             if not why and before is not None and (override or not before.guarded):
                 known = set(before.suspects)
                 confirmed = [one for one in suspects if one in known]
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             if seen is not None and not why:
-                await launches.purge_ended(session, self._history_days, running)
+                await launches.purge_ended(session, self.settings.worker_history_days, running)
             number = await passes.begin_pass(
                 session,
                 place=place,
@@ -94,9 +91,9 @@ class MaintenanceActivities:
                 suspects=suspects,
                 confirmed=confirmed,
             )
-        if self._users and seen is not None and not why:
+        if self.users and seen is not None and not why:
             with suppress(RedisError, OSError):  # the next pass deletes them
-                await self._users.delete_unused(running)
+                await self.users.delete_unused(running)
         return mm.Scanned(
             number=number, workers=workers, found=len(suspects), confirmed=len(confirmed), guarded=why
         )
@@ -117,18 +114,18 @@ class MaintenanceActivities:
             return await self._clean_up(batch, gone="earlier" if activity.info().attempt > 1 else "healed")
 
     async def _clean_up(self, batch: mm.Batch, *, gone: str) -> mm.Cleaned:
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             passed = await passes.find_pass(session, batch.number)
             suspects = await passes.confirmed_batch(session, batch.number, batch.first, batch.count)
         if passed is None or not suspects:
             return mm.Cleaned()
         try:
-            seen = await self._scanner.scan_suspects(suspects)
+            seen = await self.scanner.scan_suspects(suspects)
             if _world_changed(seen.place, passed.place):
                 return mm.Cleaned(outcomes={"outage": len(suspects)})
             still = set(find_anomalies(seen, self._limits))
             due = [one for one in suspects if one in still]
-            outcomes = await self._cleaner.clean(due, seen)
+            outcomes = await self.cleaner.clean(due, seen)
         except (RedisError, LauncherUnreachable) as error:
             log.warning("maintenance_cannot_read", error=type(error).__name__, reason=str(error)[:200])
             return mm.Cleaned(outcomes={"outage": len(suspects)})
@@ -139,7 +136,7 @@ class MaintenanceActivities:
     @activity.defn
     async def finish_pass(self, request: mm.FinishPass) -> float:
         """Records and logs the outcome of a pass; returns its seconds."""
-        async with self._database.session() as session:
+        async with self.database.session() as session:
             seconds = await passes.finish_pass(session, request.number, request.outcomes)
             shown = await passes.pass_summary(session)
         if shown is not None:

@@ -124,7 +124,7 @@ async def read_server_id(client: Redis) -> str:
 
 
 async def read_generation_and_server(client: Redis, fresh: str) -> tuple[str, str]:
-    """`ensure_generation` and `read_server_id` in one round trip."""
+    """`ensure_generation` and `read_server_id`, in one round trip."""
     async with client.pipeline(transaction=False) as pipe:
         pipe.set(keys.GENERATION, fresh, nx=True)
         pipe.get(keys.GENERATION)
@@ -191,7 +191,4 @@ async def has_lapsed(client: Redis, user_id: str, mark: str, seconds: float) -> 
 
 async def ensure_generation(client: Redis, fresh: str) -> str:
     """Returns the generation of the server; a new or flushed one gets `fresh`."""
-    if await client.set(keys.GENERATION, fresh, nx=True):
-        await note_server(client, await read_server_id(client))
-    value = await client.get(keys.GENERATION)
-    return text_of(value)
+    return (await read_generation_and_server(client, fresh))[0]

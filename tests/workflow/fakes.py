@@ -220,6 +220,9 @@ class FakePool:
         #: No count ends until it is set.
         self.may_count = asyncio.Event()
         self.may_count.set()
+        #: No launch ends until it is set.
+        self.may_launch = asyncio.Event()
+        self.may_launch.set()
         self.uncounted = 0
         self.in_use = 0
         self.claims: int | None = 0
@@ -244,6 +247,9 @@ class FakePool:
 
     @activity.defn
     async def launch_pool_worker(self, request: pm.LaunchPoolWorker) -> m.Launched:
+        while not self.may_launch.is_set():
+            activity.heartbeat()
+            await asyncio.sleep(0.02)
         if self.failures:
             self.failures -= 1
             raise ApplicationError("no room", pm.NOTHING_RUNS, type=self.failure)

@@ -170,7 +170,9 @@ class WorkerPoolWorkflow:
             return
         gap = self._state.gap(len(under_way))
         if gap < 0:
-            if not busy:
+            if busy:
+                self._keep_resized(resized)
+            else:
                 await self._handle_surplus(-gap, at_once=resized)
             return
         self._state = replace(self._state, surplus_since=None)
@@ -230,8 +232,8 @@ class WorkerPoolWorkflow:
     async def _handle_surplus(self, surplus: int, *, at_once: bool) -> None:
         state = self._state = self._state.with_surplus(workflow.time())
         if state.unsettled:  # they may run or not: the next count shows
-            self._state = replace(state, unsettled=())
-            self._resized, self._changed = at_once, True
+            self._state, self._changed = replace(state, unsettled=()), True
+            self._keep_resized(at_once)
             return
         waited = workflow.time() - (state.surplus_since or 0.0)
         if at_once or state.draining or waited >= self._given.policy.shrink_after:
@@ -239,6 +241,11 @@ class WorkerPoolWorkflow:
             await self._shrink(min(count, SHRINK_MAX))
             if count > SHRINK_MAX:
                 self._state, self._changed = replace(self._state, resized=at_once), True
+
+    def _keep_resized(self, resized: bool) -> None:
+        """The next count stops a surplus at once if this one would have."""
+        if resized and workflow.patched("a resize outlasts a count"):
+            self._state = replace(self._state, resized=True)
 
     async def _shrink(self, count: int) -> None:
         if count <= 0:

@@ -179,22 +179,6 @@ async def test_a_new_run_keeps_target_and_never_repeats_a_token(
     assert len(set(pool.launched)) == 3
 
 
-async def test_a_smaller_target_is_not_forgotten_by_a_new_run(
-    skipping: WorkflowEnvironment, pool: FakePool
-) -> None:
-    async with serving(skipping.client, pool.activities()):
-        handle = await start(skipping, 4, policy=PoolPolicy(target=4, shrink_after=300.0))
-        await until_ready(handle, 4)
-        pool.may_count.clear()
-        counted = pool.counts
-        await handle.signal(WorkerPoolWorkflow.renew)
-        await until(lambda: pool.counts > counted)
-        await handle.execute_update("set_target", pm.SetTarget(target=1), result_type=pm.PoolView)
-        pool.may_count.set()
-        await until(lambda: pool.counts >= counted + 2)  # by the new run
-        await until(lambda: len(pool.ready) == 1)  # at once, and not after 300 s
-
-
 async def test_a_long_history_ends_while_nothing_is_being_launched(
     skipping: WorkflowEnvironment, pool: FakePool
 ) -> None:
