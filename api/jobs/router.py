@@ -154,10 +154,9 @@ async def put_job_limits(
     """Sets all of them: they hold from the next claim on. Running jobs go on, and a job that waits for a
     time of its own keeps it."""
     if job_type not in _KNOWN:
-        raise NotFound
+        raise NotFound(f"there is no job type {job_type}; known: {', '.join(sorted(_KNOWN))}")
     limits = JobLimits(**body.model_dump(exclude={"reason"}))
-    subject = f"job-type:{job_type}"
-    await call.audit("job_limits.set", subject, reason=body.reason, **asdict(limits))
+    await call.audit("job_limits.set", f"job-type:{job_type}", reason=body.reason, **asdict(limits))
     await job_limits.put_limits(call.database, call.services.valkey, job_type, limits)
     return await _limits_view(call.services.valkey, job_type, limits)
 

@@ -80,7 +80,7 @@ def up(
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(envvar="BERTH_API_PORT", help="Port of the API.", show_default="8000"),
+        typer.Option(min=1, max=65535, envvar="BERTH_API_PORT", help="Port of the API.", show_default="8000"),
     ] = None,
     ui_port: Annotated[
         int | None,
@@ -292,7 +292,7 @@ def doctor(
     from infra.doctor.checks import CHECKS, examine
 
     if unknown := set(checks or ()) - {one.name for one in CHECKS}:
-        raise typer.BadParameter(f"there is no check of this name: {', '.join(sorted(unknown))}")
+        raise typer.BadParameter(f"{', '.join(unknown)}: known are {', '.join(one.name for one in CHECKS)}")
     found = examine(settings, checks or ())
     said = [f"{one.problem} (look at {one.check.settings})" if one.problem else "ok" for one in found]
     lines = [f"{one.check.name:18} {text}" for one, text in zip(found, said, strict=True)]
@@ -303,7 +303,7 @@ def doctor(
 def codec(
     settings: Settings,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8234,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8234,
     origin: Annotated[
         list[str] | None,
         typer.Option(metavar="URL", help="Origin of Temporal's UI.", show_default="http://127.0.0.1:8233"),

@@ -246,7 +246,7 @@ def read_audit(
     actor: Annotated[str | None, typer.Option(help="Only by whom this is a part of.")] = None,
     action: Annotated[str | None, typer.Option(help="Only what begins so, such as switch.")] = None,
     subject: Annotated[str | None, typer.Option(help="Only about this, such as user:alice.")] = None,
-    hours: Annotated[float | None, typer.Option(min=0, help="Only of the last hours.")] = None,
+    hours: Annotated[float | None, typer.Option(min=0, max=1e6, help="Only of the last hours.")] = None,
     limit: Limit = 50,
 ) -> CommandAnswer:
     """Read the audit trail: who did what to whom, the latest first."""

@@ -64,9 +64,9 @@ _HALTS = {"suspend": "1", "resume": None}
 def _settings(url: str | None) -> Settings:
     """Those of the environment, or of the local system; with this address of Valkey."""
     from infra.local.stack import known_settings
-    from infra.settings import Settings
+    from infra.settings import Settings, read_settings
 
-    return known_settings("valkey_url") if url is None else Settings(valkey_url=url)
+    return known_settings("valkey_url") if url is None else read_settings(Settings, valkey_url=url)
 
 
 def _message_keys(tag: str) -> MessageKeys:

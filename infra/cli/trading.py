@@ -127,12 +127,10 @@ def place(
     quantity: Annotated[int, typer.Argument(min=1, metavar="LOTS")],
     symbol: Annotated[str, typer.Argument(metavar="SYMBOL")],
     price: Annotated[str | None, typer.Option(help="Limit price; else it is a market order.")] = None,
-    time_in_force: Annotated[str | None, typer.Option("--tif", help="ROD, IOC or FOK.")] = None,
-    lot: Annotated[
-        str, typer.Option(help="common, odd, intraday_odd or fixing; odd lots are shares.")
-    ] = "common",
-    condition: Annotated[str, typer.Option(help="cash, margin or short_selling.")] = "cash",
-    open_close: Annotated[str, typer.Option(help="Of futures: auto, new, cover or day_trade.")] = "auto",
+    time_in_force: Annotated[models.TimeInForce | None, typer.Option("--tif", help="Until when.")] = None,
+    lot: Annotated[models.OrderLot, typer.Option(help="Odd lots are shares.")] = "common",
+    condition: Annotated[models.OrderCondition, typer.Option(help="Of stocks.")] = "cash",
+    open_close: Annotated[models.OpenClose, typer.Option(help="Of futures.")] = "auto",
     range_market: Annotated[bool, typer.Option("--mkp", help="A range market order (TAIFEX).")] = False,
     request_id: RequestId = None,
 ) -> CommandAnswer:
@@ -205,9 +203,8 @@ def replace(
 def _ticket(kind: str, **given: Any) -> Any:
     """A ticket of the client; without an id it makes one. Raises `typer.BadParameter`."""
     try:
-        return msgspec.convert(
-            {name: value for name, value in given.items() if value is not None}, getattr(models, kind)
-        )
+        wanted = {name: value for name, value in given.items() if value is not None}
+        return msgspec.convert(wanted, getattr(models, kind))
     except msgspec.ValidationError as error:
         raise typer.BadParameter(str(error)) from None
 

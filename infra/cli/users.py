@@ -124,6 +124,9 @@ def list_accounts(api: OperatorApi, user: OfUser) -> CommandAnswer:
 def _check_source(file: Path, paper: bool, certificate: Path | None, **others: Any) -> None:
     if paper and (str(file) != "-" or certificate is not None):
         raise typer.BadParameter("--paper makes the credentials: no FILE and no --certificate")
+    for one in filter(None, (file, certificate)):
+        if str(one) != "-" and (not one.exists() or one.is_dir()):
+            raise typer.BadParameter(f"there is no file {one}")
 
 
 @api_command(accounts_app, check=_check_source)

@@ -1,6 +1,6 @@
 """The calendar of Taiwan's exchanges: when they take orders.
 
-Holidays come from a table made from the library `exchange_calendars` (`python -m infra.market.table`), since
+Holidays come from a table made from the library `exchange_calendars` (`.ci/holiday_table.py`), since
 importing it would cost each process pandas, 60 MB and a second. An operator's file overrides the table: a
 typhoon can close the exchange on an hour's notice.
 """

@@ -1,8 +1,8 @@
 """Decrypts payloads for Temporal's web UI and the `temporal` command: Temporal's remote codec protocol.
 
-It decodes and never encodes. Its address contains a token that follows from the codec's key: who can read the
-key file can have the address, and nobody else can use the server, whatever reaches its port. Browsers let
-only pages of the UI's own origins read an answer.
+It decrypts and never encrypts: what is sent stays in clear, which is read, too. Its address contains a token
+that follows from the codec's key: who can read the key file can have the address, and nobody else can use the
+server, whatever reaches its port. Browsers let only pages of the UI's own origins read an answer.
 """
 
 import hmac
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import Body, FastAPI, HTTPException
+from fastapi import Body, Depends, FastAPI, HTTPException
 from fastapi.middleware.cors import CORSMiddleware
 from google.protobuf import json_format
 from temporalio.api.common.v1 import Payloads
@@ -21,13 +21,10 @@ from infra.temporal.codec import PayloadEncryption, PayloadNotDecrypted
 from infra.vault.secret_versions import SecretVersion, SecretVersionFile
 from worker_runtime.protocol.authentication import derive_key
 
-#: Characters of the token.
-_TOKEN = 32
-
 
 def token_of(version: SecretVersion) -> str:
     """The token in the address; another one with each version of the key."""
-    return derive_key(version.secret, b"berth/codec-server/1").hex()[:_TOKEN]
+    return derive_key(version.secret, b"berth/codec-server/1").hex()[:32]
 
 
 def create_codec_app(keys: SecretVersionFile, origins: Sequence[str]) -> FastAPI:
@@ -41,17 +38,21 @@ def create_codec_app(keys: SecretVersionFile, origins: Sequence[str]) -> FastAPI
     )
     codec = PayloadEncryption(keys)
 
-    @app.post("/{token}/decode")
-    async def decode(token: str, body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
-        known = [token_of(one) for one in keys.present()]
-        if not any([hmac.compare_digest(token.encode(), one.encode()) for one in known]):
+    def admit(token: str) -> None:
+        if not any([hmac.compare_digest(token.encode(), token_of(one).encode()) for one in keys.present()]):
             raise HTTPException(404)
+
+    @app.post("/{token}/encode", dependencies=[Depends(admit)])
+    async def encode(body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
+        return body  # the `temporal` command asks before each query, also of nothing
+
+    @app.post("/{token}/decode", dependencies=[Depends(admit)])
+    async def decode(body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
         try:
             given = json_format.ParseDict(body, Payloads())
+            plain = await codec.decode(given.payloads)
         except json_format.ParseError:
             raise HTTPException(400, "not a list of payloads") from None
-        try:
-            plain = await codec.decode(given.payloads)
         except PayloadNotDecrypted as error:
             raise HTTPException(400, error.detail) from None
         return json_format.MessageToDict(Payloads(payloads=plain))

@@ -179,10 +179,14 @@ def test_the_codec_server_shows_histories_to_who_has_its_address(
     with own_house.codec_endpoint() as endpoint, httpx.Client(trust_env=False) as http:
         shown = _show(own_house, traders[0], "--codec-endpoint", endpoint)
         assert (encoding in shown, summary in shown) == (False, True)
+        # The command hands even an empty input to the codec.
+        query = ("--type", "view", "--codec-endpoint", endpoint)
+        assert traders[0].user_id in _temporal(own_house, "query", traders[0], *query)
         payload = {"payloads": [{"metadata": {"encoding": encoding}, "data": "AAAA"}]}
         stranger = endpoint.rpartition("/")[0] + "/" + "0" * 32
         assert http.post(f"{stranger}/decode", json=payload).status_code == 404
-        assert http.post(f"{endpoint}/encode", json=payload).status_code == 404
+        assert http.post(f"{stranger}/encode", json=payload).status_code == 404
+        assert http.post(f"{endpoint}/encode", json=payload).json() == payload
         assert http.post(f"{endpoint}/decode", json=payload).status_code == 400
         for page, allowed in ((origin, origin), ("http://evil.test", None)):
             asked = {"Origin": page, "Access-Control-Request-Method": "POST"}
@@ -192,9 +196,14 @@ def test_the_codec_server_shows_histories_to_who_has_its_address(
 
 def _show(house: House, trader: Trader, *options: str) -> str:
     """A user's history as the `temporal` command shows it."""
+    return _temporal(house, "show", trader, *options)
+
+
+def _temporal(house: House, act: str, trader: Trader, *options: str) -> str:
+    """What `temporal workflow ACT` prints about the worker of a user."""
     done = subprocess.run(
         [
-            *(TemporalServer.binary(), "workflow", "show", "--address", house.stack.temporal.address),
+            *(TemporalServer.binary(), "workflow", act, "--address", house.stack.temporal.address),
             *("--workflow-id", f"user-worker-{trader.user_id}", "--output", "json"),
             *options,
         ],

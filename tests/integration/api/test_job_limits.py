@@ -46,6 +46,9 @@ async def test_a_limit_holds_from_the_next_claim_and_wakes_who_waits_when_it_goe
         ]
         assert (listed["running"], listed["running_now"]) == (1, 1)
         stage.client.execute("DEL", runner.mailbox())
+        unknown = await admin.put("/job-limits/web-hook", json=body)
+        assert unknown.status_code == 404
+        assert unknown.json()["detail"].startswith("there is no job type web-hook; known: email, ")
         cleared = await admin.put("/job-limits/webhook", json={})
         assert cleared.json() == {"type": "webhook", "running_now": 1, **NONE}
         assert stage.client.execute("LRANGE", runner.mailbox(), 0, -1) == [b"check"]

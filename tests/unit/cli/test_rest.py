@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from infra.cli import rest, worker
 from infra.cli import tables as worker_tables
+from infra.cli.app import app
 from infra.cli.rest import ApiAddress, NoApi
 from infra.local.folder import DataFolder
 from infra.vault.key_file import KeyFileExposed
@@ -174,6 +175,12 @@ def test_what_was_not_done_in_time_is_exit_1_unless_nobody_waits(fake: FakeApi) 
     ]
 
 
+def test_a_redirect_is_told_as_one(fake: FakeApi) -> None:
+    fake.answer("", 307)
+    code, _, err = fake.run("show", "")
+    assert (code, "redirects elsewhere" in err, "no id empty?" in err) == (1, True, True)
+
+
 def test_a_user_id_cannot_leave_its_place_in_the_path(fake: FakeApi) -> None:
     fake.refuse(404, "NOT_FOUND", "no")
     fake.run("stop", "a/../b?c")
@@ -255,3 +262,24 @@ def test_without_a_worker_no_health_is_claimed() -> None:
     text = _shown(state="Parked", worker_id=None, reason="5 crashes in 10 min")
     assert "5 crashes in 10 min" in text
     assert "health" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("accounts store alice main /", "there is no file /"),
+        ("accounts store alice main /none.json", "there is no file /none.json"),
+        ("accounts store alice main --certificate /none.p12", "there is no file /none.p12"),
+        ("audit --hours 1e99", "less than or equal to 1000000"),
+        ("codec --port 99999", "less than or equal to 65535"),
+        ("doctor none", "none: known are postgresql, valkey"),
+        ("jobs info --valkey redis:1", "error: BERTH_VALKEY_URL: String should match pattern"),
+        ("orders place alice main buy 1 2330 --lot none", "'intraday_odd'"),
+        ("orders place alice main buy 1 2330 --tif none", "'ROD'"),
+        ("up --port 99999", "less than or equal to 65535"),
+    ],
+)
+def test_a_wrong_word_is_refused_in_a_sentence_that_helps(words: str, said: str) -> None:
+    done = CliRunner().invoke(app, words.split(), env={"COLUMNS": "200"})
+    assert isinstance(done.exception, SystemExit)
+    assert said in done.output

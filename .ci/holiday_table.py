@@ -1,4 +1,4 @@
-"""Makes `xtai.json`, the table of holidays, from `exchange_calendars`: `python -m infra.market.table`.
+"""Makes `xtai.json`, the table of holidays, from `exchange_calendars`: `.venv/bin/python .ci/holiday_table.py`.
 
 Run it once a year, when the library has a release with the exchange's new holidays.
 """
@@ -26,7 +26,7 @@ def holiday_table(library: Any) -> dict[str, Any]:
 
 def main() -> None:
     found = holiday_table(importlib.import_module("exchange_calendars"))
-    path = Path(__file__).with_name("xtai.json")
+    path = Path(__file__).resolve().parents[1] / "infra" / "market" / "xtai.json"
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(f"{path}: {len(found['holidays'])} holidays until {found['last']}\n")
 
