@@ -1,6 +1,7 @@
 """Counts the product's lines of Python and Lua by room; fails above the budget.
 
-The lab and the paper exchange are no part of the product; `infra/aws` and `infra/client` are counted apart.
+The lab and the paper exchange are no part of the product; `infra/aws`, `infra/client` and files of SQL are
+counted apart.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from pathlib import Path
 
 #: Lines of the product. The aim, for everything together, is 56,000: the limit goes down with the lines, and
 #: a feature has to find its place below it.
-LIMIT = 57_606
+LIMIT = 57_599
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("worker_runtime", "workflows", "activities", "api", "infra")
 #: Rooms whose folders are counted one by one.
 SPLIT = ("worker_runtime", "infra")
 LEFT_OUT = ("infra/lab", "infra/exchange")
-APART = ("infra/aws", "infra/client")
+APART = ("infra/aws", "infra/client", "SQL")
 
 
 def count_lines(root: Path = ROOT) -> Counter[str]:
@@ -26,10 +27,12 @@ def count_lines(root: Path = ROOT) -> Counter[str]:
     lines: Counter[str] = Counter()
     for top in PRODUCT:
         for path in (root / top).rglob("*"):
-            if path.suffix not in {".py", ".lua"}:
+            if path.suffix not in {".py", ".lua", ".sql"}:
                 continue
             parts = path.relative_to(root).parts
             room = "/".join(parts[:2]) if top in SPLIT and len(parts) > 2 else top
+            if path.suffix == ".sql":
+                room = "SQL"
             if room not in LEFT_OUT:
                 lines[room] += path.read_bytes().count(b"\n")
     return lines

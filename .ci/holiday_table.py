@@ -1,6 +1,7 @@
-"""Makes `xtai.json`, the table of holidays, from `exchange_calendars`: `.venv/bin/python .ci/holiday_table.py`.
+"""Makes `infra/market/xtai.json`, the table of holidays, from the library `exchange_calendars`.
 
-Run it once a year, when the library has a release with the exchange's new holidays.
+Run `.venv/bin/python .ci/holiday_table.py` once a year, when the library has a release with the
+exchange's new holidays.
 """
 
 import importlib
