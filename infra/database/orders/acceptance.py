@@ -1,5 +1,6 @@
 """Acceptance of an order: one statement writes it, its tag, its first event and its audit entry."""
 
+import time
 import uuid
 from dataclasses import dataclass
 from decimal import Decimal
@@ -130,7 +131,7 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
   insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity,
                       price_type, price, time_in_force, lot, condition, open_close,
                       tag, trading_day, state, generation, first_epoch, deadline_at, reduce_only, origin)
-  select uuidv7(), :user_id, :account_id, :client_order_id, :fingerprint, :symbol, :side, :quantity,
+  select :id, :user_id, :account_id, :client_order_id, :fingerprint, :symbol, :side, :quantity,
          :price_type, :price, :time_in_force, :lot, :condition, :open_close,
          {_TAG},
          :trading_day, 'accepted', :generation, {FIRST_EPOCH},
@@ -206,7 +207,13 @@ async def kept_bounds(session: AsyncSession, order_id: uuid.UUID) -> OrderBounds
 def _values_of(new: NewOrder, bounds: OrderBounds) -> dict[str, Any]:
     values = {name: getattr(new, name) for name in new.__dataclass_fields__}
     words = msgspec.json.encode(bounds.of_prices).decode()
-    return {"window": bounds.window, "bounds": words, **values}
+    return {"id": _next_id(), "window": bounds.window, "bounds": words, **values}
+
+
+def _next_id() -> uuid.UUID:
+    """A UUID of version 7 (RFC 9562), as `uuid.uuid7` makes it from Python 3.14 on, PostgreSQL from 18 on."""
+    milliseconds = time.time_ns() // 1_000_000
+    return uuid.UUID(int=milliseconds << 80 | 7 << 76 | uuid.uuid4().int % (1 << 76))
 
 
 async def _repeat_or_refusal(session: AsyncSession, new: NewOrder, window: float) -> AcceptedOrder:

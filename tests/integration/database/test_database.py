@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
-from infra.database import accounts, audit, reports, startup, users
+from infra.database import accounts, audit, dead_letters, reports, startup, users
 from infra.database.engine import IDLE_IN_TRANSACTION, Database, DatabaseUnavailable
 from infra.database.migrate import alembic_config, migrate
 from infra.database.models import Base, WorkerSession
@@ -27,7 +27,7 @@ from infra.database.orders.acceptance import NewOrder
 from infra.database.orders.states import OrderNotFound, rank
 from infra.database.trading import limits
 from infra.database.trading import models as trading_models
-from infra.database.workers import launches
+from infra.database.workers import launches, passes
 from infra.database.workers import sessions as worker_sessions
 from infra.jobs import kept
 from infra.local.process import free_port
@@ -86,7 +86,8 @@ def new_order(client_order_id: str = "c-1", fingerprint: str = "f", account_id: 
 async def test_models_and_migrations_agree(database: Database) -> None:
     def difference(connection: Connection) -> list[object]:
         # Their tables are known, too.
-        for elsewhere in (trading_models.Switch, reports.DailyReport, startup.StartupTaskRow, kept.KeptJob):
+        of_features = dead_letters.DeadLetterRow, passes.MaintenancePass, kept.KeptJob
+        for elsewhere in (trading_models.Switch, reports.DailyReport, startup.StartupTaskRow, *of_features):
             assert elsewhere.metadata is Base.metadata
         return list(compare_metadata(MigrationContext.configure(connection), Base.metadata))
 

@@ -162,7 +162,7 @@ async def test_assignments_that_ended_long_ago_go_some_at_a_time_and_of_a_user_t
     assert counts == [19_000, 18_002, 18_002]  # the latest of each user is kept for ever
 
 
-async def test_a_later_order_has_the_greater_id(database: Database) -> None:
+async def test_ids_of_orders_grow_with_time(database: Database) -> None:
     """So what is written for one lies at the ends of the indexes, and not all over them."""
     found: list[uuid.UUID] = []
     async with database.session() as session:
@@ -183,4 +183,8 @@ async def test_a_later_order_has_the_greater_id(database: Database) -> None:
                 trading_day=date(2026, 11, 26),
             )
             found.append((await acceptance.accept_order(session, new)).order.id)
-    assert found == sorted(found)
+    moments = [order_id.int >> 80 for order_id in found]
+    assert moments == sorted(moments)
+    assert moments[0] < moments[-1]
+    assert {(order_id.version, order_id.variant) for order_id in found} == {(7, uuid.RFC_4122)}
+    assert len(set(found)) == len(found)
