@@ -186,7 +186,7 @@ class Play:
         return trap, placed.order_id, placed
 
     def _until_done(self, trader: Trader, placed: ClientOrder, verb: str, **body: str) -> dict[str, Any]:
-        """The order as the answer shows it at last; the same request until it is done."""
+        """The order as the answer shows it at last; the same request until it is done, or came to nothing."""
         body = {"request_id": verb, **body}
         return until(
             lambda: self._shown(trader, placed, f"/{verb}", json=body), f"{verb} of {placed.order_id}", 150.0
@@ -202,6 +202,9 @@ class Play:
             shown: dict[str, Any] = answer.json()
         except (httpx.HTTPError, ValueError):
             return None
+        if shown.get("code") == "CHANGE_UNCONFIRMED":
+            told: dict[str, Any] = shown["order"]
+            return told
         return shown if answer.status_code == 200 else None
 
     def _until_answered(self, trader: Trader, symbol: str, quantity: int, **shape: str) -> ClientOrder:

@@ -120,12 +120,12 @@ async def apply_change(
 ) -> None:
     """Updates an order after the broker has changed it; safe to repeat. The quantity only falls. `event_id`:
     of the request that is confirmed by it."""
-    if event_id:
-        made = {"reason": "change made"}
-        await _add_event(session, order_id, f"{event_id}{_CONFIRMED}", OrderState.SUBMITTED, made)
     quantity = Order.quantity if change.quantity is None else func.least(Order.quantity, change.quantity)
     price = Order.price if change.price is None else change.price
     differs = or_(Order.quantity != quantity, Order.price.is_distinct_from(price))
     changed = update(Order).where(Order.id == order_id, differs)
     changed = changed.values(quantity=quantity, price=price, updated_at=func.clock_timestamp())
     await session.execute(changed.execution_options(synchronize_session=False))
+    if event_id:  # behind the order, as the recorder locks them
+        made = {"reason": "change made"}
+        await _add_event(session, order_id, f"{event_id}{_CONFIRMED}", OrderState.SUBMITTED, made)

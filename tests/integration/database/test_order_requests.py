@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -133,3 +134,30 @@ async def test_an_order_that_ended_right_after_its_change_shows_what_it_was_for(
     await ask(database, order_id, "r", 2, "101")
     order = await shown(database, order_id, 2, "101", OrderState.FILLED)
     assert (order.quantity, order.price, order.state) == (2, Decimal(101), "filled")
+
+
+async def test_an_event_and_the_answer_may_tell_of_a_change_at_once(database: Database) -> None:
+    """Both lock the order first: else each would wait for the other, and one would fail."""
+    order_id = await resting(database)
+    await ask(database, order_id, "r", 2, "101")
+    told = structs.replace(
+        event(str(order_id), uuid.uuid4().hex, OrderState.PART_FILLED), quantity=2, price=Decimal(101)
+    )
+    made = OrderChange(quantity=2, price=Decimal(101), generation="g", deadline_at=datetime.now(UTC))
+
+    async def answered() -> None:
+        async with database.session() as session:
+            await order_requests.apply_change(session, order_id, made, f"{order_id}:replace:r")
+
+    async with database.session() as session:
+        await recording.record_events(session, [structs.replace(told, quantity=None, price=None)])
+        answer = asyncio.create_task(answered())
+        await asyncio.sleep(0.3)
+        assert not answer.done()  # it waits for the order
+        await order_requests.confirm_changes(session, order_id, 2, Decimal(101))
+    await answer
+    async with database.session() as session:
+        order = await recording.get_order(session, order_id)
+        events = [row.event_id for row in await recording.events_of_order(session, order_id)]
+    assert (order.quantity, order.price) == (2, Decimal(101))
+    assert events.count(f"{order_id}:replace:r#confirmed") == 1
