@@ -45,6 +45,9 @@ READ_AS = {
     "ScanFleet": "MaintenanceInput",
 }
 
+#: Messages of earlier releases that nothing of today writes or reads, and why.
+GONE = {"jobs.FailedJob": "arguments of a job that `on_failed` names; the producer sees to failures itself"}
+
 
 def release(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((record.FOLDER / f"{name}.json").read_text(encoding="utf-8"))
@@ -61,7 +64,7 @@ def test_what_an_earlier_release_wrote_is_read_without_a_loss(name: str) -> None
     today = shapes.structs()
     lost = []
     for key, kept in release(name)["structs"].items():
-        for written in kept["messages"]:
+        for written in kept["messages"] if key not in GONE else ():
             try:
                 read = json.loads(msgspec.json.encode(msgspec.json.decode(written, type=today[key])))
             except (KeyError, msgspec.ValidationError) as error:
@@ -76,7 +79,7 @@ def test_what_this_release_writes_is_read_by_an_earlier_one(name: str) -> None:
     old = release(name)["structs"]
     readers, now = shapes.Readers(old), record.recorded()["structs"]
     lost = []
-    for key in old:
+    for key in old.keys() - GONE.keys():
         known, _ = UNREAD.get((name, key), ("nothing", ""))
         for written in now[key]["messages"]:
             try:
