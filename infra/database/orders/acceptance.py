@@ -198,7 +198,7 @@ async def accept_order_alone(
 
 
 async def kept_bounds(session: AsyncSession, order_id: uuid.UUID) -> OrderBounds:
-    """The bounds with which an order was accepted: whoever sends it later sends them, too."""
+    """The bounds with which an order was accepted, for those who send it later."""
     first = await session.get_one(OrderEventRow, f"{order_id}:accepted")
     band, most = (first.data.get(name) for name in ("price_band", "most_price"))
     return OrderBounds(0.0, band and Decimal(band), most and Decimal(most))

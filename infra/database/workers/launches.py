@@ -77,7 +77,7 @@ PURGED_AT_ONCE = 1000  # rows of either table; there is a purge each minute
 
 
 async def purge_ended(session: AsyncSession, days: int, running: Collection[str]) -> None:
-    """Removes workers that ended so many days ago, with their assignments, some at a time: of a user the
+    """Removes workers that ended at least `days` ago, with their assignments, some at a time: of a user the
     oldest, in order, and never the latest. An assignment goes together with the launch, without which no
     worker is assigned, so a worker has one for ever, however long its launch token is valid."""
     await session.execute(_PURGE, {"days": days, "running": list(running), "rows": PURGED_AT_ONCE})

@@ -2,7 +2,8 @@
 
 import uuid
 from collections.abc import AsyncIterator
-from datetime import UTC, date, datetime, timedelta
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from infra.database.trading import reconciliations
 from infra.database.workers import launches, sessions
 from infra.recovery.restore import DATA_UNTIL
 from infra.settings import Settings
+from tests.integration.database.test_database import new_order
 
 #: Twenty users with a thousand of each; two of them have ended their last assignments long ago.
 ROWS = """
@@ -167,21 +169,7 @@ async def test_ids_of_orders_grow_with_time(database: Database) -> None:
     found: list[uuid.UUID] = []
     async with database.session() as session:
         for number in range(20):
-            new = acceptance.NewOrder(
-                user_id="u2",
-                account_id="main",
-                client_order_id=f"n{number}",
-                fingerprint=f"f{number}",
-                symbol="2330",
-                side="buy",
-                quantity=1,
-                price_type="LMT",
-                price=None,
-                time_in_force="ROD",
-                generation="g",
-                lasts=30.0,
-                trading_day=date(2026, 11, 26),
-            )
+            new = replace(new_order(f"n{number}", f"f{number}"), user_id="u2")
             found.append((await acceptance.accept_order(session, new)).order.id)
     moments = [order_id.int >> 80 for order_id in found]
     assert moments == sorted(moments)

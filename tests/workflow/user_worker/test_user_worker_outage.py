@@ -79,6 +79,12 @@ async def test_a_stop_that_nobody_confirms_for_days_goes_on_in_another_run(
         await replayer.replay_workflow(history)
 
 
+async def lose_worker(env: WorkflowEnvironment) -> None:
+    await ensure_active(env.client, "u1")
+    lost = m.WorkerLostSignal(task_id="t1", worker_id="w1", exit_code=-9)
+    await handle(env.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
+
+
 async def renew_while_stopping(env: WorkflowEnvironment, fleet: FakeFleet) -> None:
     """Renews the run after a stop failed; then the launcher comes back."""
     await until(lambda: fleet.stop_failures < AWAY)
@@ -93,9 +99,7 @@ async def test_a_crash_whose_stop_outlasts_the_run_is_counted_and_replaced(
 ) -> None:
     fleet.stop_failures = AWAY
     async with serving(skipping.client, fleet.activities()):
-        await ensure_active(skipping.client, "u1")
-        lost = m.WorkerLostSignal(task_id="t1", worker_id="w1", exit_code=-9)
-        await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
+        await lose_worker(skipping)
         await renew_while_stopping(skipping, fleet)
         assert (await view(skipping)).state == S.FAILED
         async with skipped(skipping):
@@ -122,9 +126,7 @@ async def test_a_shutdown_asked_for_before_the_next_run_is_not_lost(
 ) -> None:
     fleet.stop_failures = AWAY
     async with serving(skipping.client, fleet.activities()):
-        await ensure_active(skipping.client, "u1")
-        lost = m.WorkerLostSignal(task_id="t1", worker_id="w1", exit_code=-9)
-        await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
+        await lose_worker(skipping)
         await until(lambda: fleet.stop_failures < AWAY)
         await handle(skipping.client, "u1").signal("shutdown", m.ShutdownRequest(reason="disabled"))
         await renew_while_stopping(skipping, fleet)
@@ -140,9 +142,7 @@ async def test_those_who_wait_are_answered_before_the_next_run(
     """A reload would else wait for the whole outage, and keep the run open."""
     fleet.stop_failures = AWAY
     async with serving(skipping.client, fleet.activities()):
-        await ensure_active(skipping.client, "u1")
-        lost = m.WorkerLostSignal(task_id="t1", worker_id="w1", exit_code=-9)
-        await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
+        await lose_worker(skipping)
         await until(lambda: fleet.stop_failures < AWAY)
         accepted = WorkflowUpdateStage.ACCEPTED
         reload = await handle(skipping.client, "u1").start_update(

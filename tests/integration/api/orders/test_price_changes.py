@@ -129,7 +129,7 @@ async def test_a_repeat_of_a_change_that_nobody_sent_keeps_the_band_of_its_price
 
 
 async def _age_change(api: ServedApi, order_id: str, request_id: str, seconds: float) -> None:
-    """As if the deadline of a change had passed so many seconds ago."""
+    """As if the deadline of a change had passed `seconds` ago."""
     passed = (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat()
     async with api.services.database.session() as session:
         row = await session.get_one(OrderEventRow, f"{order_id}:replace:{request_id}")

@@ -213,7 +213,7 @@ async def test_a_users_lost_job_wakes_a_worker_and_may_be_asked_for_again_once_i
 async def test_a_users_job_that_waits_wakes_a_worker_if_it_is_new_or_was_put_back(
     keeper: JobKeeper, fleet: RunnerFleet
 ) -> None:
-    """Whoever put it there may have found Temporal away, or have no way to it."""
+    """Its producer may have found Temporal away, or have no way to it."""
     tag = job_keys.user_tag("ann")
     await keeper.add("j", JobScript(fails="x"), user_id="ann")
     await keeper.sweep()
