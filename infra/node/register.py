@@ -81,14 +81,15 @@ class NodeRegister:
         """Opens or makes the register, which keeps the last `kept` exits. Raises `NodeStateUnreadable`."""
         self._kept = kept
         self._decode = msgspec.json.Decoder(TaskExit).decode
+        self._db = sqlite3.connect(path, isolation_level=None)
         try:
-            self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
             # A host that loses power loses its workers too; WAL still keeps the file consistent.
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._prepare()
             self.log = str(self._db.execute("SELECT log FROM node").fetchone()[0])
         except (sqlite3.Error, TypeError) as error:
+            self._db.close()
             raise NodeStateUnreadable(
                 f"{path}: {error}; stop the workers by hand, then remove the node's folder"
             ) from None
@@ -131,8 +132,7 @@ class NodeRegister:
         )
 
     def by_token(self, token: str) -> NodeEntry | None:
-        found = self._entries("token = ?", token)
-        return found[0] if found else None
+        return next(iter(self._entries("token = ?", token)), None)
 
     def in_state(self, state: str) -> list[NodeEntry]:
         return self._entries("state = ? ORDER BY launched_at", state)

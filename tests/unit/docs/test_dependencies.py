@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib.metadata import distributions
 from pathlib import Path
+
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -39,3 +42,11 @@ def test_the_lock_pins_every_direct_dependency_and_names_no_local_path() -> None
     pinned = set(re.findall(r"^([a-z0-9-]+)==", text, re.M))
     assert _direct() - pinned == set()
     assert "://" not in text
+
+
+def test_every_pinned_package_takes_the_oldest_python_that_is_promised() -> None:
+    """Debian 12 has 3.11.2, and installs nothing of a lock with one package that wants a later one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    oldest = project["requires-python"].removeprefix(">=") + ".0"
+    wanted = {one.name: one.metadata["Requires-Python"] or "" for one in distributions()}
+    assert {name for name, versions in wanted.items() if oldest not in SpecifierSet(versions)} == set()

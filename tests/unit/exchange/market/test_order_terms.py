@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,7 @@ def test_terms_are_in_the_ledger_of_this_release_and_the_usual_ones_in_an_older_
     assert (placed.lot, placed.condition) == (ODD, OrderCondition.CASH)
     # A ledger of release 0.1.0: without the columns.
     old = tmp_path / "old.db"
-    with sqlite3.connect(old) as db:
+    with closing(sqlite3.connect(old)) as db, db:
         db.execute(
             "create table orders (number integer primary key, broker_order_id text not null unique,"
             " account text not null, session_id text not null, client text not null, tag text not null,"
