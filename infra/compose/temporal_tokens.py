@@ -11,7 +11,6 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -21,8 +20,6 @@ from infra.vault import key_file
 
 #: What `admin` may do; everything in every namespace.
 SYSTEM_ADMIN = ("temporal-system:admin",)
-#: Keys in the set: the present one and the one before.
-_KEYS = 2
 _COORDINATE = 32
 
 
@@ -38,7 +35,7 @@ def ensure_tokens(key_set: Path, tokens: Mapping[Path, Sequence[str]]) -> list[P
     key = ec.generate_private_key(ec.SECP256R1())
     key_id = f"berth-{secrets.token_hex(8)}"
     before = json.loads(key_set.read_bytes())["keys"] if key_set.exists() else []
-    keys = [_public(key.public_key(), key_id), *before][:_KEYS]
+    keys = [_public(key.public_key(), key_id), *before][:2]  # the present one and the one before
     # The set first: Temporal reads it once a minute, and refuses a token whose key it has not seen.
     key_file.write_key_file(key_set, json.dumps({"keys": keys}).encode(), private=False)
     for path, permissions in tokens.items():
@@ -58,13 +55,9 @@ def _token(key: ec.EllipticCurvePrivateKey, key_id: str, *, subject: str, permis
     """RFC 7519, signed as RFC 7518 says (3.4): both numbers of the signature, 32 bytes each."""
     head = {"alg": "ES256", "typ": "JWT", "kid": key_id}
     claims = {"sub": subject, "iat": int(time.time()), "permissions": list(permissions)}
-    text = f"{_base64(_json(head))}.{_base64(_json(claims))}"
+    text = ".".join(_base64(json.dumps(part).encode()) for part in (head, claims))
     numbers = decode_dss_signature(key.sign(text.encode(), ec.ECDSA(hashes.SHA256())))
     return f"{text}.{_base64(b''.join(number.to_bytes(_COORDINATE, 'big') for number in numbers))}"
-
-
-def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _base64(data: bytes) -> str:

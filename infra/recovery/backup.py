@@ -17,6 +17,7 @@ from infra.local.process import ServerFailed
 from infra.local.servers import PostgresServer
 from infra.settings import Settings
 from infra.vault.key_file import write_key_file
+from infra.vault.key_pairs import OrchestratorKey, orchestrator_key_file
 from infra.vault.rotation import kept_files
 from worker_runtime.protocol.errors import BerthError
 
@@ -50,6 +51,7 @@ def make_backup(settings: Settings, folder: Path) -> Path:
 
     Raises `BackupFailed`, OSError.
     """
+    key_files = _key_files(settings)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     made = folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
     partial = made.with_name(f"{made.name}.partial")
@@ -64,22 +66,26 @@ def make_backup(settings: Settings, folder: Path) -> Path:
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if "error:" in line or "DETAIL:" in line]
             raise BackupFailed("; ".join(said[:2]) or f"{command[0]} failed")
-    for path in _key_files(settings):
-        kept = partial / "keys" / path.name
-        kept.parent.mkdir(mode=0o700, exist_ok=True)
-        write_key_file(kept, path.read_bytes(), private=True)
+    (partial / "keys").mkdir(mode=0o700)
+    for name, path in key_files.items():
+        write_key_file(partial / "keys" / name, path.read_bytes(), private=True)
     partial.rename(made)
     return made
 
 
-def _key_files(settings: Settings) -> list[Path]:
-    """Those that are files here; AWS keeps its own."""
-    found = {*settings.orchestrator_key_dir.glob("*.key"), *settings.master_key_retired}
-    found |= {settings.message_key_file, settings.api_secret_file}
-    found |= {settings.master_key_file, settings.master_public_file}
-    found |= {*kept_files(settings.master_key_file)}  # of a rotation that has not wrapped all anew yet
-    found |= set(map(Path, filter(None, (settings.temporal_codec_key_file, settings.webhook_key_file))))
-    return sorted(path for path in found if path.is_file())
+def _key_files(settings: Settings) -> dict[str, Path]:
+    """Those that are files here, by name; AWS keeps its own. Raises `BackupFailed`."""
+    folder, master = settings.orchestrator_key_dir, settings.master_key_file
+    wanted = {master, settings.master_public_file, settings.message_key_file, settings.api_secret_file}
+    wanted |= {*settings.master_key_retired, *kept_files(master)}  # those of a rotation that is not done, too
+    wanted |= set(map(Path, filter(None, (settings.temporal_codec_key_file, settings.webhook_key_file))))
+    wanted |= {orchestrator_key_file(folder, name) for name in OrchestratorKey}
+    found = {path.name: path for path in folder.glob("*.key")}  # a setting's own is another one than these
+    found |= {path.name: path for path in wanted if path.is_file()}
+    for path in wanted:
+        if path.is_file() and not path.samefile(found[path.name]):
+            raise BackupFailed(f"{path} and {found[path.name]} have one name: a backup keeps one of each")
+    return found
 
 
 def follow_log(settings: Settings, folder: Path) -> NoReturn:

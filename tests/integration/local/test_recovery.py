@@ -33,16 +33,19 @@ async def test_a_backup_holds_the_data_and_the_keys_and_only_we_may_read_it(
 ) -> None:
     (tmp_path / "master.key").write_text("secret")
     (tmp_path / "master-0123.key").write_text("old secret")  # of a rotation that is not done
+    (own := tmp_path / "orchestrator").mkdir()
+    (own / "master.key").write_text("another one, which no setting names")
+    (own / "signing.key").write_text("theirs")
+    named = environment(migrated_database, NO_VALKEY, tmp_path) | {"BERTH_ORCHESTRATOR_KEY_DIR": str(own)}
     for _ in range(2):
-        done = commands.run(
-            "backup", str(tmp_path / "b"), **environment(migrated_database, NO_VALKEY, tmp_path)
-        )
+        done = commands.run("backup", str(tmp_path / "b"), **named)
         assert done.code == 0, done.err
     first, second = sorted((tmp_path / "b").iterdir())
     assert done.out.strip() == f"made {second}"
     assert (first / "base" / "PG_VERSION").exists()
     assert (second / "keys" / "master.key").read_text() == "secret"
     assert (second / "keys" / "master-0123.key").read_text() == "old secret"
+    assert (second / "keys" / "signing.key").read_text() == "theirs"
     assert (second / "keys" / "master.key").stat().st_mode & 0o077 == 0
     assert second.stat().st_mode & 0o077 == 0
     database = Database(migrated_database)
@@ -50,6 +53,21 @@ async def test_a_backup_holds_the_data_and_the_keys_and_only_we_may_read_it(
         entries = await audit.list_entries(session, action="database.backup_requested", limit=5)
         assert [entry.data["folder"] for entry in entries] == [str(tmp_path / "b")] * 2
     await database.close()
+
+
+def test_two_keys_of_one_name_are_refused_before_anything_is_backed_up(
+    migrated_database: str, tmp_path: Path, commands: CommandForker
+) -> None:
+    (other := tmp_path / "other").mkdir()
+    for folder in (tmp_path, other):
+        (folder / "master.key").write_text(folder.name)
+    named = environment(migrated_database, NO_VALKEY, tmp_path)
+    done = commands.run(
+        "backup", str(tmp_path / "b"), **named, BERTH_MESSAGE_KEY_FILE=str(other / "master.key")
+    )
+    assert done.code == 1
+    assert "have one name" in done.err
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_backup_that_was_not_made_does_not_look_like_one(
