@@ -40,6 +40,7 @@ AIMS: dict[str, tuple[Aim, ...]] = {
             "refused after a rejected login, p99 (ms)", 20, lambda result: result["login_rejected"]["p99_ms"]
         ),
     ),
+    "beside": (Aim("p50, times the other checkout's", 1.05, lambda result: result["ratio"]),),
     "waits": (
         Aim("API, for PostgreSQL, p99 (ms)", 500, lambda result: result["api"]["database_p99_ms"]),
         Aim("API, for Valkey, p99 (ms)", 500, lambda result: result["api"]["valkey_p99_ms"]),

@@ -49,6 +49,21 @@ def bench_order(
     _bench({"order": {"n": n, "users": users, "seconds": seconds, **knee}}, json)
 
 
+@app.command("beside")
+def bench_beside(
+    checkout: Annotated[str, typer.Argument(help="Another checkout of Berth: the state before a change.")],
+    work: Annotated[str, typer.Option(help="What is measured: order or claim.")] = "order",
+    blocks: Annotated[
+        int | None, typer.Option(min=1, help="By turns: 80 of 25 orders each, or 60 claims.")
+    ] = None,
+    json: JsonFile = None,
+) -> None:
+    """Orders or claims of another checkout and of this one, by turns, on a machine that is never quiet."""
+    if work not in ("order", "claim"):
+        raise typer.BadParameter(f"{work!r} is neither order nor claim")
+    _bench({"beside": {"checkout": checkout, "work": work, "blocks": blocks}}, json)
+
+
 @app.command("waits")
 def bench_waits(
     users: Annotated[int, typer.Option(min=1, help="Users that trade at once.")] = 8,

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from infra.lab import figures
-from infra.lab.bench import aims, claim, density, flood, memory, order, recovery, waits
+from infra.lab.bench import aims, beside, claim, density, flood, memory, order, recovery, waits
 from infra.lab.bench.claim_race import race as claim_race
 from infra.lab.bench.fleet import idle, sweep
 from infra.lab.bench.jobs import comparison as jobs
@@ -23,6 +23,7 @@ from worker_runtime.protocol.errors import BerthError
 BENCHMARKS: dict[str, Callable[..., dict[str, Any]]] = {
     "claim": claim.run,
     "order": order.run,
+    "beside": beside.run,
     "waits": waits.run,
     "flood": flood.run,
     "memory": memory.run,
@@ -41,6 +42,7 @@ _LONG = frozenset(BENCHMARKS) - {"claim", "order", "memory", "waits"}
 _TABLE: dict[str, Callable[[dict[str, Any]], None]] = {
     "claim": claim.table,
     "order": order.table,
+    "beside": beside.table,
     "waits": waits.table,
     "flood": flood.table,
     "memory": memory.table,

@@ -22,14 +22,14 @@ import pytest
 from typer.testing import CliRunner
 
 from infra.cli.app import app
-from infra.lab.bench import aims, claim, flood, order, recovery, waits
+from infra.lab.bench import aims, beside, claim, flood, order, recovery, waits
 from infra.lab.bench.claim_race import race
 from infra.lab.bench.fleet import idle, sweep
 from infra.lab.bench.jobs import comparison, tiers
 from infra.lab.bench.starvation import heartbeat
 from infra.lab.bench.starvation.cpu_group import cpu_group
 from infra.lab.target import Target, running
-from infra.local.process import free_ports
+from infra.local.process import ServerFailed, free_ports
 from infra.node.cgroup import LimitsUnavailable
 from tests.integration.local.conftest import wait_nothing_left
 
@@ -109,6 +109,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Callable[[str], bool]:
     [
         "claim --rate 5 -n 2 --refill-rate 2 --refill-n 2",
         "order -n 20 --users 1 --seconds 1 --knee-users 2 --knee-first 400",
+        "beside .. --work claim --blocks 2",
         "waits --users 1 --readers 2 --starts 1 --seconds 1",
         "flood --seconds 1 --orders 5 --requests 20 --connections 2",
         "memory --workers 2 --settle 1",
@@ -183,6 +184,22 @@ def test_orders_are_measured_beside_the_floor(target: Target, printed: Callable[
     assert last["p99_ms"] > 50.0 or last["done_per_s"] < last["rate_per_s"]
     assert 0 <= result["knee_per_s"] < last["rate_per_s"]
     assert result["knee_users"] == 2
+
+
+def test_two_checkouts_take_turns(bench_folder: Path, printed: Callable[[str], bool]) -> None:
+    result = beside.run(str(Path(beside.__file__).parents[3]), blocks=3)
+    beside.table(result)
+    assert printed("beside")
+    for side in ("there", "here"):
+        assert 0 < result[side]["p50_ms"] <= result[side]["p99_ms"]
+        assert {"api", "workers", "postgres"} <= result[side]["cpu_ms"].keys()
+    low, high = result["ratio_quartiles"]
+    assert 0.2 < low <= result["ratio"] <= high < 5  # the same code, on a machine that may stumble
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ServerFailed, match="no checkout"):
+        beside.run(str(tmp_path))
 
 
 def test_waits_for_connections_are_measured_under_load(

@@ -17,6 +17,7 @@ from infra.cli.app import app
         ["heartbeat", "--quota", ""],
         ["heartbeat", "--load", "prayers"],
         ["recovery", "-n", "0"],
+        ["beside", "..", "--work", "jobs"],
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused_at_once(words: list[str]) -> None:

@@ -1,0 +1,193 @@
+"""`berth bench beside CHECKOUT`: orders, or claims, of another checkout and of this one, in turn.
+
+A shared machine changes its speed within a minute, by more than a change of ours is worth; so two runs one
+after the other say nothing. Both systems run here at the same time, each from its own code, and get small
+blocks of work by turns: while one works, the other rests. What counts is the median of the blocks' ratios.
+
+A system is served by this file itself, run with the other checkout as the place of its imports. So it uses
+only what every checkout since 0.1.0 has. Both share this environment's packages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any, cast
+
+from infra.lab import figures
+from infra.lab.bench import order
+from infra.lab.cpu import CpuMeter, StolenTime
+from infra.lab.rest import RestConnection
+from infra.lab.target import Target, running
+from infra.local.process import ServerFailed
+
+_WARM_UP = 200
+#: Seconds between two claims: what one leaves behind is done by then.
+_REST = 0.25
+#: Blocks, and the size of one.
+_SIZES = {"order": (80, 25), "claim": (60, 1)}
+
+
+class MeasuredCheckout:
+    """One of the two systems, in a process of its own."""
+
+    def __init__(self, checkout: Path, work: str, total: int) -> None:
+        """Raises `ServerFailed` for a folder that is no checkout. It starts meanwhile; see `wait`."""
+        if not (checkout / "infra" / "lab" / "target.py").is_file():
+            raise ServerFailed(f"{checkout} is no checkout of Berth")
+        self.name = str(checkout)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, work, str(total)],
+            cwd=checkout,
+            env={**os.environ, "PYTHONPATH": str(checkout)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is ours alone: the end of its standard input ends it
+        )
+
+        self._counts, self._replies = (
+            cast(IO[str], stream) for stream in (self._process.stdin, self._process.stdout)
+        )
+
+    def wait(self) -> Any:
+        """What it says next. Raises `ServerFailed` if it has ended."""
+        line = self._replies.readline()
+        if not line:
+            raise ServerFailed(f"the system of {self.name} has ended; what it said stands above")
+        return json.loads(line)
+
+    def run(self, count: int) -> Any:
+        """Does so much work: seconds each took; of none, CPU milliseconds of one by part of the system."""
+        self._counts.write(f"{count}\n")
+        self._counts.flush()
+        return self.wait()
+
+    def close(self) -> None:
+        self._process.communicate()  # closes its standard input, and waits
+
+
+def run(
+    checkout: str, work: str = "order", blocks: int | None = None, say: figures.Say = figures.silent
+) -> dict[str, Any]:
+    """Measures `blocks` blocks of each side; `work` is order or claim. Raises `ServerFailed`."""
+    usual, block = _SIZES[work]
+    blocks = blocks or usual
+    total = blocks * block
+    taken: dict[str, list[list[float]]] = {"there": [], "here": []}
+    with ExitStack() as stack:
+        sides = {}
+        for name, path in (("there", Path(checkout)), ("here", Path(__file__).parents[3])):
+            sides[name] = MeasuredCheckout(path.resolve(), work, total)
+            stack.callback(sides[name].close)
+        for side in sides.values():
+            side.wait()
+        stolen = StolenTime()
+        for number in range(blocks):
+            say(f"measuring: beside, block {number + 1} of {blocks}")
+            for name in random.sample(list(sides), 2):
+                taken[name].append(sides[name].run(block))
+        stolen_percent = stolen.percent()
+        cpu = {name: side.run(0) for name, side in sides.items()}
+    medians = {name: [figures.percentile(one, 0.5) for one in each] for name, each in taken.items()}
+    ratios = [here / there for here, there in zip(medians["here"], medians["there"], strict=True)]
+    found = {
+        name: {
+            **figures.milliseconds([one for each in blocks_of for one in each], 50, 99),
+            #: Of one piece of work, with what its system does while it rests.
+            "cpu_ms": cpu[name],
+        }
+        for name, blocks_of in taken.items()
+    }
+    return {
+        "checkout": checkout,
+        "work": work,
+        "blocks": blocks,
+        "block": block,
+        **found,
+        "ratio": round(figures.percentile(ratios, 0.5), 3),
+        "ratio_quartiles": [round(figures.percentile(ratios, share), 3) for share in (0.25, 0.75)],
+        "stolen_percent": stolen_percent,
+    }
+
+
+def table(result: dict[str, Any]) -> None:
+    low, high = result["ratio_quartiles"]
+    rows = [
+        (f"p50 here, times the p50 there, median of {result['blocks']} blocks", f"{result['ratio']}"),
+        ("a quarter of the blocks is below, and above", f"{low}, {high}"),
+    ]
+    for title, name in (("this checkout", "here"), (result["checkout"], "there")):
+        of = result[name]
+        rows.append((title, f"p50 {of['p50_ms']}   p99 {of['p99_ms']}"))
+        rows.append(
+            ("  CPU of one, ms", "   ".join(f"{part} {value}" for part, value in of["cpu_ms"].items()))
+        )
+    rows.append(("CPU time that the host gave to others meanwhile", f"{result['stolen_percent']} %"))
+    title = f"beside: {result['work']}s by turns, {result['block']} a block (ms)"
+    figures.print_table(title, rows)
+
+
+# --- the process of one side: everything from here on also runs with older checkouts -----------------------
+
+Work = Callable[[], float]
+
+
+@contextmanager
+def _orders(total: int) -> Iterator[tuple[Target, Work]]:
+    """A user with an active worker places order after order."""
+    with running(pool_target=1, exchange_orders_per_10s=order.ORDERS_PER_10S) as target:
+        target.fill_pool(1)
+        target.pool_update("pause")
+        [user] = order._active(target, "trader", 1)
+        connection = RestConnection(target.api_url, user.api_key)
+        for _ in range(_WARM_UP):
+            order.send_order(connection, user)
+        yield target, lambda: order.send_order(connection, user)
+        connection.close()
+
+
+@contextmanager
+def _claims(total: int) -> Iterator[tuple[Target, Work]]:
+    """User after user gets a worker from a full pool, which is not filled again meanwhile."""
+    with running(pool_target=total) as target:
+        users = target.make_users("full", total)
+        target.fill_pool(total)
+        target.pool_update("pause")
+        connections = [RestConnection(target.api_url, user.api_key) for user in users]
+        for user, connection in zip(users, connections, strict=True):
+            connection.call("GET", f"/v1/users/{user.user_id}/worker")  # connected, and the key is known
+        waiting = iter(zip(users, connections, strict=True))
+
+        def claim() -> float:
+            user, connection = next(waiting)
+            time.sleep(_REST)
+            began = time.perf_counter()
+            connection.call("POST", f"/v1/users/{user.user_id}/worker/start")
+            return time.perf_counter() - began
+
+        yield target, claim
+        for connection in connections:
+            connection.close()
+
+
+def _serve(work: str, total: int) -> None:
+    """Says that it is ready; then does as much work as each line of standard input says."""
+    with {"order": _orders, "claim": _claims}[work](total) as (target, one):
+        meter = CpuMeter(target)
+        print("true", flush=True)
+        for line in sys.stdin:
+            count = int(line)
+            done = [one() for _ in range(count)] if count else meter.milliseconds(total)
+            print(json.dumps(done), flush=True)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], int(sys.argv[2]))
