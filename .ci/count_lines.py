@@ -12,7 +12,7 @@ from pathlib import Path
 
 #: Lines of the product. The aim, for everything together, is 56,000: the limit goes down with the lines, and
 #: a feature has to find its place below it.
-LIMIT = 57_606
+LIMIT = 57_605
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("worker_runtime", "workflows", "activities", "api", "infra")
