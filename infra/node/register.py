@@ -81,15 +81,17 @@ class NodeRegister:
         """Opens or makes the register, which keeps the last `kept` exits. Raises `NodeStateUnreadable`."""
         self._kept = kept
         self._decode = msgspec.json.Decoder(TaskExit).decode
-        self._db = sqlite3.connect(path, isolation_level=None)
         try:
-            self._db.execute("PRAGMA journal_mode = WAL")
-            # A host that loses power loses its workers too; WAL still keeps the file consistent.
-            self._db.execute("PRAGMA synchronous = NORMAL")
-            self._prepare()
-            self.log = str(self._db.execute("SELECT log FROM node").fetchone()[0])
+            self._db = sqlite3.connect(path, isolation_level=None)
+            with contextlib.ExitStack() as failing:
+                failing.callback(self._db.close)
+                self._db.execute("PRAGMA journal_mode = WAL")
+                # A host that loses power loses its workers too; WAL still keeps the file consistent.
+                self._db.execute("PRAGMA synchronous = NORMAL")
+                self._prepare()
+                self.log = str(self._db.execute("SELECT log FROM node").fetchone()[0])
+                failing.pop_all()
         except (sqlite3.Error, TypeError) as error:
-            self._db.close()
             raise NodeStateUnreadable(
                 f"{path}: {error}; stop the workers by hand, then remove the node's folder"
             ) from None
@@ -145,9 +147,8 @@ class NodeRegister:
     def record_exit(self, end: TaskExit) -> int:
         """Records the exit of a worker; returns the exit's number."""
         with self._transaction():
-            number = self._db.execute(
-                "INSERT INTO ends (exit) VALUES (?)", (msgspec.json.encode(end),)
-            ).lastrowid
+            written = self._db.execute("INSERT INTO ends (exit) VALUES (?)", (msgspec.json.encode(end),))
+            number = written.lastrowid
             self._db.execute("UPDATE workers SET state = 'ended' WHERE task_id = ?", (end.task_id,))
             self._db.execute("DELETE FROM ends WHERE number <= ? - ?", (number, self._kept))
             self._db.execute(
@@ -158,9 +159,8 @@ class NodeRegister:
         return int(number or 0)
 
     def exits_after(self, number: int, limit: int = 100) -> list[tuple[int, TaskExit]]:
-        rows = self._db.execute(
-            "SELECT number, exit FROM ends WHERE number > ? ORDER BY number LIMIT ?", (number, limit)
-        )
+        wanted = "SELECT number, exit FROM ends WHERE number > ? ORDER BY number LIMIT ?"
+        rows = self._db.execute(wanted, (number, limit))
         return [(int(number), self._decode(exit_)) for number, exit_ in rows]
 
     @contextlib.contextmanager

@@ -76,13 +76,13 @@ def make_backup(settings: Settings, folder: Path) -> Path:
 def _key_files(settings: Settings) -> dict[str, Path]:
     """Those that are files here, by name; AWS keeps its own. Raises `BackupFailed`."""
     folder, master = settings.orchestrator_key_dir, settings.master_key_file
-    wanted = {master, settings.master_public_file, settings.message_key_file, settings.api_secret_file}
-    wanted |= {*settings.master_key_retired, *kept_files(master)}  # those of a rotation that is not done, too
-    wanted |= set(map(Path, filter(None, (settings.temporal_codec_key_file, settings.webhook_key_file))))
-    wanted |= {orchestrator_key_file(folder, name) for name in OrchestratorKey}
-    found = {path.name: path for path in folder.glob("*.key")}  # a setting's own is another one than these
-    found |= {path.name: path for path in wanted if path.is_file()}
-    for path in wanted:
+    named = {master, settings.master_public_file, settings.message_key_file, settings.api_secret_file}
+    named |= {*settings.master_key_retired, *kept_files(master)}  # those of a rotation that is not done, too
+    named |= set(map(Path, filter(None, (settings.temporal_codec_key_file, settings.webhook_key_file))))
+    named |= {orchestrator_key_file(folder, name) for name in OrchestratorKey}
+    # The folder may have others of the same names: the last one wins, which is one that a setting names.
+    found = {path.name: path for path in (*folder.glob("*.key"), *named) if path.is_file()}
+    for path in named:
         if path.is_file() and not path.samefile(found[path.name]):
             raise BackupFailed(f"{path} and {found[path.name]} have one name: a backup keeps one of each")
     return found

@@ -1,11 +1,11 @@
-"""`berth bench beside CHECKOUT`: orders, or claims, of another checkout and of this one, in turn.
+"""`berth bench beside CHECKOUT`: orders, or claims, of another checkout and of this one, by turns.
 
 A shared machine changes its speed within a minute, by more than a change of ours is worth; so two runs one
 after the other say nothing. Both systems run here at the same time, each from its own code, and get small
 blocks of work by turns: while one works, the other rests. What counts is the median of the blocks' ratios.
 
-A system is served by this file itself, run with the other checkout as the place of its imports. So it uses
-only what every checkout since 0.1.0 has. Both share this environment's packages.
+A system is served by this file itself, run with its checkout as the place of its imports. So what it calls
+has to be in older checkouts, too. Both share this environment's packages.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -29,8 +30,10 @@ from infra.lab.target import Target, running
 from infra.local.process import ServerFailed
 
 _WARM_UP = 200
-#: Seconds between two claims: what one leaves behind is done by then.
-_REST = 0.25
+#: Seconds before each claim: they come at a pace, at most two a second of each side.
+_PACE = 0.25
+#: Seconds for a start with a full pool, or a block of work, and for a stop; then a side is killed.
+_PATIENCE, _STOP_PATIENCE = 300.0, 60.0
 #: Blocks, and the size of one.
 _SIZES = {"order": (80, 25), "claim": (60, 1)}
 
@@ -52,26 +55,35 @@ class MeasuredCheckout:
             text=True,
             start_new_session=True,  # Ctrl-C is ours alone: the end of its standard input ends it
         )
-
         self._counts, self._replies = (
             cast(IO[str], stream) for stream in (self._process.stdin, self._process.stdout)
         )
 
     def wait(self) -> Any:
-        """What it says next. Raises `ServerFailed` if it has ended."""
-        line = self._replies.readline()
+        """What it says next. Raises `ServerFailed` if it has ended, or says nothing for too long."""
+        killing = threading.Timer(_PATIENCE, self._process.kill)  # its servers end with it
+        killing.start()
+        try:
+            line = self._replies.readline()
+        finally:
+            killing.cancel()
         if not line:
             raise ServerFailed(f"the system of {self.name} has ended; what it said stands above")
         return json.loads(line)
 
     def run(self, count: int) -> Any:
         """Does so much work: seconds each took; of none, CPU milliseconds of one by part of the system."""
-        self._counts.write(f"{count}\n")
-        self._counts.flush()
+        with suppress(BrokenPipeError):  # `wait` says that it has ended
+            self._counts.write(f"{count}\n")
+            self._counts.flush()
         return self.wait()
 
     def close(self) -> None:
-        self._process.communicate()  # closes its standard input, and waits
+        try:
+            self._process.communicate(timeout=_STOP_PATIENCE)  # closes its standard input, which ends it
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
 
 
 def run(
@@ -146,8 +158,9 @@ def _orders(total: int) -> Iterator[tuple[Target, Work]]:
     with running(pool_target=1, exchange_orders_per_10s=order.ORDERS_PER_10S) as target:
         target.fill_pool(1)
         target.pool_update("pause")
-        [user] = order._active(target, "trader", 1)
+        [user] = target.make_users("trader", 1)
         connection = RestConnection(target.api_url, user.api_key)
+        connection.call("POST", f"/v1/users/{user.user_id}/worker/start")
         for _ in range(_WARM_UP):
             order.send_order(connection, user)
         yield target, lambda: order.send_order(connection, user)
@@ -168,7 +181,7 @@ def _claims(total: int) -> Iterator[tuple[Target, Work]]:
 
         def claim() -> float:
             user, connection = next(waiting)
-            time.sleep(_REST)
+            time.sleep(_PACE)
             began = time.perf_counter()
             connection.call("POST", f"/v1/users/{user.user_id}/worker/start")
             return time.perf_counter() - began

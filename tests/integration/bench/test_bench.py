@@ -186,8 +186,9 @@ def test_orders_are_measured_beside_the_floor(target: Target, printed: Callable[
     assert result["knee_users"] == 2
 
 
-def test_two_checkouts_take_turns(bench_folder: Path, printed: Callable[[str], bool]) -> None:
-    result = beside.run(str(Path(beside.__file__).parents[3]), blocks=3)
+@pytest.mark.parametrize("work", ["order", "claim"])
+def test_two_checkouts_take_turns(bench_folder: Path, printed: Callable[[str], bool], work: str) -> None:
+    result = beside.run(str(Path(beside.__file__).parents[3]), work, blocks=3)
     beside.table(result)
     assert printed("beside")
     for side in ("there", "here"):
@@ -199,6 +200,19 @@ def test_two_checkouts_take_turns(bench_folder: Path, printed: Callable[[str], b
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ServerFailed, match="no checkout"):
+        beside.run(str(tmp_path))
+
+
+@pytest.mark.parametrize("code", ["oops", "import time; time.sleep(60)"], ids=["ends", "hangs"])
+def test_a_checkout_that_does_not_start_ends_the_bench(
+    code: str, bench_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (broken := tmp_path / "infra" / "lab").mkdir(parents=True)
+    for module in (broken.parent / "__init__.py", broken / "__init__.py", broken / "target.py"):
+        module.touch()
+    (broken / "figures.py").write_text(code)
+    monkeypatch.setattr(beside, "_PATIENCE", 3.0)
+    with pytest.raises(ServerFailed, match="has ended"):
         beside.run(str(tmp_path))
 
 

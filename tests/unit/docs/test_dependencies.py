@@ -44,8 +44,9 @@ def test_the_lock_pins_every_direct_dependency_and_names_no_local_path() -> None
     assert "://" not in text
 
 
-def test_every_pinned_package_takes_the_oldest_python_that_is_promised() -> None:
-    """Debian 12 has 3.11.2, and installs nothing of a lock with one package that wants a later one."""
+def test_every_installed_package_takes_the_oldest_python_that_is_promised() -> None:
+    """What is installed comes from the locks. Debian 12 has 3.11.2, and installs nothing of a lock with one
+    package that wants a later one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     oldest = project["requires-python"].removeprefix(">=") + ".0"
     wanted = {one.name: one.metadata.get_all("Requires-Python", [""]) for one in distributions()}

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from infra.node.protocol import NodeStateUnreadable
@@ -124,8 +125,15 @@ def test_a_new_register_has_a_new_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"this is no database, and long enough to be read as one" * 20])
 def test_a_file_that_is_no_register_is_refused(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    with pytest.raises(NodeStateUnreadable, match=r"register\.db"):
+    with pytest.raises(NodeStateUnreadable, match=r"register\.db") as refused:
         NodeRegister(path)
+    # While the error is here, nothing but a close has closed it.
+    assert str(path) not in [file.path for file in psutil.Process().open_files()], refused
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NodeStateUnreadable, match=r"away/register\.db"):
+        NodeRegister(tmp_path / "away" / "register.db")
 
 
 def test_a_register_of_a_later_release_is_refused(path: Path) -> None:
