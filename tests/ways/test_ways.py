@@ -1,4 +1,4 @@
-"""The ways of an order, a claim and a job pass few files, and those that the documents list."""
+"""The ways of an order, a claim and a job pass the files that the documents list."""
 
 from __future__ import annotations
 
@@ -50,8 +50,6 @@ def test_an_order_passes_the_listed_files(traced: tuple[House, Tracer]) -> None:
     way, shared = files_of("order-way.md")
     assert found.only_by_it <= way | shared
     assert way <= found.met
-    assert len(way) <= 26
-    assert len(way | shared) <= 48
 
 
 def test_a_claim_passes_each_listed_file(traced: tuple[House, Tracer]) -> None:
@@ -67,7 +65,6 @@ def test_a_claim_passes_each_listed_file(traced: tuple[House, Tracer]) -> None:
     only_types = {"workflows/user_worker/messages.py"}
     # More files run at the same time: the pool is refilled, the session is built, what happened is recorded.
     assert {file for file in way if file.endswith(".py")} - only_types <= found.met
-    assert len(way) <= 30
 
 
 def test_a_job_passes_the_listed_files(traced: tuple[House, Tracer]) -> None:
@@ -86,4 +83,3 @@ def test_a_job_passes_the_listed_files(traced: tuple[House, Tracer]) -> None:
     way, shared = files_of("job-way.md")
     assert found.only_by_it <= way | shared
     assert way <= found.met
-    assert len(way) <= 20
