@@ -19,9 +19,11 @@ from typing import IO, Any, Self
 
 import psutil
 
+from infra.environment import compose_environment
 from infra.local import record
 from infra.local.record import ProcessRecord
 from infra.processes import end_with_parent
+from infra.settings import LocalSettings, read_settings
 from worker_runtime.protocol.errors import BerthError
 
 HOST = "127.0.0.1"
@@ -91,6 +93,11 @@ def listener(port: int) -> str:
     return "another process"
 
 
+def inherited_environment() -> dict[str, str]:
+    """Returns what a process of the local system inherits of our environment."""
+    return compose_environment(os.environ, read_settings(LocalSettings).pass_environment)
+
+
 class Server:
     """One server process. `start()` returns when it answers."""
 
@@ -122,9 +129,9 @@ class Server:
     def command(self) -> Sequence[str]:
         raise NotImplementedError
 
-    def environment(self) -> Mapping[str, str] | None:
-        """The child's environment; None: our own."""
-        return None
+    def environment(self) -> Mapping[str, str]:
+        """Returns the child's environment: what it may inherit of ours."""
+        return inherited_environment()
 
     def answers(self) -> bool:
         return accepts(self.port)

@@ -23,6 +23,7 @@ from infra.local.process import (
     ServerFailed,
     accepts,
     free_port,
+    inherited_environment,
 )
 from infra.vault import key_file
 
@@ -114,6 +115,7 @@ class PostgresServer(Server):
         if os.geteuid() == 0:
             self._allow_traversal(self.directory)
             self._allow_traversal(Path(self.program("postgres")))
+            self._allow_reading(Path(self.program("postgres")).parents[1])
         if not (self.data / "PG_VERSION").exists():
             # Without PG_VERSION, initdb was killed: the folder is made again.
             shutil.rmtree(self.data, ignore_errors=True)
@@ -163,6 +165,17 @@ class PostgresServer(Server):
             if not mode & 0o001:
                 folder.chmod(mode | 0o001)
 
+    @staticmethod
+    def _allow_reading(programs: Path) -> None:
+        """Lets PostgreSQL's user read its programs, which were perhaps installed under a umask of 077."""
+        if (programs / "bin" / "postgres").stat().st_mode & 0o005 == 0o005:
+            return
+        for path in (programs, *programs.rglob("*")):
+            if not path.is_symlink():
+                mode = path.stat().st_mode
+                executable = path.is_dir() or mode & 0o100
+                path.chmod(mode | (0o055 if executable else 0o044))
+
     def _identity(self) -> dict[str, Any]:
         where: dict[str, Any] = {"cwd": self.directory}
         if os.geteuid() == 0:
@@ -178,7 +191,7 @@ class PostgresServer(Server):
             text=True,
             check=False,
             timeout=START_TIMEOUT,
-            env={**os.environ, "PGPASSFILE": str(self._pass_file)},
+            env={**inherited_environment(), "PGPASSFILE": str(self._pass_file)},
             **how,
         )
 
@@ -217,6 +230,8 @@ class TemporalServer(Server):
     """
 
     name = "temporal"
+    #: The program reads profiles in the home folder, which may name another server or namespace.
+    _OURS_ONLY = ("--disable-config-file",)
     dynamic = (
         "history.transferProcessorMaxPollRPS=2000",
         "history.timerProcessorMaxPollRPS=2000",
@@ -253,7 +268,16 @@ class TemporalServer(Server):
         return found
 
     def command(self) -> Sequence[str]:
-        words = [self.binary(), "server", "start-dev", "--ip", HOST, "--port", str(self.port)]
+        words = [
+            self.binary(),
+            *self._OURS_ONLY,
+            "server",
+            "start-dev",
+            "--ip",
+            HOST,
+            "--port",
+            str(self.port),
+        ]
         words += ["--log-level", "warn", "--http-port", str(free_port()), "--metrics-port", str(free_port())]
         words += ["--ui-port", str(self.ui_port), "--ui-ip", HOST] if self.ui_port else ["--headless"]
         if self.durable:
@@ -274,10 +298,19 @@ class TemporalServer(Server):
         if not accepts(self.port):
             return False
         listed = subprocess.run(
-            [self.binary(), "operator", "search-attribute", "list", "--address", self.address],
+            [
+                self.binary(),
+                *self._OURS_ONLY,
+                "operator",
+                "search-attribute",
+                "list",
+                "--address",
+                self.address,
+            ],
             capture_output=True,
             text=True,
             check=False,
             timeout=START_TIMEOUT,
+            env=self.environment(),
         )
         return not listed.returncode and all(name in listed.stdout for name in self.search_attributes)
