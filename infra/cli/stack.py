@@ -26,7 +26,7 @@ from rich.text import Text
 from infra.cli import main_job as job
 from infra.cli.main_job import MainJobResult
 from infra.local import stack
-from infra.local.process import Server
+from infra.local.process import Server, telling_line
 from infra.local.stack import LocalStack
 from infra.local.steps import StepProgress, StepStatus, as_berth_error
 from infra.settings import LocalSettings, read_settings
@@ -198,9 +198,11 @@ def _restart(server: Server, before: list[float], console: Console) -> None:
     now = time.monotonic()
     before[:] = [at for at in before if now - at < 60]
     if len(before) >= MAX_RESTARTS:
-        raise BerthError(f"{server.name} ended {MAX_RESTARTS} times within a minute:\n{server.log_tail()}")
+        cause = server.explain_log()
+        raise BerthError(f"{server.name} ended {MAX_RESTARTS} times within a minute: {cause}")
     before.append(now)
-    console.print(f"{server.name} has ended; starting it again")
+    cause = telling_line(server.log_tail())
+    console.print(f"{server.name} has ended; starting it again ({cause})", markup=False)
     server.stop()  # ends its remaining processes
     server.start()
 

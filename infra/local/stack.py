@@ -223,7 +223,7 @@ class LocalStack:
                 self._progress(StepProgress("pool", StepStatus.STARTED, detail=f"{ready} of {count} ready"))
                 shown = ready
             if not any(one.running for one in self.orchestrators):
-                raise ServerFailed(f"orchestrator ended:\n{self.orchestrator.log_tail()}")
+                raise ServerFailed(f"orchestrator ended: {self.orchestrator.explain_log()}")
             if time.monotonic() > deadline:
                 raise ServerFailed(
                     f"pool: {ready} of {count} workers were ready after {timeout:.0f} s; "
