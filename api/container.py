@@ -31,6 +31,7 @@ from api.pools.service import PoolControl, RolloutControl
 from api.positions.closer import Portfolio, PositionCloser
 from api.positions.intents import IntentRunner
 from api.switches.service import SwitchControl
+from api.webhook_calls.service import FailureNotices, SignalTester
 from api.webhooks.queue import SignalQueue
 from api.webhooks.service import SignalReceiver
 from api.workers.answers import AnswerListener, AnswerWaiter
@@ -155,6 +156,8 @@ class Services:
             require_schema=self.schema.require,
             is_genuine=self.tokens.is_genuine,
         )
+        self.failure_notices = FailureNotices(self.database, self.kept_jobs, self.schema.require)
+        self.signal_tester = SignalTester(self.database, self.signals, self.webhooks.calendar)
 
     @property
     def wrapper(self) -> KeyWrapper:
@@ -229,6 +232,7 @@ async def running_services(settings: Settings, traces: Traces | None = None) -> 
                 await services.schema.tried.wait()
         stack.push_async_callback(services.signals.close)
         await stack.enter_async_context(tasks.running(services.webhooks.run()))
+        await stack.enter_async_context(tasks.running(services.failure_notices.run()))
         yield services
 
 

@@ -153,6 +153,14 @@ class WebhookUnknown(NotFound, code="WEBHOOK_UNKNOWN"):
     """There is no such webhook, or it was revoked."""
 
 
+class WebhookPaused(BerthError, code="WEBHOOK_PAUSED", status=409):
+    """This webhook is paused and takes no signals. Resume it, then send the signal again."""
+
+
+class WebhookExpired(BerthError, code="WEBHOOK_EXPIRED", status=410):
+    """This webhook has expired and takes no signals. Give it a later expiry, or make another one."""
+
+
 class WebhookSecretWrong(Forbidden, code="WEBHOOK_SECRET_WRONG"):
     """The secret in the signal is not this webhook's."""
 
