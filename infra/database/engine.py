@@ -13,7 +13,13 @@ from sqlalchemy import URL, ClauseElement, event, make_url
 from sqlalchemy.dialects.postgresql.asyncpg import dialect as asyncpg_dialect
 from sqlalchemy.exc import DBAPIError, DisconnectionError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import (
+    AsyncConnection,
+    AsyncEngine,
+    AsyncSession,
+    async_sessionmaker,
+    create_async_engine,
+)
 from sqlalchemy.sql.compiler import SQLCompiler
 
 from infra.database.liveness import MAX_AGE_S, ConnectionWatch, WatchedConnection
@@ -172,7 +178,6 @@ def _watch_engine(engine: AsyncEngine, watch: ConnectionWatch) -> None:
         "close": before_close,
         "before_cursor_execute": before_statement,
         "after_cursor_execute": after_statement,
-        "commit": before_statement,  # `checkin` follows
         "handle_error": after_error,
     }
     for name, listener in events.items():
@@ -226,6 +231,13 @@ def outage_of(error: Exception) -> DatabaseUnavailable | None:
 
 async def _keep_settings(_: asyncpg.Connection) -> None:
     """Replaces asyncpg's reset: single statements leave nothing behind on a connection."""
+
+
+def _driver_connection(connection: AsyncConnection) -> WatchedConnection:
+    raw = connection.sync_connection
+    assert raw is not None  # noqa: S101 - it is open
+    found: WatchedConnection = raw.connection.driver_connection  # type: ignore[assignment]
+    return found
 
 
 def _watched(held: PoolConnectionProxy) -> WatchedConnection:
@@ -317,10 +329,12 @@ class Database:
                 sessions = self._singles if autocommit else self._sessions
                 started = time.perf_counter()
                 async with self._turns, sessions() as session, session.begin():
-                    await session.connection()
+                    connection = await session.connection()
                     DATABASE_WAIT.observe(time.perf_counter() - started)
                     yield session
-                    committing = not autocommit
+                    if not autocommit:
+                        committing = True
+                        self._watch.began(_driver_connection(connection))  # until it is back in its pool
         except DatabaseUnavailable as error:
             if committing:
                 raise OutcomeUnconfirmed(error.detail) from error

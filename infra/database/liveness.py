@@ -24,7 +24,9 @@ CHECK_TIMEOUT_S = 0.5
 #: Seconds that a connection is used, at least; some live a quarter longer, so that not all end at once.
 MAX_AGE_S = 1800.0
 #: Seconds after which a statement without an answer is looked into, and again each time they have doubled.
-SILENT_AFTER_S = 0.75
+SILENT_AFTER_S = 0.5
+#: Seconds after which a statement is looked into when another one is: connections die together.
+SILENT_TOO_AFTER_S = 0.1
 #: Seconds that its answer, if it is on its way, still has.
 CONFIRM_S = 0.2
 #: Seconds that a look may take.
@@ -99,9 +101,9 @@ class ConnectionWatch:
         return True
 
     def _suspect(self, before: float, reason: str, count: int) -> None:
-        if before > self._suspect_before:
+        if before > self._suspect_before + 1.0:
             log.warning("database_connections_dead", reason=reason, count=count)
-            self._suspect_before = before
+        self._suspect_before = max(self._suspect_before, before)
 
     # --- during a use -------------------------------------------------------------------------------
 
@@ -141,9 +143,13 @@ class ConnectionWatch:
     async def _end_silent(self) -> None:
         """Ends the connections whose statement has no answer to come, so that those who wait get an error."""
         now = time.monotonic()
-        waits = {connection: wait.began for connection, wait in self._waits.items() if wait.due <= now}
+        waits = {
+            connection: wait.began
+            for connection, wait in self._waits.items()
+            if now - wait.began >= SILENT_TOO_AFTER_S
+        }
         for connection, began in waits.items():
-            self._waits[connection].due = now + (now - began)
+            self._waits[connection].due = max(self._waits[connection].due, now + (now - began))
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 states = await self._read_states(connection.get_server_pid() for connection in waits)

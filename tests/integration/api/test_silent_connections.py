@@ -10,9 +10,7 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
-from sqlalchemy import text
 
-from infra.database.engine import Database
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.settings import Settings
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
@@ -24,6 +22,8 @@ from tests.silent_proxy import SilentProxy
 AFTER_A_DROP_S = 2.0
 #: Orders at once.
 PARALLEL = 20
+#: Orders at once that need a claim.
+CLAIMS = 10
 #: Seconds without traffic, after which connections are asked before use.
 IDLE_S = 1.2
 
@@ -38,17 +38,31 @@ class Lines:
     valkey: SilentProxy
     temporal: SilentProxy
 
-    async def order(self, number: int) -> tuple[httpx.Response, float]:
-        async with self.api.client(self.api.key) as client:
+    async def place(self, user: str, key: str, number: int = 1) -> tuple[httpx.Response, float]:
+        async with self.api.client(key) as client:
             began = time.perf_counter()
             response = await client.post(
-                f"/users/{self.api.user}/orders", json=an_order(number), params={"wait": 20}, timeout=60
+                f"/users/{user}/orders", json=an_order(number), params={"wait": 20}, timeout=60
             )
             return response, time.perf_counter() - began
 
     async def orders(self, first: int) -> list[tuple[httpx.Response, float]]:
         numbers = range(first, first + PARALLEL)
-        return list(await asyncio.gather(*(self.order(number) for number in numbers)))
+        orders = (self.place(self.api.user, self.api.key, number) for number in numbers)
+        return list(await asyncio.gather(*orders))
+
+
+async def new_user(api: ServedApi, user: str) -> tuple[str, str]:
+    """A user with an account and without a worker; the id and the key."""
+    async with api.client(api.admin_key) as admin:
+        made = await admin.post("/users", json={"user_id": user})
+        assert made.status_code == 201, made.text
+    key = made.json()["api_key"]
+    async with api.client(key) as client:
+        body = {"broker": "paper", "api_key": "key", "secret_key": "secret"}
+        stored = await client.put(f"/users/{user}/accounts/main/credentials", json=body)
+        assert stored.status_code == 200, stored.text
+    return user, key
 
 
 @pytest.fixture
@@ -88,12 +102,27 @@ async def lines(
         yield found
 
 
-def check_in_time(answered: list[tuple[httpx.Response, float]]) -> None:
+def check_in_time(answered: list[tuple[httpx.Response, float]], *, claims: float = 0.0) -> None:
+    """`claims`: seconds that as many claims at once take by themselves."""
     slowest = max(seconds for _, seconds in answered)
-    print(f"slowest of {len(answered)}: {slowest:.2f} s")  # noqa: T201 - the figure of the report
+    print(f"slowest of {len(answered)}: {slowest:.2f} s, claims {claims:.2f} s")  # noqa: T201 - to be reported
     assert {response.status_code for response, _ in answered} == {201}, [r.text for r, _ in answered]
     assert all(response.json()["state"] == "filled" for response, _ in answered)
-    assert slowest < AFTER_A_DROP_S
+    assert slowest < AFTER_A_DROP_S + claims
+
+
+@pytest.mark.parametrize("idle", [IDLE_S, 0.0], ids=["idle", "in-use"])
+async def test_orders_that_need_a_claim_after_all_connections_to_temporal_died(
+    lines: Lines, lifecycle: LifecycleStub, idle: float
+) -> None:
+    others = [await new_user(lines.api, f"{lines.api.user}-{number}") for number in range(2 * CLAIMS)]
+    before = await asyncio.gather(*(lines.place(*other) for other in others[:CLAIMS]))
+    await asyncio.sleep(idle)
+    assert lines.temporal.silence() > 0
+
+    answered = await asyncio.gather(*(lines.place(*other) for other in others[CLAIMS:]))
+
+    check_in_time(answered, claims=max(seconds for _, seconds in before))
 
 
 @pytest.mark.parametrize("idle", [IDLE_S, 0.0], ids=["idle", "in-use"])
