@@ -149,11 +149,14 @@ def test_a_query_is_one_trace_to_the_broker(house: House, collector: Collector) 
     collector.await_names("f" * 32, {"broker query", *CLAIM})
 
 
-def test_an_alert_is_one_trace_to_the_fill_and_none_shows_its_address(
+def test_a_signal_is_one_trace_to_the_fill_and_none_shows_its_address(
     house: House, collector: Collector
 ) -> None:
     trader = house.trader()
-    path, body = f"/v1/users/{trader.user_id}/webhooks", {"account_id": trader.account_id}
+    path, body = (
+        f"/v1/users/{trader.user_id}/webhooks",
+        {"account_id": trader.account_id, "quantity_unit": "lots"},
+    )
     hook = house.call("POST", path, trader.api_key, json=body).json()
     alert = {
         **{"secret": hook["secret"], "action": "long_entry", "symbol": "2330", "quantity": 1},
@@ -163,7 +166,7 @@ def test_an_alert_is_one_trace_to_the_fill_and_none_shows_its_address(
     assert taken.is_success, taken.text
 
     def span() -> Span | None:
-        return next((one for one in list(collector.spans) if one.name == "webhook alert"), None)
+        return next((one for one in list(collector.spans) if one.name == "webhook signal"), None)
 
     alerted = until(span, "the span of the alert")
     assert attributes(alerted) == {"berth.webhook": hook["id"]}
