@@ -45,7 +45,7 @@ class ProxiedHouse:
 @pytest.fixture(scope="module")
 def proxied() -> Iterator[ProxiedHouse]:
     with ExitStack() as stack:
-        names = ("postgres", "valkey", "worker-valkey", "temporal", "exchange")
+        names = ("postgres", "valkey", "worker-valkey", "temporal")
         proxies = {name: stack.enter_context(SilentProxy()) for name in names}
 
         def through_proxies(folder: Path) -> LocalStack:
@@ -57,12 +57,10 @@ def proxied() -> Iterator[ProxiedHouse]:
                 worker_valkey_url=f"redis://{proxies['worker-valkey'].address}/0",
                 database_url=f"postgresql+asyncpg://berth@{proxies['postgres'].address}/{DATABASE}",
                 temporal_address=proxies["temporal"].address,
-                exchange_address=proxies["exchange"].address,
             )
             proxies["valkey"].target = proxies["worker-valkey"].target = made.valkey.port
             proxies["postgres"].target = made.postgres.port
             proxies["temporal"].target = made.temporal.port
-            proxies["exchange"].target = made.exchange.port
             return made
 
         house = stack.enter_context(house_of(through_proxies))
