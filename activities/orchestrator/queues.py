@@ -231,6 +231,7 @@ def lifecycle_activities(parts: OrchestratorResources) -> Activities:
         reloading.reload_credentials,
         TimelineActivity(parts.database).record_timeline,
         pool.count_pool,
+        pool.keep_pool,
         pool.shrink_pool,
     ]
 
