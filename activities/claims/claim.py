@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 
 import structlog
 from redis.asyncio import Redis
@@ -356,6 +357,9 @@ def _nobody(request: m.ClaimRequest) -> m.WorkerRef:
 
 def _adopted(claimed: _ClaimedWorker, assignment: WorkerSession) -> m.ClaimResult:
     claimed_at, connected_at = assignment.claimed_at, assignment.connected_at
+    if connected_at is None and claimed_at is not None:
+        # The event of its connect may be lost.
+        connected_at = claimed_at if datetime.now(UTC) - claimed_at > worker_sessions.LONG_CLAIMED else None
     return m.ClaimResult(
         status=m.ClaimStatus.ADOPTED,
         worker=claimed.worker,

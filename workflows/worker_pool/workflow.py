@@ -18,7 +18,7 @@ from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import carried_state, continue_as_new, copied_fields, wait_until
+    from workflows.entity import carried_state, continue_as_new, copied_fields, raise_cancellation, wait_until
     from workflows.worker_pool import messages as pm
     from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, check_policy
     from workflows.worker_pool.state import BACKOFF_MAX, REPORT_AFTER, PoolState, pool_details
@@ -273,6 +273,7 @@ class WorkerPoolWorkflow:
         try:
             count = await calls.count_pool(request)
         except FailureError as error:  # nothing is known: nothing is launched
+            raise_cancellation(error)
             self._uncounted += 1
             resized = resized or self._state.resized
             self._state = replace(self._state, resized=resized, last_failure=f"count: {calls.cause(error)}")
@@ -373,6 +374,7 @@ class WorkerPoolWorkflow:
             )
             self._state = replace(self._state, ready=max(0, self._state.ready - stopped))
         except FailureError as error:
+            raise_cancellation(error)
             self._state = replace(self._state, last_failure=f"shrink: {calls.cause(error)}")
 
     def _seconds_until_count(self) -> float:
