@@ -8,7 +8,6 @@ from datetime import timedelta
 
 from temporalio.client import (
     Client,
-    WorkflowExecutionStatus,
     WorkflowFailureError,
     WorkflowQueryRejectedError,
     WorkflowUpdateFailedError,
@@ -126,15 +125,15 @@ class RolloutControl:
         handle = self.client.get_workflow_handle(rollout_id(pool), result_type=RolloutView)
         try:
             with temporal_errors(missing=_no_rollout(pool)):
-                status = (await handle.describe(rpc_timeout=TIMEOUT)).status
-                if status == WorkflowExecutionStatus.COMPLETED:
+                run = await read_execution(self.client, handle.id)
+                if run is None:
+                    raise _no_rollout(pool)
+                if run.end == "completed":
                     # Not queried: the release that ran it may be gone, and its result says the same.
                     ended: RolloutView = await handle.result(rpc_timeout=TIMEOUT)
                     return ended
-                if status != WorkflowExecutionStatus.RUNNING:
-                    why = await explain_end(
-                        self.client, handle.id, await read_execution(self.client, handle.id)
-                    )
+                if not run.is_open:
+                    why = await explain_end(self.client, handle.id, run)
                     raise NoRollout(f"the last rollout of pool {pool} was {why}. {HALF_WAY}")
                 view: RolloutView = await handle.query("view", result_type=RolloutView, rpc_timeout=TIMEOUT)
         except WorkflowFailureError:
