@@ -69,11 +69,6 @@ HTTP_PROBLEMS = _counter("berth_http_problems_total", "Errors that the API answe
 LIMITED = _counter(
     "berth_requests_limited_total", "Requests refused with 429: by key, user, address or webhook.", "limit"
 )
-ENTITIES_REBUILT = _counter(
-    "berth_entities_rebuilt_total",
-    "Long-lived workflows and schedules that somebody had ended, and an orchestrator brought back.",
-    "kind",
-)
 HTTP_SECONDS = _histogram(
     "berth_http_request_seconds", "Requests to the API, to the end of the answer.", _ORDERS, "route"
 )

@@ -38,7 +38,6 @@ from infra.database.orders import watch as order_watch
 from infra.database.workers import pools
 from infra.database.workers import sessions as worker_sessions
 from infra.database.workers.sessions import LiveAssignment
-from infra.process_metrics import ENTITIES_REBUILT
 from infra.settings import Settings
 from infra.temporal.client import CALL, signal_workflow, unless_missing
 from infra.temporal.executions import ExecutionState, explain_end, list_open, read_execution
@@ -345,5 +344,4 @@ class EntityRestorer:
             reason=missing.reason,
             subject=missing.subject,
         )
-        ENTITIES_REBUILT.labels(missing.kind).inc()
         await self._record(rebuilt)
