@@ -38,6 +38,10 @@ class NoPool(NotFound, code="NO_POOL"):
     """There is no such pool."""
 
 
+class PoolRebuilding(BerthError, code="POOL_REBUILDING", retryable=True):
+    """The pool's workflow was ended in Temporal; an orchestrator rebuilds it within a minute."""
+
+
 class PoolChanged(BerthError, code="POOL_CHANGED", status=409):
     """Somebody else has changed the pool; read it again."""
 
