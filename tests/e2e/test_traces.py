@@ -17,6 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from infra.local.stack import LocalStack
 from tests.e2e.conftest import PATIENCE, POOL, House, Trader, house_of, until
 
+pytestmark = pytest.mark.drill
 REQUEST = "POST /v1/users/{user_id}/orders"
 #: What each order and each claim has, whatever else happens.
 ORDER = {"order accepted", "order queued", "broker place", "order submitting", "order filled"}
