@@ -257,12 +257,14 @@ class SignalQueue:
         if run.held.webhook.revoked_at is not None:
             raise errors.WebhookUnknown("the webhook was revoked")
         pause = RETRY_PAUSE
-        obstacle = ""
+        obstacle = run.call.reason or ""
         while True:
             try:
                 return await self._try(run)
-            except (signals.LeaseLost, DatabaseUnavailable, errors.IntentExpired):
+            except (signals.LeaseLost, DatabaseUnavailable):
                 raise
+            except errors.IntentExpired as error:
+                raise (_expired(obstacle) if obstacle else error) from None
             except BerthError as error:
                 if not (error.retryable or isinstance(error, SymbolBlocked) or type(error) is BerthError):
                     raise
@@ -286,7 +288,7 @@ class SignalQueue:
             plan = _plan_of_release_before(run, known)
         if plan is None or not known:
             if not run.left:
-                raise _expired(run.call.reason or "its turn came too late")
+                raise _expired("its turn came too late")
             plan = await self._plan(run)
             async with self._database.session() as session:
                 await signals.note_plan(session, run.call.id, run.holder, plan.to_json())
@@ -376,7 +378,8 @@ class SignalQueue:
             final = await self._order_when(run, order, lambda view: view.final, run.until)
             run.orders[final.client_order_id] = final
             if not final.final:
-                raise _expired(f"the closing order {final.id} is {final.state.value}, and not filled")
+                late = _expired(f"the closing order {final.id} is {final.state.value}, and not filled")
+                raise _Refused(late)
             if (failure := failure_of(final)) is not None:
                 raise _Refused(failure)
             if final.state is not OrderState.FILLED:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
+import httpx
 import pytest
 from sqlalchemy import func, select, text
 
@@ -16,7 +19,7 @@ from infra.database.trading.models import Webhook, WebhookCall, WebhookDelivery
 from infra.settings import Settings
 from tests.integration.api.accounts.test_portfolio import held, holding
 from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
-from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
+from tests.integration.api.conftest import Serve, ServedApi, StartWorker, alive, an_order, running_api
 from tests.integration.api.orders.test_intents import broker, ended, sent
 from tests.integration.api.orders.test_order_changes import resting, set_row
 from tests.integration.api.scripted_worker import ScriptedWorker, filled, silent, until
@@ -404,3 +407,28 @@ async def test_signals_are_carried_out_in_the_order_in_which_they_were_stored(
     stored = [row.quantity for row in rows]
     assert [order.quantity for order in worker.popped] == stored
     assert sorted(one or 0 for one in stored) == list(range(1, 13))
+
+
+async def test_a_signal_whose_process_is_killed_is_carried_on_by_another_once(
+    api: ServedApi, start_worker: StartWorker, serve: Serve
+) -> None:
+    worker = await broker(api, start_worker, -2, silent)
+    made = await make(api)
+    process, url = serve(1)
+    await alive(url)
+    said = [
+        a_signal(made, action="long_entry", symbol="MXFA6", quantity=3, id="1"),
+        a_signal(made, action="buy", symbol="MXFA6", quantity=1, id="2"),
+    ]
+    async with httpx.AsyncClient(timeout=40) as client:
+        for each in said:
+            answer = await client.post(f"{url}/webhooks/{made['token']}/signals", json=each)
+            assert (answer.status_code, answer.json()["complete"]) == (202, False)
+    await until(lambda: len(worker.popped) == 1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(30)
+    worker.script = filled
+    await worker.answer_later(filled(worker.popped[0]))
+    first, second = await completed(api, 2)
+    assert [(row.state, row.outcome) for row in (first, second)] == [("done", "placed")] * 2
+    assert sent(worker) == [("buy", 2, True), ("buy", 3, False), ("buy", 1, False)]
