@@ -1,4 +1,5 @@
-"""Handles what every request needs: its id, limits of its head and body, an access log line, a last resort.
+"""Handles what every request needs: its id, its source, its path, limits of its head and body, an access log
+line, a last resort.
 
 Plain ASGI, because Starlette's `BaseHTTPMiddleware` runs each request in a task and a stream of its own.
 """
@@ -7,7 +8,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Any
 
@@ -17,7 +18,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from api.http.errors import BodyTooLarge, BodyTooSlow, TooManyRequests
 from api.http.limits import RequestLimits
-from api.http.problems import redacted_path, response_of
+from api.http.paths import ROOT_PATH, local_path, public_path
+from api.http.problems import response_of
+from api.http.proxies import TrustedProxies
 from infra.process_metrics import count_request
 from worker_runtime.protocol.errors import BerthError
 
@@ -69,14 +72,24 @@ class HeadLimitingProtocol(HttpToolsProtocol):
             self._head_due = None
 
 
+class _HeadAnswered(Exception):
+    """A HEAD request has its answer, and what would follow is its body."""
+
+
 @dataclass(eq=False, repr=False)
 class RequestMiddleware:
-    """ASGI middleware: `X-Request-ID` in and out, 408, 413, 429, access log, 500 as a problem."""
+    """ASGI middleware: `X-Request-ID` in and out, 408, 413, 429, access log, 500 as a problem.
+
+    Routes get a request as if it had come without proxies: from its own client, with the path below the root
+    path. A HEAD is a GET whose body is not sent.
+    """
 
     app: ASGIApp
     body_time: float = BODY_TIME
     #: The limits of requests, once they are made.
     limits: Callable[[], RequestLimits | None] = lambda: None
+    proxies: TrustedProxies = field(default_factory=TrustedProxies)
+    root_path: str = ""
 
     def __post_init__(self) -> None:
         self.log = structlog.get_logger()
@@ -86,6 +99,13 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         began = time.perf_counter()
+        self.proxies.resolve(scope)
+        scope[ROOT_PATH] = self.root_path
+        scope["path"] = local_path(scope["path"], self.root_path)
+        method = scope["method"]
+        if method == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server's own stays: it sends no body
+            send = _without_body(send)
         headers = dict(reversed(scope["headers"]))  # of a repeated one the first, as Starlette reads them
         request_id = _accepted_id(headers.get(b"x-request-id", b"")) or token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
@@ -102,7 +122,7 @@ class RequestMiddleware:
 
         async def fail(error: BerthError) -> None:
             scope["berth.code"] = error.code
-            response = response_of(error, instance=redacted_path(scope["path"]), request_id=request_id)
+            response = response_of(error, instance=public_path(scope), request_id=request_id)
             await response(scope, receive, send_with_id)
 
         if (limits := self.limits()) is not None:
@@ -124,24 +144,40 @@ class RequestMiddleware:
                     await fail(BodyTooLarge())
                 else:
                     await self.app(scope, body, send_with_id)
+        except _HeadAnswered:
+            pass
         except Exception:  # the boundary of a request: whatever happened, the caller gets a problem
-            self.log.exception("request_failed", request_id=request_id, path=redacted_path(scope["path"]))
+            self.log.exception("request_failed", request_id=request_id, path=public_path(scope))
             if status:
                 raise  # the answer has begun: only cutting the connection tells the caller
             await fail(BerthError("an error on our side; the log has it under this request id"))
         finally:
             seconds = time.perf_counter() - began
             route, code = getattr(scope.get("route"), "path", ""), scope.get("berth.code")
-            count_request(scope["method"], route, status, code, seconds)
+            count_request(method, route, status, code, seconds)
             self.log.info(
                 "request",
                 request_id=request_id,
-                method=scope["method"],
-                path=redacted_path(scope["path"]),
+                method=method,
+                path=public_path(scope),
                 status=status,
                 ms=round(seconds * 1000, 2),
                 **_caller(scope),
             )
+
+
+def _without_body(send: Send) -> Send:
+    """`send` that ends an answer behind its head; raises `_HeadAnswered` when a stream would begin."""
+
+    async def send_head(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if message.get("more_body", False):
+                raise _HeadAnswered
+        else:
+            await send(message)
+
+    return send_head
 
 
 def _caller(scope: MutableMapping[str, Any]) -> dict[str, str]:

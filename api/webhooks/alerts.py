@@ -1,13 +1,11 @@
 """Webhooks, and the alerts that come to them: what they say, and the orders that are planned of them."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from hashlib import sha256
-from ipaddress import ip_network
 from typing import Annotated, Any, Self
 from uuid import UUID
 
@@ -18,12 +16,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     model_validator,
 )
 
 from api.http.fields import AccountId, Body, View, plain_price, with_examples
-from api.http.problems import invalid_request
+from api.http.problems import refusing_invalid
 from api.orders.schemas import (
     MAX_QUANTITY,
     Lot,
@@ -38,12 +35,13 @@ from api.positions.closer import PositionClose
 from api.positions.parts import part_ids
 from api.positions.schemas import AnyCondition, ClosePositionRequest, Intent, IntentRequest, PricedBody
 from infra.database.trading.models import Webhook
+from infra.networks import parse_network
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderLot
 
 
 def _network(text: str) -> str:
-    return str(ip_network(text, strict=False))
+    return str(parse_network(text, strict=False))
 
 
 class WebhookRequest(Body):
@@ -185,21 +183,12 @@ class AlertPlan:
         return self.what.client_order_id
 
 
-@contextmanager
-def _refusing_body() -> Iterator[None]:
-    """Raises `InvalidRequest`, which names fields and never shows a value: one is a secret."""
-    try:
-        yield
-    except ValidationError as error:
-        raise invalid_request(error.errors(), "body") from None
-
-
-@_refusing_body()
+@refusing_invalid("body")
 def parse_alert(body: bytes) -> Alert:
     return Alert.model_validate_json(body)
 
 
-@_refusing_body()
+@refusing_invalid("body")
 def plan_of(alert: Alert, webhook: Webhook) -> AlertPlan:
     """Raises `InvalidRequest` for what its kind of order cannot be."""
     digest = _digest(alert, webhook)

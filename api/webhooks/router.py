@@ -41,7 +41,7 @@ async def create_webhook(
             session, token, user_id=user_id, actor=call.actor, **body.model_dump()
         )
     shown = alerts.WebhookView.model_validate(row).model_dump()
-    path = f"/v1/webhooks/{token}/orders"
+    path = call.link(f"/v1/webhooks/{token}/orders")
     return alerts.WebhookWithSecretsView(**shown, token=token, secret=secret, path=path)
 
 
@@ -94,9 +94,8 @@ async def deliver_alert(token: Token, request: Request, services: InServices) ->
     time is too far from ours is refused. Answered within two seconds, if need be with 202: then it goes on
     without the caller, until the order deadline.
     """
-    peer = request.client.host if request.client else ""
-    forwarded = request.headers.getlist("x-forwarded-for")
-    taken = await services.webhooks.receive_alert(token, peer, forwarded, await request.body())
+    source = request.client.host if request.client else ""
+    taken = await services.webhooks.receive_alert(token, source, await request.body())
     settled = taken.complete and all(leg.state not in UNANSWERED for leg in taken.legs)
     found: OrderView | alerts.AlertOutcome
     if taken.alert.plain and taken.legs:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
-from ipaddress import ip_network
 from uuid import UUID
 
 import structlog
@@ -24,7 +23,7 @@ from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from api.http import errors
-from api.http.limits import RequestLimits, is_within, source_of
+from api.http.limits import RequestLimits
 from api.http.problems import ProblemError
 from api.orders.outcomes import OrderReader
 from api.orders.placer import OrderPlacer
@@ -38,6 +37,7 @@ from infra.database.engine import Database
 from infra.database.orders import checks as closing
 from infra.database.trading import webhooks
 from infra.database.trading.models import Webhook, WebhookAlert
+from infra.networks import is_within, parse_network
 from infra.settings import Settings
 from infra.tasks import SharedTasks
 from infra.tracing import Traces
@@ -88,24 +88,20 @@ class AlertProcessor:
     def __post_init__(self) -> None:
         #: Alerts under way, by their digest.
         self._tasks: SharedTasks[str, list[OrderView]] = SharedTasks(self._log_failure)
-        self._proxies = [ip_network(proxy) for proxy in self.settings.trusted_proxies]
         self._log = structlog.get_logger()
 
     async def close(self) -> None:
         """Cancels what is under way. An entry whose close is not filled opens nothing."""
         await self._tasks.close()
 
-    async def receive_alert(
-        self, token: str, peer: str, forwarded: Sequence[str], body: bytes
-    ) -> AcceptedAlert:
+    async def receive_alert(self, token: str, source: str, body: bytes) -> AcceptedAlert:
         """Does what an alert asks for; a repeat of the alert returns the first outcome.
 
-        `peer` is who is connected, `forwarded` the values of X-Forwarded-For. Raises `WebhookUnknown`,
-        `WebhookBusy`, `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`,
-        `AlertOutdated`, and what `OrderPlacer`, `PositionCloser` and `IntentRunner` raise.
+        `source` is the address that sent it. Raises `WebhookUnknown`, `WebhookBusy`, `SourceNotAllowed`,
+        `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`, `AlertOutdated`, and what `OrderPlacer`,
+        `PositionCloser` and `IntentRunner` raise.
         """
         webhook = await self._find(token)
-        source = source_of(peer, forwarded, self._proxies)
         try:
             alert = _checked_alert(webhook, source, body)
         except BerthError as error:
@@ -311,7 +307,7 @@ class AlertProcessor:
 def _checked_alert(webhook: Webhook, source: str, body: bytes) -> Alert:
     """The alert, if it is from one of the webhook's sources and has its secret: 256 bits, which nobody
     guesses. Raises `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`."""
-    if webhook.sources and not is_within(source, [ip_network(one) for one in webhook.sources]):
+    if webhook.sources and not is_within(source, map(parse_network, webhook.sources)):
         raise errors.SourceNotAllowed
     if len(body) > MAX_BODY:
         raise errors.BodyTooLarge(f"an alert has at most {MAX_BODY} bytes")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from ipaddress import ip_network
 from uuid import UUID
 
 import pytest
 from pydantic import ValidationError
 
 from api.http.errors import InvalidRequest
-from api.http.limits import source_of
-from api.http.problems import redacted_path
 from api.orders.schemas import OrderRequest
 from api.positions.closer import PositionClose
 from api.positions.schemas import IntentRequest
@@ -20,30 +17,6 @@ from infra.database.trading.models import Webhook
 from worker_runtime.protocol.messages import TimeInForce
 
 WEBHOOK = Webhook(id=UUID(int=1), account_id="main", user_id="alice")
-PROXIES = [ip_network("10.0.0.0/8"), ip_network("::1/128")]
-
-
-@pytest.mark.parametrize(
-    ("peer", "forwarded", "expected"),
-    [
-        ("203.0.113.9", [], "203.0.113.9"),
-        ("203.0.113.9", ["52.89.214.238"], "203.0.113.9"),  # no proxy of ours wrote that
-        ("10.0.0.1", ["52.89.214.238"], "52.89.214.238"),
-        ("10.0.0.1", ["52.89.214.238, 203.0.113.9"], "203.0.113.9"),  # the first one was invented
-        ("10.0.0.1", ["52.89.214.238", "10.0.0.2"], "52.89.214.238"),
-        ("::ffff:10.0.0.1", ["52.89.214.238"], "52.89.214.238"),
-        ("10.0.0.1", ["nonsense"], "nonsense"),
-        ("10.0.0.1", [], "10.0.0.1"),
-    ],
-)
-def test_a_forwarded_address_counts_as_far_as_our_proxies_wrote_it(
-    peer: str, forwarded: list[str], expected: str
-) -> None:
-    assert source_of(peer, forwarded, PROXIES) == expected
-
-
-def test_nobody_is_believed_without_proxies_of_ours() -> None:
-    assert source_of("10.0.0.1", ["52.89.214.238"], []) == "10.0.0.1"
 
 
 def alert(**changes: object) -> Alert:
@@ -146,7 +119,5 @@ def test_a_time_without_a_zone_is_refused() -> None:
         alert(time="2026-11-21T01:00:00")
 
 
-def test_a_webhooks_token_is_in_no_log_and_no_problem() -> None:
-    assert redacted_path("/v1/webhooks/canary/orders") == "/v1/webhooks/…"
-    assert redacted_path("/v1/users/u/webhooks") == "/v1/users/u/webhooks"
+def test_an_alerts_secret_is_not_shown() -> None:
     assert "secret" not in repr(alert(secret="canary"))
