@@ -13,7 +13,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ValidationError
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import Match, Mount
 from starlette.types import Scope
 
 from api.http import errors
@@ -39,6 +39,8 @@ _DEPENDENCIES: dict[type[BerthError], str] = {
     errors.ValkeyUnavailable: "valkey",
     errors.TemporalUnavailable: "temporal",
 }
+#: Methods that routes have; HEAD is served wherever GET is.
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 class ProblemError(Exception):
@@ -133,10 +135,12 @@ def _of_http(failure: HTTPException) -> BerthError:
 
 def _allowed_methods(scope: Scope) -> list[str]:
     """Return the methods of all routes of this path: Starlette names those of the first one only."""
-    methods: set[str] = set()
-    for route in scope["app"].routes:
-        if route.matches(scope)[0] is not Match.NONE:
-            methods |= getattr(route, "methods", None) or set()
+    routes = [route for route in scope["app"].routes if not isinstance(route, Mount)]
+    methods = {
+        method
+        for method in _METHODS
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
+    } or {"GET"}  # a file of the pages
     return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 
 
