@@ -5,6 +5,7 @@ Plain ASGI, because Starlette's `BaseHTTPMiddleware` runs each request in a task
 """
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Callable, MutableMapping, Sequence
@@ -16,10 +17,10 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from api.http.errors import BodyTooLarge, BodyTooSlow, TooManyRequests
+from api.http.errors import BodyTooLarge, BodyTooSlow, HeadTooLarge, TooManyRequests
 from api.http.limits import RequestLimits
 from api.http.paths import ROOT_PATH, local_path, public_path
-from api.http.problems import response_of
+from api.http.problems import MEDIA_TYPE, body_of, response_of
 from api.http.proxies import TrustedProxies
 from infra.process_metrics import count_request
 from worker_runtime.protocol.errors import BerthError
@@ -31,13 +32,16 @@ BODY_TIME = 10.0
 #: Bytes and seconds of a request's head: uvicorn bounds neither. A token and a long query take about 2,000.
 MAX_HEAD = 64 * 1024
 HEAD_TIME = 10.0
+#: Seconds for which the rest of a head that is too large is read, and thrown away.
+LINGER = 1.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class HeadLimitingProtocol(HttpToolsProtocol):
-    """Closes a connection whose next head is too large, or not here in time once it has begun to come."""
+    """Refuses a head that is too large, and closes a connection whose next head is not here in time."""
 
     head_time = HEAD_TIME
+    _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -50,13 +54,24 @@ class HeadLimitingProtocol(HttpToolsProtocol):
         )
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         if self._head_due is None and self.cycle.response_complete:
             self._await_head()
         super().data_received(data)
         if self._head_due is not None:
             self._head_size += len(data)
             if self._head_size > MAX_HEAD:
-                self.transport.close()
+                self._refuse_head()
+
+    def _refuse_head(self) -> None:
+        """Answers 431, and reads on for a moment: closed at once, the answer could be lost."""
+        self._refused = True
+        self._head_arrived()
+        body = json.dumps(body_of(HeadTooLarge())).encode()
+        head = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: %b\r\nContent-Length: %d\r\n"
+        self.transport.write(head % (MEDIA_TYPE.encode(), len(body)) + b"Connection: close\r\n\r\n" + body)
+        self.loop.call_later(LINGER, self.transport.close)
 
     def on_headers_complete(self) -> None:
         self._head_arrived()

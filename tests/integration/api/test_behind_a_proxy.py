@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from api.http.auth import COOKIE
 from api.http.errors import MethodNotAllowed
 from infra.settings import Settings
-from tests.integration.api.accounts.test_webhooks import an_alert, make, outcome_of, post
+from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
 
 SENDER = "52.89.214.238"
@@ -33,22 +33,22 @@ async def proxied(settings: Settings) -> AsyncIterator[ServedApi]:
 
 
 @pytest.mark.parametrize("source", [f"{SENDER}:41234", "[2001:db8::1]:443", "::ffff:52.89.214.238"])
-async def test_an_alert_through_a_proxy_that_adds_the_port_is_from_its_source(
+async def test_a_signal_through_a_proxy_that_adds_the_port_is_from_its_source(
     proxied: ServedApi, start_worker: StartWorker, source: str
 ) -> None:
     await start_worker(proxied.user)
     made = await make(proxied, sources=[SENDER, "2001:db8::/64"])
     through = {"x-forwarded-for": source}
-    answer = await outcome_of(proxied, made, an_alert(made), headers=through)
+    answer = await outcome_of(proxied, made, a_signal(made), headers=through)
     assert (answer.status_code, answer.json()["state"]) == (201, "filled")
 
 
 @pytest.mark.parametrize("source", ["unknown", "_hidden", "", "203.0.113.9:443", f"{SENDER}, unknown"])
-async def test_an_alert_whose_source_nobody_names_is_from_none_of_the_allowed(
+async def test_a_signal_whose_source_nobody_names_is_from_none_of_the_allowed(
     proxied: ServedApi, source: str
 ) -> None:
     made = await make(proxied, sources=[SENDER, "127.0.0.0/8"])
-    refused = await post(proxied, made, an_alert(made), headers={"x-forwarded-for": source})
+    refused = await post(proxied, made, a_signal(made), headers={"x-forwarded-for": source})
     assert (refused.status_code, refused.json()["code"]) == (403, "SOURCE_NOT_ALLOWED")
 
 
@@ -78,7 +78,7 @@ async def test_a_webhook_is_served_with_a_slash_at_its_end_and_never_by_a_redire
     assert made["path"] == f"/berth/v1/webhooks/{made['token']}/orders"
     async with client(proxied) as anybody:
         address = f"http://api{root}{slashes.format(made['token'])}"
-        answer = await anybody.post(address, json=an_alert(made))
+        answer = await anybody.post(address, json=a_signal(made))
     assert answer.status_code in (201, 202)
     assert "location" not in answer.headers
 
