@@ -113,7 +113,7 @@ class Settings(BaseSettings):
     # Fleets of job runners, and what their tiers need
     jobs_runner: str = "fleet"
     jobs_queues: tuple[str, ...] = ("*",)
-    jobs_slots: int = Field(default=1, ge=1, le=256)
+    jobs_slots: int = Field(default=0, ge=0, le=256)
     jobs_recycle: int = Field(default=1, ge=1)
     jobs_runners: str = Field(default="1", pattern=r"^[1-9]\d{0,2}(-[1-9]\d{0,2})?$")
     jobs_wait: float = Field(default=5.0, gt=0)
@@ -266,7 +266,10 @@ class Settings(BaseSettings):
 
 
 class LocalSettings(BaseSettings):
-    """Ports of the servers that `berth up` starts on 127.0.0.1 (the API's is `BERTH_API_PORT`)."""
+    """What `berth up` needs besides `Settings`: the ports of the servers that it starts on 127.0.0.1.
+
+    The API's port is `BERTH_API_PORT`.
+    """
 
     model_config = SettingsConfigDict(env_prefix="BERTH_LOCAL_", extra="ignore", frozen=True)
 
@@ -276,6 +279,7 @@ class LocalSettings(BaseSettings):
     postgres_port: int = 7403
     exchange_port: int = 7404
     exchange_admin_port: int = 7405
+    pass_environment: tuple[str, ...] = ()
 
 
 class EcsSettings(BaseSettings):

@@ -75,7 +75,7 @@ async def test_a_webhook_is_served_with_a_slash_at_its_end_and_never_by_a_redire
 ) -> None:
     await start_worker(proxied.user)
     made = await make(proxied)
-    assert made["path"] == f"/berth/v1/webhooks/{made['token']}/orders"
+    assert made["path"] == f"/berth/v1/webhooks/{made['token']}/signals"
     async with client(proxied) as anybody:
         address = f"http://api{root}{slashes.format(made['token'])}"
         answer = await anybody.post(address, json=a_signal(made))
