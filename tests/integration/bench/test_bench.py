@@ -27,10 +27,8 @@ from infra.lab.bench.claim_race import race
 from infra.lab.bench.fleet import idle, sweep
 from infra.lab.bench.jobs import comparison, tiers
 from infra.lab.bench.starvation import heartbeat
-from infra.lab.bench.starvation.cpu_group import cpu_group
 from infra.lab.target import Target, running
 from infra.local.process import ServerFailed, free_ports
-from infra.node.cgroup import LimitsUnavailable
 from tests.integration.local.conftest import wait_nothing_left
 
 BERTH = str(Path(sys.executable).with_name("berth"))
@@ -345,16 +343,8 @@ def test_tiers_are_measured_beside_a_flood(printed: Callable[[str], bool]) -> No
     assert result["shared"]["all"]["p50_ms"] > result["flooded"]["all"]["p50_ms"]
 
 
-def _need_quotas() -> None:
-    try:
-        with cpu_group(f"berth-probe-{os.getpid()}", 100):
-            pass
-    except LimitsUnavailable as error:
-        pytest.skip(f"no CPU quota can be set here: {error.detail}")
-
-
+@pytest.mark.needs("cpu quotas")
 def test_leases_of_a_throttled_runner_are_counted_beside_the_naive_ones(short_directory: Path) -> None:
-    _need_quotas()
     result = _bench(short_directory, "lease", "--seconds", "2", "--quota", "100")
     part = result["100"]
     assert {"lost", "late", "naive_lost", "naive_late", "nr_throttled"} <= part.keys()
@@ -364,10 +354,10 @@ def test_leases_of_a_throttled_runner_are_counted_beside_the_naive_ones(short_di
         assert one["max_gap_s"] > 0
 
 
+@pytest.mark.needs("cpu quotas")
 def test_renewals_of_a_throttled_worker_are_counted_beside_the_naive_ones(
     bench_folder: Path, printed: Callable[[str], bool]
 ) -> None:
-    _need_quotas()
     result = heartbeat.run(seconds=5.0, quotas=[100], loads=["processes"], mark_period=1.0)
     heartbeat.table(result)
     assert printed("heartbeat")

@@ -59,7 +59,7 @@ class EndedOnes:
         return self.ended.pop(container_id, None) is not None
 
 
-class EventStream:
+class DaemonEvents:
     """The events of a daemon as they are read, which may be some time after they happened."""
 
     def __init__(self) -> None:
@@ -83,14 +83,14 @@ class StoppableOnes(EndedOnes):
         self.running = set(running)
         self.exit_codes: dict[str, int] = {}
         self.past: list[dict[str, Any]] = []
-        self.stream = EventStream()
+        self.stream = DaemonEvents()
 
     async def past_events(self, labels: Mapping[str, str], kinds: Sequence[str], since: int) -> list[Any]:
         return [event for event in self.past if event["timeNano"] >= since]
 
     def events(  # type: ignore[override]
         self, labels: Mapping[str, str], kinds: Sequence[str], since: int
-    ) -> EventStream:
+    ) -> DaemonEvents:
         return self.stream
 
     async def find(self, labels: Mapping[str, str], states: Sequence[str]) -> list[dict[str, Any]]:
@@ -214,7 +214,7 @@ async def test_a_stop_that_began_before_a_new_listener_is_reported_as_a_stop(cod
         [end] = await exits.next_exits()
         assert (end.task_id, end.reason) == (OTHER, "exited")
         position = exits.mark_handled(end)
-    daemon.stream = EventStream()
+    daemon.stream = DaemonEvents()
     async with listener(daemon, position) as exits:
         daemon.end(WORKER, code)
         assert await next_end(exits) == (WORKER, "stopped")
