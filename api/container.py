@@ -31,7 +31,7 @@ from api.pools.service import PoolControl, RolloutControl
 from api.positions.closer import Portfolio, PositionCloser
 from api.positions.intents import IntentRunner
 from api.switches.service import SwitchControl
-from api.webhooks.service import AlertProcessor
+from api.webhooks.service import SignalProcessor
 from api.workers.answers import AnswerListener, AnswerWaiter
 from api.workers.requests import WorkerRequests
 from api.workers.service import WorkerControl, connect_temporal
@@ -143,7 +143,7 @@ class Services:
         self.intents = IntentRunner(
             self.database, self.closer, self.reader, self.notifications, deadline=deadline
         )
-        self.webhooks = AlertProcessor(
+        self.webhooks = SignalProcessor(
             self.database,
             self.limits,
             self.placer,
