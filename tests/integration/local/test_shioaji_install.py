@@ -78,7 +78,7 @@ class _IndexHandler(BaseHTTPRequestHandler):
         """The index says nothing."""
 
 
-class Checkout:
+class SetupFolder:
     """A folder with `pyproject.toml`, a lock that pins `PINNED`, and an environment of its own."""
 
     def __init__(self, folder: Path, index: PackageIndex) -> None:
@@ -124,12 +124,12 @@ def index() -> Iterator[PackageIndex]:
 
 
 @pytest.fixture(scope="module")
-def shared_checkout(tmp_path_factory: pytest.TempPathFactory, index: PackageIndex) -> Checkout:
-    return Checkout(tmp_path_factory.mktemp("checkout"), index)
+def shared_checkout(tmp_path_factory: pytest.TempPathFactory, index: PackageIndex) -> SetupFolder:
+    return SetupFolder(tmp_path_factory.mktemp("checkout"), index)
 
 
 @pytest.fixture
-def checkout(shared_checkout: Checkout) -> Checkout:
+def checkout(shared_checkout: SetupFolder) -> SetupFolder:
     """Nothing is installed, and the index works."""
     shared_checkout.index.is_broken = False
     shared_checkout.pin(hashlib.sha256(wheel(PINNED)).hexdigest())
@@ -139,7 +139,7 @@ def checkout(shared_checkout: Checkout) -> Checkout:
 
 
 @pytest.mark.parametrize("mode", ["fallback", "pinned"])
-def test_the_pinned_release_is_installed_by_its_hash_without_a_word(checkout: Checkout, mode: str) -> None:
+def test_the_pinned_release_is_installed_by_its_hash_without_a_word(checkout: SetupFolder, mode: str) -> None:
     checkout.index.publish("1.7.8", PINNED, NEWER, "1.8.0", "1.7.13rc1")
     done = checkout.install(mode)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -147,7 +147,7 @@ def test_the_pinned_release_is_installed_by_its_hash_without_a_word(checkout: Ch
 
 
 def test_where_the_pinned_release_is_gone_the_newest_of_its_line_is_installed_with_a_loud_line(
-    checkout: Checkout,
+    checkout: SetupFolder,
 ) -> None:
     checkout.index.publish("1.7.11", NEWER, "1.8.0", "1.7.13rc1")
     done = checkout.install()
@@ -164,7 +164,7 @@ def test_where_the_pinned_release_is_gone_the_newest_of_its_line_is_installed_wi
 
 @pytest.mark.parametrize("versions", [(), ("1.7.8", "1.8.0")], ids=["no package", "other lines only"])
 def test_where_no_release_can_be_used_nothing_is_installed_with_a_loud_line(
-    checkout: Checkout, versions: tuple[str, ...]
+    checkout: SetupFolder, versions: tuple[str, ...]
 ) -> None:
     checkout.index.publish(*versions)
     done = checkout.install()
@@ -174,7 +174,7 @@ def test_where_no_release_can_be_used_nothing_is_installed_with_a_loud_line(
     assert checkout.version() == ""
 
 
-def test_an_image_that_takes_only_the_pinned_release_fails_without_it(checkout: Checkout) -> None:
+def test_an_image_that_takes_only_the_pinned_release_fails_without_it(checkout: SetupFolder) -> None:
     checkout.index.publish(NEWER)
     done = checkout.install("pinned")
     assert done.returncode == 1
@@ -182,14 +182,14 @@ def test_an_image_that_takes_only_the_pinned_release_fails_without_it(checkout: 
     assert checkout.version() == ""
 
 
-def test_no_sdk_is_installed_when_nobody_wants_it(checkout: Checkout) -> None:
+def test_no_sdk_is_installed_when_nobody_wants_it(checkout: SetupFolder) -> None:
     checkout.index.publish(PINNED)
     assert checkout.install("none").returncode == 0
     assert checkout.version() == ""
 
 
 def test_an_index_that_cannot_be_reached_is_an_error_and_no_reason_for_another_release(
-    checkout: Checkout,
+    checkout: SetupFolder,
 ) -> None:
     checkout.index.publish(NEWER)
     checkout.index.is_broken = True
@@ -201,7 +201,7 @@ def test_an_index_that_cannot_be_reached_is_an_error_and_no_reason_for_another_r
         assert checkout.version() == ""
 
 
-def test_a_file_with_another_hash_is_an_error(checkout: Checkout) -> None:
+def test_a_file_with_another_hash_is_an_error(checkout: SetupFolder) -> None:
     checkout.index.publish(PINNED, NEWER)
     checkout.pin("0" * 64)
     done = checkout.install()
@@ -210,7 +210,7 @@ def test_a_file_with_another_hash_is_an_error(checkout: Checkout) -> None:
     assert checkout.version() == ""
 
 
-def test_wheels_in_a_folder_are_enough(checkout: Checkout, tmp_path: Path) -> None:
+def test_wheels_in_a_folder_are_enough(checkout: SetupFolder, tmp_path: Path) -> None:
     """How images are built without a network, and from a copy that one keeps."""
     (tmp_path / f"shioaji-{PINNED}-py3-none-any.whl").write_bytes(wheel(PINNED))
     done = checkout.install("pinned", "--no-index", f"--find-links={tmp_path}")
