@@ -30,6 +30,7 @@ from api.page.rendering import HERE
 from api.pools import router as pools
 from api.positions import router as positions
 from api.switches import router as switches
+from api.symbols import router as symbols
 from api.users import router as users
 from api.webhooks import router as webhooks
 from api.webhooks.schemas import Signal
@@ -64,6 +65,7 @@ ROUTERS = (
     attention.router,
     switches.router,
     webhooks.router,
+    symbols.router,
     jobs.router,
     workers.router,
     fleet.router,

@@ -31,7 +31,8 @@ from api.pools.service import PoolControl, RolloutControl
 from api.positions.closer import Portfolio, PositionCloser
 from api.positions.intents import IntentRunner
 from api.switches.service import SwitchControl
-from api.webhooks.service import SignalProcessor
+from api.webhooks.queue import SignalQueue
+from api.webhooks.service import SignalReceiver
 from api.workers.answers import AnswerListener, AnswerWaiter
 from api.workers.requests import WorkerRequests
 from api.workers.service import WorkerControl, connect_temporal
@@ -143,17 +144,16 @@ class Services:
         self.intents = IntentRunner(
             self.database, self.closer, self.reader, self.notifications, deadline=deadline
         )
-        self.webhooks = SignalProcessor(
+        self.signals = SignalQueue(self.database, self.closer, self.reader, self.notifications, traces)
+        self.webhooks = SignalReceiver(
             self.database,
             self.limits,
-            self.placer,
-            self.closer,
-            self.intents,
+            self.signals,
             self.reader,
+            load_calendar(Path(settings.calendar_file) if settings.calendar_file else None),
             settings,
             require_schema=self.schema.require,
             is_genuine=self.tokens.is_genuine,
-            traces=traces,
         )
 
     @property
@@ -227,7 +227,7 @@ async def running_services(settings: Settings, traces: Traces | None = None) -> 
         with suppress(TimeoutError):
             async with asyncio.timeout(SCHEMA_PATIENCE):
                 await services.schema.tried.wait()
-        stack.push_async_callback(services.webhooks.close)
+        stack.push_async_callback(services.signals.close)
         await stack.enter_async_context(tasks.running(services.webhooks.run()))
         yield services
 

@@ -93,7 +93,7 @@ class Settings(BaseSettings):
     # Fleets of job runners, and what their tiers need
     jobs_runner: str = "fleet"
     jobs_queues: tuple[str, ...] = ("*",)
-    jobs_slots: int = Field(default=1, ge=1, le=256)
+    jobs_slots: int = Field(default=0, ge=0, le=256)
     jobs_recycle: int = Field(default=1, ge=1)
     jobs_runners: str = Field(default="1", pattern=r"^[1-9]\d{0,2}(-[1-9]\d{0,2})?$")
     jobs_wait: float = Field(default=5.0, gt=0)

@@ -136,6 +136,36 @@ DRILLS = (
         150,
     ),
     DrillGroup(
+        "key rotation",
+        "tests/e2e/test_key_rotation.py",
+        ("infra/cli/keys.py", "infra/vault/"),
+        60,
+    ),
+    DrillGroup(
+        "histories",
+        "tests/e2e/test_histories.py",
+        ("infra/temporal/codec.py", "infra/temporal/codec_server.py", "workflows/rollout/"),
+        60,
+    ),
+    DrillGroup(
+        "traces",
+        "tests/e2e/test_traces.py",
+        ("infra/tracing.py",),
+        50,
+    ),
+    DrillGroup(
+        "pages in a browser",
+        "tests/e2e/test_page.py",
+        ("api/page/",),
+        200,
+    ),
+    DrillGroup(
+        "damaged files",
+        "tests/integration/local/test_damage.py",
+        ("infra/local/",),
+        60,
+    ),
+    DrillGroup(
         "fleet of Valkey users",
         "tests/e2e/test_worker_users.py",
         ("infra/valkey/", "activities/events/pump.py", "infra/lab/bench/fleet/simulated/"),

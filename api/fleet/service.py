@@ -58,7 +58,7 @@ def fleet_query(state: WorkerState | None, user_prefix: str | None) -> str:
         parts.append(f'{names.SA_STATE.name} = "{WorkerState(state)}"')
     if user_prefix is not None:
         if not _PREFIX.fullmatch(user_prefix):
-            raise InvalidRequest("not valid: user_id: no user id begins like that")
+            raise InvalidRequest("user_id: no user id begins like that")
         parts.append(f'{names.SA_USER.name} STARTS_WITH "{user_prefix}"')
     return " AND ".join(parts)
 
@@ -123,7 +123,7 @@ def _row(found: WorkflowExecution) -> FleetRowView:
 
 
 def _bad_cursor() -> InvalidRequest:
-    return InvalidRequest("not valid: cursor: take it from `next_cursor` of the page before")
+    return InvalidRequest("cursor: take it from `next_cursor` of the page before")
 
 
 def _cursor(token: bytes) -> str:

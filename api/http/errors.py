@@ -130,7 +130,15 @@ class CloseNotFilled(BerthError, code="CLOSE_NOT_FILLED", status=409):
 
 
 class IntentExpired(BerthError, code="INTENT_EXPIRED", status=409):
-    """The opposite position was closed too long ago to open the new one; use a new id."""
+    """It could not be carried out before its deadline; the detail names what was in the way."""
+
+
+class OddLotRefused(BerthError, code="ODD_LOT_REFUSED", status=422):
+    """The quantity is no full lot, and this webhook or the exchange does not take the rest."""
+
+
+class PriceOffTick(BerthError, code="PRICE_OFF_TICK", status=422):
+    """The limit price is between two ticks, and this webhook does not round prices."""
 
 
 class TooManyStreams(BerthError, code="TOO_MANY_STREAMS", retryable=True, status=429):
@@ -146,16 +154,16 @@ class WebhookUnknown(NotFound, code="WEBHOOK_UNKNOWN"):
 
 
 class WebhookSecretWrong(Forbidden, code="WEBHOOK_SECRET_WRONG"):
-    """The secret in the alert is not this webhook's."""
+    """The secret in the signal is not this webhook's."""
 
 
 class SourceNotAllowed(Forbidden, code="SOURCE_NOT_ALLOWED"):
-    """This webhook accepts no alerts from this address."""
+    """This webhook accepts no signals from this address."""
 
 
 class AlertOutdated(BerthError, code="ALERT_OUTDATED", status=422):
-    """The time of the alert is too far from the server's time."""
+    """The time of the signal is too far from the server's time."""
 
 
 class WebhookBusy(BerthError, code="WEBHOOK_BUSY", retryable=True, status=429):
-    """Too many alerts came to this webhook within a minute."""
+    """Too many signals came to this webhook within a minute."""

@@ -42,7 +42,12 @@ RIGHTS: Mapping[str, frozenset[Role]] = {
     # A webhook's token places orders.
     f"POST {_USER}/webhooks": OWNERS,
     f"GET {_USER}/webhooks": ALL,
+    f"PATCH {_USER}/webhooks/{{webhook_id}}": OWNERS,
     f"DELETE {_USER}/webhooks/{{webhook_id}}": ALL,
+    # Names of symbols in signals
+    "GET /symbols": ALL,
+    "PUT /symbols/{name}": STAFF,
+    "DELETE /symbols/{name}": STAFF,
     # Users, keys, credentials, images
     "POST /users": ADMINS,
     "GET /users": STAFF,

@@ -1,4 +1,4 @@
-"""`berth users …`, `accounts …`, `webhooks …`, `api-keys …`: who may do something, and with what."""
+"""`berth users …`, `accounts …`, `api-keys …`: who may do something, and with what."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 users_app = command_group("Users, through the REST API.")
 accounts_app = command_group("Users' broker accounts, through the REST API.")
-webhooks_app = command_group("Addresses for alerts, through the REST API.")
 
 keys_app = command_group("API keys (an administrator's key is needed).")
 
@@ -232,43 +231,6 @@ def limits(
         found = api.put(*path, **{**({} if clear else found), **changes}).body
     shown = (f"{name} {'as the settings say' if value is None else value}" for name, value in found.items())
     return CommandAnswer(found, "\n".join(shown))
-
-
-@api_command(webhooks_app, "list")
-def list_webhooks(api: OperatorApi, user: OfUser) -> CommandAnswer:
-    """List a user's webhooks, revoked ones too."""
-    rows = api.get("users", user, "webhooks")["webhooks"]
-    columns = "id, account: account_id, sources, window (s): window_s, made (UTC): created_at"
-    return list_answer(rows, f"{columns}, revoked (UTC): revoked_at", none="no webhook")
-
-
-@api_command(webhooks_app)
-def create(
-    api: OperatorApi,
-    user: OfUser,
-    account: AccountId,
-    source: Annotated[
-        list[str] | None, typer.Option(help="Address or network that may post; else all.")
-    ] = None,
-    window: Annotated[
-        int, typer.Option(min=1, max=3600, help="Seconds that an alert's time may differ from ours.")
-    ] = 60,
-) -> CommandAnswer:
-    """Make an address for alerts, and print it and its secret this once."""
-    body: dict[str, Any] = {"account_id": account, "sources": source or [], "window_s": window}
-    made = api.post("users", user, "webhooks", **body).body
-    return CommandAnswer(made, f"webhook {made['id']}\npath {made['path']}\nsecret {made['secret']}")
-
-
-@api_command(webhooks_app)
-def revoke(
-    api: OperatorApi,
-    user: OfUser,
-    webhook: Annotated[str, typer.Argument(metavar="ID", help="Of the webhook, as `list` shows it.")],
-) -> CommandAnswer:
-    """Revoke a webhook: from now on nothing is taken there."""
-    done = api.delete("users", user, "webhooks", webhook).body
-    return CommandAnswer(done, f"webhook {webhook} is revoked")
 
 
 @api_command(keys_app, "list")

@@ -35,6 +35,7 @@ from worker_runtime.protocol.errors import (
 )
 from worker_runtime.protocol.exchange import Balance, ExchangeOrder, ExchangeReply, OrderChanged, Position
 from worker_runtime.protocol.messages import Credentials, PlaceOrder
+from worker_runtime.protocol.sockets import watch_peer
 
 #: Seconds `close()` waits for the exchange to confirm the logout; the port allows a second in all.
 _LOGOUT_WAIT = 0.4
@@ -78,6 +79,7 @@ class PaperConnection:
 
     def __init__(self, link: socket.socket, on_order: OnOrderChanged, log: Log) -> None:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        watch_peer(link)
         link.settimeout(None)
         self._socket = link
         self._on_order = on_order

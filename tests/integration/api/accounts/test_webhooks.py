@@ -12,10 +12,9 @@ import httpx
 import pytest
 from sqlalchemy import select
 
-from api.webhooks.schemas import Signal, plan_of
+from api.webhooks.schemas import Signal
 from infra.database.models import AuditEntry
-from infra.database.trading import webhooks
-from infra.database.trading.models import Webhook, WebhookDelivery
+from infra.database.trading.models import Webhook, WebhookCall, WebhookDelivery
 from tests.integration.api.accounts.test_portfolio import held as position
 from tests.integration.api.accounts.test_portfolio import holding
 from tests.integration.api.conftest import ServedApi, StartWorker, running_api
@@ -25,7 +24,9 @@ from tests.integration.api.scripted_worker import filled, silent, until
 
 async def make(api: ServedApi, **body: Any) -> dict[str, Any]:
     async with api.client(api.key) as user:
-        answer = await user.post(f"/users/{api.user}/webhooks", json={"account_id": "main", **body})
+        answer = await user.post(
+            f"/users/{api.user}/webhooks", json={"account_id": "main", "quantity_unit": "lots", **body}
+        )
     assert answer.status_code == 201, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -45,7 +46,7 @@ def a_signal(made: dict[str, Any], **changes: Any) -> dict[str, Any]:
 async def post(api: ServedApi, made: dict[str, Any], signal: Any, **how: Any) -> httpx.Response:
     async with api.client(None) as anybody:
         content = signal if isinstance(signal, bytes) else json.dumps(signal).encode()
-        return await anybody.post(f"/webhooks/{made['token']}/orders", content=content, **how)
+        return await anybody.post(f"/webhooks/{made['token']}/signals", content=content, **how)
 
 
 async def outcome_of(
@@ -81,8 +82,11 @@ async def test_a_signal_becomes_one_order_however_often_it_comes(
     other = await outcome_of(api, made, a_signal(made, id="2"))
     assert other.status_code == 201
     async with api.services.database.session() as session:
-        deliveries = list(await session.scalars(select(WebhookDelivery)))
-    assert {str(one.order_id) for one in deliveries} == {first.json()["id"], other.json()["id"]}
+        calls = list(await session.scalars(select(WebhookCall)))
+    assert {str(order_id) for call in calls for order_id in call.order_ids} == {
+        first.json()["id"],
+        other.json()["id"],
+    }
 
 
 async def test_equal_alerts_at_once_are_one_order(api: ServedApi, start_worker: StartWorker) -> None:
@@ -162,7 +166,7 @@ async def test_garbage_is_a_clear_problem(api: ServedApi, body: bytes, code: str
         {"time": "yesterday"},
         {"time": 1e300},
         {"price_type": "LMT"},
-        {"price": "NaN"},
+        {"price_type": "LMT", "price": "NaN"},
     ],
 )
 async def test_each_field_of_a_signal_is_looked_at(api: ServedApi, changes: dict[str, Any]) -> None:
@@ -226,11 +230,13 @@ async def test_a_revoked_webhook_takes_nothing_and_is_still_listed(
 async def test_a_webhook_is_made_by_its_user_for_an_account_that_is_there(
     api: ServedApi, user: httpx.AsyncClient
 ) -> None:
-    wrong = await user.post(f"/users/{api.user}/webhooks", json={"account_id": "nobodys"})
+    wrong = await user.post(
+        f"/users/{api.user}/webhooks", json={"account_id": "nobodys", "quantity_unit": "lots"}
+    )
     assert wrong.json()["code"] == "ACCOUNT_NOT_FOUND"
     other = await user.post("/users/somebody/webhooks", json={"account_id": "main"})
     assert other.json()["code"] == "NOT_FOUND"
-    bad = {"account_id": "main", "sources": ["nowhere"]}
+    bad = {"account_id": "main", "quantity_unit": "lots", "sources": ["nowhere"]}
     assert (await user.post(f"/users/{api.user}/webhooks", json=bad)).json()["code"] == "INVALID_REQUEST"
 
 
@@ -258,8 +264,8 @@ async def test_what_was_refused_stays_refused_and_what_never_was_an_order_is_not
     late = a_signal(made, id="late", time=(datetime.now(UTC) - timedelta(seconds=90)).isoformat())
     webhook = Webhook(id=UUID(made["id"]), user_id=api.user, account_id="main")
     async with api.services.database.session() as session:
-        digest = plan_of(Signal.model_validate(late), webhook).digest
-        await webhooks.note_signal(session, webhook.id, digest, {})
+        digest = Signal.model_validate(late).digest(webhook)
+        session.add(WebhookDelivery(webhook_id=webhook.id, digest=digest, alert={}))
     assert (await post(api, made, late)).json()["code"] == "ALERT_OUTDATED"
     assert worker.popped == []
 
@@ -323,6 +329,7 @@ async def test_a_close_goes_by_the_brokers_position(
     "signal",
     [
         {"action": "short_exit"},
+        {"action": "short_exit", "quantity": 2},
         {"action": "buy", "quantity": 1, "reduce_only": True},
     ],
 )
@@ -333,9 +340,12 @@ async def test_what_only_reduces_opens_nothing_also_when_it_comes_again(
     made = await make(api)
     said = a_signal(made, **{"quantity": None, "symbol": "MXFA6", **signal})
     first = await outcome_of(api, made, said)
-    assert (first.status_code, first.json()["code"]) == (409, "NO_POSITION")
+    body = first.json()
+    assert (first.status_code, body["outcome"], body["legs"]) == (201, "nothing_to_close", [])
+    assert body["reason"] == "there is no short position to close"
     worker.reply = holding(position("MXFA6", -3))
-    assert (await post(api, made, said)).json()["code"] == "NO_POSITION"
+    again = await post(api, made, said)
+    assert (again.status_code, again.json()) == (200, body)
     assert worker.popped == []
 
 
