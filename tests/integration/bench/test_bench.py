@@ -27,10 +27,8 @@ from infra.lab.bench.claim_race import race
 from infra.lab.bench.fleet import idle, maintenance
 from infra.lab.bench.jobs import comparison, tiers
 from infra.lab.bench.starvation import heartbeat
-from infra.lab.bench.starvation.cpu_group import cpu_group
 from infra.lab.target import Target, running
 from infra.local.process import ServerFailed, free_ports
-from infra.node.cgroup import LimitsUnavailable
 from tests.integration.local.conftest import wait_nothing_left
 
 BERTH = str(Path(sys.executable).with_name("berth"))
@@ -345,6 +343,7 @@ def test_tiers_are_measured_beside_a_flood(printed: Callable[[str], bool]) -> No
     assert result["shared"]["all"]["p50_ms"] > result["flooded"]["all"]["p50_ms"]
 
 
+<<<<<<< HEAD
 def _need_quotas() -> None:
     try:
         with cpu_group(f"berth-probe-{os.getpid()}", 100):
@@ -355,6 +354,10 @@ def _need_quotas() -> None:
 
 def test_a_throttled_runner_loses_no_lease_and_its_late_renewals_are_reported(short_directory: Path) -> None:
     _need_quotas()
+=======
+@pytest.mark.needs("cpu quotas")
+def test_leases_of_a_throttled_runner_are_counted_beside_the_naive_ones(short_directory: Path) -> None:
+>>>>>>> refs/wt/h1
     result = _bench(short_directory, "lease", "--seconds", "2", "--quota", "100")
     part = result["100"]
     assert part["lost"] == 0
@@ -372,10 +375,14 @@ def test_a_throttled_runner_loses_no_lease_and_its_late_renewals_are_reported(sh
         assert one["max_gap_s"] > 0
 
 
+<<<<<<< HEAD
 def test_a_throttled_worker_renews_in_time_beside_a_naive_one_that_does_not(
+=======
+@pytest.mark.needs("cpu quotas")
+def test_renewals_of_a_throttled_worker_are_counted_beside_the_naive_ones(
+>>>>>>> refs/wt/h1
     bench_folder: Path, printed: Callable[[str], bool]
 ) -> None:
-    _need_quotas()
     result = heartbeat.run(seconds=5.0, quotas=[100], loads=["processes"], mark_period=1.0)
     heartbeat.table(result)
     assert printed("heartbeat")
