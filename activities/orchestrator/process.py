@@ -41,6 +41,7 @@ from infra.doctor.checks import LAUNCHER, ORCHESTRATOR_KEYS
 from infra.doctor.servers import POSTGRESQL, VALKEY, log_problems
 from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
+from infra.log import drain_log
 from infra.settings import EcsSettings, Settings
 from infra.temporal.connection import RETRY, connect_orchestrator, watch_connection
 from infra.temporal.schedules import make_schedules
@@ -61,6 +62,7 @@ def stop_on_signals(cut_short: Callable[[], None], *, limit: float) -> asyncio.E
     def end(number: signal.Signals, reason: str) -> None:
         log.warning("stopped_at_once", reason=reason)
         cut_short()
+        drain_log()
         os._exit(128 + number)  # without clean-up, which is what takes time
 
     def heard(number: signal.Signals) -> None:

@@ -45,6 +45,17 @@ TITLES = {
 }
 
 
+class StackConsole(Console):
+    """A console whose end (a full disk, a closed pipe) stops nothing."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with contextlib.suppress(OSError):
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        """rich would end the program."""
+
+
 class ProgressView:
     """Shows the steps of a start: all of them redrawn in place on a terminal, one line for each in a pipe."""
 
@@ -104,7 +115,7 @@ def run_up(
     data: Path, *, pool: int | None, port: int | None, ui_port: int | None, main_job: bool, once: bool
 ) -> int:
     """Returns the exit code: 0, 1 with the reason on standard error, or 130 when stopped while starting."""
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    console, errors = StackConsole(highlight=False), StackConsole(stderr=True, highlight=False)
     overrides = {"pool_target": pool, "api_port": port}
     given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     ports = read_settings(LocalSettings, **({"ui_port": ui_port} if ui_port else {}))
@@ -185,10 +196,17 @@ def _restart(server: Server, before: list[float], console: Console) -> None:
     before[:] = [at for at in before if now - at < 60]
     if len(before) >= MAX_RESTARTS:
         raise BerthError(f"{server.name} ended {MAX_RESTARTS} times within a minute:\n{server.log_tail()}")
+    time.sleep(len(before))  # seconds: what ends at once gets longer and longer pauses
     before.append(now)
-    console.print(f"{server.name} has ended; starting it again")
+    why = escape(server.describe_end())
+    console.print(f"{server.name} has ended; starting it again ({why})", soft_wrap=True)
     server.stop()  # ends its remaining processes
-    server.start()
+    try:
+        server.start()
+    except (BerthError, OSError) as error:  # tried again; what runs beside it goes on
+        failure = as_berth_error(server.name, error).detail.partition("\n")[0]
+        console.print(f"{server.name} has not come up: {escape(failure)}", soft_wrap=True)
+        server.stop()
 
 
 def show_job(console: Console, result: MainJobResult) -> None:

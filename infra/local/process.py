@@ -6,6 +6,7 @@ terminal reaches only us, and we stop everything in order.
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import socket
@@ -30,6 +31,9 @@ START_TIMEOUT = 60.0
 STOP_TIMEOUT = 15.0
 #: Bytes of a log that a start goes on with.
 MOST_LOG = 64 << 20
+
+#: Bytes at the end of a log among which the cause of an end is looked for.
+LAST_WORDS = 64 << 10
 
 #: Below the ports that Linux assigns itself (from 32768), because ours are bound seconds after they are
 #: chosen. Each process takes ports from a part of its own, so that two processes do not choose the same.
@@ -91,6 +95,19 @@ def listener(port: int) -> str:
     return "another process"
 
 
+def last_words(lines: Sequence[str]) -> str:
+    """Return the last error of a log, as `event: reason`; without one its last line."""
+    for line in reversed(lines):
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(fields, dict) and str(fields.get("level")).lower() in ("error", "critical"):
+            why = fields.get("reason") or fields.get("detail") or fields.get("error")
+            return f"{fields.get('event')}: {why}" if why else str(fields.get("event"))
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:500]
+
+
 class Server:
     """One server process. `start()` returns when it answers."""
 
@@ -118,6 +135,8 @@ class Server:
         #: Seconds for which a start waits for an answer.
         self.start_timeout = START_TIMEOUT
         self._process: subprocess.Popen[bytes] | None = None
+        #: Where in its log the last start began.
+        self._log_start = 0
 
     def command(self) -> Sequence[str]:
         raise NotImplementedError
@@ -170,6 +189,7 @@ class Server:
         if self.log_path.exists() and self.log_path.stat().st_size > MOST_LOG:
             self.log_path.replace(self.log_path.with_suffix(".log.1"))
         with open(self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+            self._log_start = log.tell()
             self._process = _spawner.submit(self._spawn, log).result()
         if self.records is not None:
             entry = ProcessRecord.of(self.name, self.pid, keeps_children=self.keeps_children)
@@ -210,6 +230,21 @@ class Server:
             return ""
         text = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
         return f"{text}\n(whole log: {self.log_path})"
+
+    def describe_end(self) -> str:
+        """Return how it ended, and what its log says of it since its start."""
+        code = self._process.poll() if self._process is not None else None
+        if code is None:
+            return "it runs"
+        status = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - LAST_WORDS))
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        words = last_words(lines)
+        return f"{status}; {words}" if words else f"{status}; its log says nothing of it"
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         """Stops the server and all processes it started, and waits for their end. SIGKILL: a crash."""
