@@ -125,11 +125,26 @@ def ready_file(settings: Settings) -> Path:
     return settings.data_dir / f"{settings.orchestrator_name}.ready"
 
 
+def write_ready_file(settings: Settings, free: int) -> None:
+    """Where it cannot be written, whoever waits for it learns nothing, and the orchestrator serves."""
+    try:
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        ready_file(settings).write_text(f"{free}\n", encoding="utf-8")
+    except OSError as error:
+        log.error("ready_file_not_written", reason=str(error))
+
+
+def remove_ready_file(settings: Settings) -> None:
+    try:
+        ready_file(settings).unlink(missing_ok=True)
+    except OSError as error:
+        log.error("ready_file_not_removed", reason=str(error))
+
+
 async def run(settings: Settings) -> None:
     """Runs until SIGTERM or SIGINT; then it stops polling and gives activities `stop_grace` to end."""
-    ready = ready_file(settings)
-    stopping = stop_on_signals(lambda: ready.unlink(missing_ok=True), limit=settings.stop_grace + STOP_MARGIN)
-    ready.unlink(missing_ok=True)
+    stopping = stop_on_signals(lambda: remove_ready_file(settings), limit=settings.stop_grace + STOP_MARGIN)
+    remove_ready_file(settings)
     try:
         # Connecting to Temporal says itself what is wrong with it.
         trying = tasks.running(log_problems(settings, POSTGRESQL, VALKEY, LAUNCHER, ORCHESTRATOR_KEYS))
@@ -139,7 +154,7 @@ async def run(settings: Settings) -> None:
             if temporal is not None:
                 await _serve(temporal, parts, stopping)
     finally:
-        ready.unlink(missing_ok=True)
+        remove_ready_file(settings)
         await asyncio.sleep(CORE_SETTLES)
     log.info("stopped")
 
@@ -167,7 +182,7 @@ async def _serve(temporal: Client, parts: OrchestratorResources, stopping: async
             await unless_stopped(stopping, _become_ready(temporal, settings, promotion))
             await stopping.wait()
             log.info("stopping")
-            ready_file(settings).unlink(missing_ok=True)
+            remove_ready_file(settings)
         # All at once: one after the other would take the sum of their graces.
         await asyncio.gather(*(worker.shutdown() for worker in workers))
 
@@ -190,8 +205,7 @@ async def _become_ready(temporal: Client, settings: Settings, promotion: Promoti
                 log.warning("pool_not_started", reason=str(error)[:200])
                 patience = min(patience * 2, LONGEST)
                 await asyncio.sleep(RETRY)
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
-    ready_file(settings).write_text(f"{free}\n", encoding="utf-8")
+    write_ready_file(settings, free)
     log.info("ready", task_queues=list(settings.task_queues), pool=settings.pool)
 
 
