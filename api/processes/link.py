@@ -101,7 +101,8 @@ class MasterLink:
             send(writer, Failed(f"{type(error).__name__}: {error}"))
             raise
         finally:
-            with suppress(OSError, TimeoutError):
+            # uvloop raises RuntimeError for a connection that the master has closed.
+            with suppress(OSError, RuntimeError, TimeoutError):
                 async with asyncio.timeout(LAST_WORDS_S):
                     send(writer, Counted(await read_samples()))
                     writer.write_eof()

@@ -261,7 +261,7 @@ def serve(settings: Settings, tmp_path: Path) -> Iterator[Serve]:
 
 
 async def alive(url: str) -> None:
-    end = clock.monotonic() + 90  # its imports take 2 s of an idle core
+    end = clock.monotonic() + 200  # its imports take 2 s of an idle core
     async with httpx.AsyncClient() as client:
         while True:
             try:

@@ -17,7 +17,7 @@ from infra.settings import Settings
 from tests.integration.api.conftest import Serve, StartWorker, alive, an_order, make_key
 from tests.integration.api.scripted_worker import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 #: Orders of one test, each with several lines in the log: more than what a pipe holds (64 KiB).
 ORDERS = 300
@@ -99,7 +99,7 @@ async def test_orders_go_on_and_processes_are_replaced_while_no_byte_can_be_writ
     before = psutil.Process(process.pid).children()
     for child in before:
         child.kill()
-    await until(lambda: len(set(psutil.Process(process.pid).children()) - set(before)) == 2, 90)
+    await until(lambda: len(set(psutil.Process(process.pid).children()) - set(before)) == 2, 200)
     await place_orders(url, settings, start_worker, 50)
     assert os.listdir(folder) == []
     process.terminate()

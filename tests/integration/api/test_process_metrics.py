@@ -21,7 +21,10 @@ from infra.settings import Settings
 from tests.integration.api.conftest import Serve, StartWorker, alive, an_order, make_key
 from tests.integration.api.scripted_worker import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+#: Seconds for the start of processes, which takes 2 s of an idle core; a busy machine has needed 50.
+START_S = 200
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @dataclass
@@ -52,7 +55,7 @@ class RunningApi:
 
     async def scrape_of_all(self, count: int = 2) -> dict[str, float]:
         """A scrape that this many processes have answered."""
-        end = time.monotonic() + 90
+        end = time.monotonic() + START_S
         while True:
             samples = await self.scrape()
             if samples["berth_api_processes_answered|"] == count:
@@ -62,7 +65,9 @@ class RunningApi:
 
     async def replaced(self, before: set[int]) -> None:
         """Waits until other processes than `before` serve."""
-        await until(lambda: len(self.serving()) == 2 and not before & {one.pid for one in self.serving()}, 90)
+        await until(
+            lambda: len(self.serving()) == 2 and not before & {one.pid for one in self.serving()}, START_S
+        )
         await self.scrape_of_all()
 
     async def order(self, number: int) -> httpx.Response:
@@ -70,7 +75,7 @@ class RunningApi:
 
     async def order_until_answered(self, number: int) -> None:
         """Places an order; a connection to a process that was killed is opened again."""
-        end = time.monotonic() + 90
+        end = time.monotonic() + START_S
         while True:
             with suppress(httpx.TransportError):
                 answer = await self.order(number)
@@ -118,8 +123,8 @@ async def test_any_process_shows_the_sum_over_all_of_them_and_over_the_dead(
         for process in api.serving():  # one after the other, as a rolling crash
             pids = {process.pid}
             process.kill()
-            await until(lambda pids=pids: not pids & {one.pid for one in api.serving()}, 90)  # type: ignore[misc]
-            await until(lambda: len(api.serving()) == 2, 90)
+            await until(lambda pids=pids: not pids & {one.pid for one in api.serving()}, START_S)  # type: ignore[misc]
+            await until(lambda: len(api.serving()) == 2, START_S)
             after = await api.scrape_of_all()
             assert after[HEALTHZ] == before + 40
         assert after["berth_api_processes|"] == 2
@@ -138,7 +143,7 @@ async def test_a_process_that_stands_still_holds_up_a_scrape_for_a_second_and_is
         stopped.suspend()
         try:
             # The stopped one accepts connections, too: only the other one answers.
-            end = time.monotonic() + 90
+            end = time.monotonic() + START_S
             while True:
                 assert time.monotonic() < end
                 with suppress(httpx.ReadTimeout):
@@ -185,7 +190,7 @@ async def test_sighup_replaces_all_processes_without_a_request_that_fails(
     async with running(serve, settings, tmp_path / "api.log") as api:
         before = {process.pid for process in api.serving()}
         api.process.send_signal(signal.SIGHUP)
-        end = time.monotonic() + 90
+        end = time.monotonic() + START_S
         asked = 0
         while before & {process.pid for process in api.serving()}:
             assert time.monotonic() < end
@@ -223,7 +228,7 @@ async def test_a_process_that_dies_of_a_signal_again_and_again_is_replaced_while
         kept = secret.rename(secret.with_name("kept"))
         broken, healthy = api.serving()
         broken.kill()
-        await until(lambda: api.log.read_text().count("api_process_died") >= 7, 120)
+        await until(lambda: api.log.read_text().count("api_process_died") >= 7, 400)
         assert healthy.is_running()
         assert api.process.poll() is None, "nobody gives up while a process serves"
         assert (await api.client.get("/healthz")).status_code == 200
@@ -238,6 +243,6 @@ async def test_an_api_that_cannot_start_ends_with_the_cause(
 ) -> None:
     settings.api_secret_file.unlink()
     process, _ = serve()
-    assert await asyncio.to_thread(process.wait, 90) == 1
+    assert await asyncio.to_thread(process.wait, START_S) == 1
     [line] = [line for line in (tmp_path / "api.log").read_text().splitlines() if "api_gave_up" in line]
     assert "the API cannot start: KeyFileMissing" in line
