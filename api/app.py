@@ -1,7 +1,6 @@
 """The FastAPI application: `create_app(settings)`; `uvicorn api.app:app` takes the environment's settings."""
 
 import gc
-import multiprocessing
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -31,6 +30,7 @@ from api.page import router as pages
 from api.page.rendering import HERE
 from api.pools import router as pools
 from api.positions import router as positions
+from api.processes.link import OwnCounts, ProcessCounts
 from api.switches import router as switches
 from api.symbols import router as symbols
 from api.users import router as users
@@ -40,7 +40,6 @@ from api.webhooks.schemas import Signal
 from api.workers import router as workers
 from api.workers.schemas import PresentState
 from infra.log import configure_log
-from infra.processes import end_with_parent
 from infra.settings import Settings
 from infra.tracing import Traces, closing_traces
 from worker_runtime.protocol.errors import BerthError
@@ -87,18 +86,23 @@ for _router in ROUTERS:
 _served.include_router(pages.router)
 
 
-def create_app(settings: Settings) -> FastAPI:
-    """The application. Its clients are created when it starts, and closed when it stops."""
+def create_app(settings: Settings, counts: ProcessCounts | None = None) -> FastAPI:
+    """The application. Its clients are created when it starts, and closed when it stops.
+
+    `counts`: what its processes count together; None: this is the only one.
+    """
+    counted = counts or OwnCounts()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with closing_traces(traces), AsyncExitStack() as stack:
+        async with closing_traces(traces), counted.running(), AsyncExitStack() as stack:
             try:
-                services = await stack.enter_async_context(running_services(settings, traces))
+                services = await stack.enter_async_context(running_services(settings, counted, traces))
             except (BerthError, OSError) as error:  # a file of the settings; uvicorn shows the traceback, too
                 structlog.get_logger().error("start_failed", reason=str(error))
                 raise
             app.state.services = services
+            counted.begin_to_serve()
             with on_stop(services.streams.end):
                 yield
 
@@ -179,18 +183,18 @@ def _document_more(app: FastAPI, root_path: str) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
+def load_app(settings: Settings, counts: ProcessCounts | None = None) -> FastAPI:
+    """The application of a process that does nothing else."""
+    app = create_app(settings, counts)
+    gc.collect()
+    gc.freeze()  # modules and routes stay for good: no collection has to visit them again
+    return app
+
+
 def __getattr__(name: str) -> FastAPI:
     """`app`, made only when a server asks for it: tests import this module without any settings."""
     if name != "app":
         raise AttributeError(name)
     settings = Settings()
     configure_log(settings.log_level)
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid is not None:
-        # One of several processes of `python -m api`: none is left behind when the parent is killed, not even
-        # before this line (getppid would name the process that adopted us).
-        end_with_parent(parent.pid)()
-    app = create_app(settings)
-    gc.collect()
-    gc.freeze()  # modules and routes stay for good: no collection has to visit them again
-    return app
+    return load_app(settings)

@@ -31,6 +31,7 @@ from api.page.charts import PoolHistory
 from api.pools.service import PoolControl, RolloutControl
 from api.positions.closer import Portfolio, PositionCloser
 from api.positions.intents import IntentRunner
+from api.processes.link import ProcessCounts
 from api.switches.service import SwitchControl
 from api.webhook_calls.service import FailureNotices, SignalTester
 from api.webhooks.queue import SignalQueue
@@ -74,7 +75,10 @@ SCHEMA_PATIENCE = 10.0
 class Services:
     """What routes use. Making them connects to no server."""
 
-    def __init__(self, settings: Settings, temporal: Client, traces: Traces | None = None) -> None:
+    def __init__(
+        self, settings: Settings, temporal: Client, counts: ProcessCounts, traces: Traces | None = None
+    ) -> None:
+        self.counts = counts
         deadline = settings.order_deadline
         self.settings = settings
         self._wrapper = master_wrapper(settings)  # one that cannot be read is said at the start
@@ -209,10 +213,12 @@ class Services:
 
 
 @asynccontextmanager
-async def running_services(settings: Settings, traces: Traces | None = None) -> AsyncIterator[Services]:
+async def running_services(
+    settings: Settings, counts: ProcessCounts, traces: Traces | None = None
+) -> AsyncIterator[Services]:
     """All services, with the process ready to serve. No server needs to be up for it."""
     temporal = await connect_temporal(settings, traces.interceptors if traces else ())
-    services = Services(settings, temporal, traces)
+    services = Services(settings, temporal, counts, traces)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(services.database.close)
         stack.push_async_callback(services.valkey.aclose)

@@ -3,11 +3,13 @@
 Never a body, never a key. Modules log by `structlog.get_logger()`; a process calls `configure_log` once.
 """
 
-import contextlib
+import atexit
 import json
 import logging
-import sys
-from typing import Any
+import os
+import threading
+import time
+from typing import Any, Final
 
 import structlog
 
@@ -39,30 +41,103 @@ def _as_json(values: dict[str, Any], **options: Any) -> str:
     return _encoder.encode(values)
 
 
-class _StandardError:
-    """Standard error. A reader that went away is no error."""
+#: Bytes of lines that wait for a reader who does not read; further lines are dropped and counted.
+MAX_WAITING: Final = 1 << 20
+#: Seconds in which lines are gathered into one write.
+GATHER_S: Final = 0.01
+#: Seconds that the end of the process waits for the last lines.
+LAST_LINES_S: Final = 1.0
+
+
+class LogWriter:
+    """Writes to standard error in a thread of its own, so that a pipe that nobody reads holds up no order.
+
+    A full disk or a reader that went away is no error. A killed process loses the lines of `GATHER_S`.
+    """
+
+    def __init__(self, descriptor: int = 2) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()  # never held while something is written
+        self._lines: list[bytes] = []
+        #: Bytes that are not written yet.
+        self._waiting = 0
+        self._dropped = 0
+        self._has_lines = threading.Event()
+        threading.Thread(target=self._write_lines, daemon=True, name="log").start()
+        atexit.register(self.drain)
 
     def write(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            sys.stderr.write(text)
+        line = text.encode(errors="backslashreplace")
+        with self._lock:
+            if self._waiting + len(line) > MAX_WAITING:
+                self._dropped += 1
+            else:
+                self._waiting += len(line)
+                self._lines.append(line)
+        if not self._has_lines.is_set():
+            self._has_lines.set()
 
     def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            sys.stderr.flush()
+        """Lines are written soon by themselves; nobody waits for it."""
+
+    def drain(self, timeout: float = LAST_LINES_S) -> None:
+        """Waits until all lines are written, `timeout` seconds at most."""
+        end = time.monotonic() + timeout
+        while (self._waiting or self._dropped) and time.monotonic() < end:
+            time.sleep(GATHER_S / 10)
+
+    def _write_lines(self) -> None:
+        while True:
+            self._has_lines.wait()
+            time.sleep(GATHER_S)
+            self._has_lines.clear()
+            with self._lock:
+                lines, self._lines = self._lines, []
+                dropped, self._dropped = self._dropped, 0
+            text = b"".join(lines)
+            if dropped:
+                note = {"event": "log_lines_dropped", "level": "warning", "count": dropped}
+                self._write_all(text + _as_json(note).encode() + b"\n")
+            else:
+                self._write_all(text)
+            with self._lock:
+                self._waiting -= len(text)
+
+    def _write_all(self, text: bytes) -> None:
+        left = memoryview(text)
+        while left:
+            try:
+                left = left[os.write(self._descriptor, left) :]
+            except BlockingIOError:  # somebody else made the pipe non-blocking
+                time.sleep(GATHER_S)
+            except OSError:
+                return
+
+
+#: Of this process, once its log is configured.
+_writers: list[LogWriter] = []
+
+
+def drain_log() -> None:
+    """Writes the last lines. Call it before an end that runs no clean-up: `os._exit`, or by a signal."""
+    for writer in _writers:
+        writer.drain()
 
 
 def configure_log(level: str, *, libraries: int = logging.WARNING) -> None:
     """Our own lines from `level` on, and those of libraries that also reach `libraries`, in one format."""
     number = logging.getLevelNamesMapping().get(level.upper(), logging.INFO)
+    writer = LogWriter()
+    _writers[:] = [writer]
     render = structlog.processors.JSONRenderer(serializer=_as_json)
     structlog.configure(
         processors=[collect_errors, *_SHARED, render],
         wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=structlog.WriteLoggerFactory(_StandardError()),  # type: ignore[arg-type]
+        logger_factory=structlog.WriteLoggerFactory(writer),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
     )
     add_name, add_extras = structlog.stdlib.add_logger_name, structlog.stdlib.ExtraAdder()
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(writer)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*_SHARED, add_name, add_extras, collect_errors, _without_color],

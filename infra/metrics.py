@@ -18,7 +18,7 @@ from infra.database import dead_letters
 from infra.database.orders.states import OPEN_STATES
 from infra.database.startup import read_holder
 from infra.database.workers import passes
-from infra.process_metrics import MetricFamily, own_registry
+from infra.process_metrics import MetricFamily
 from infra.settings import Settings
 from infra.valkey.client import read_clock, reply_of, text_of
 from worker_runtime.jobs.protocol.telemetry import BOUNDS_MS
@@ -56,6 +56,14 @@ def _counted(prefix: str, whose: str) -> dict[str, MetricFamily]:
 
 FAMILIES = {
     "berth_server_up": _gauge("1: the API reaches this server.", "server"),
+    "berth_api_processes": _gauge("Processes that the API which is asked should have."),
+    "berth_api_processes_answered": _gauge(
+        "Those that answered the scrape within a second; of the others the last known counts are shown. "
+        "0: not even their master answered, so what they counted is missing."
+    ),
+    "berth_api_processes_died_total": MetricFamily(
+        "counter", (), "Processes of this API that ended by themselves and were replaced."
+    ),
     "berth_primary": _gauge("1: one of the API processes is the primary."),
     "berth_startup_tasks_open": _gauge("One-time tasks of the primary that were begun and are not done."),
     "berth_certificate_expires_timestamp_seconds": _gauge(
@@ -137,11 +145,11 @@ class MetricsPage(Collector):
     def collect(self) -> Iterable[Metric]:
         return self._metrics.values()
 
-    def text(self) -> str:
+    def text(self, counted: CollectorRegistry) -> str:
         """These samples, and what the processes of this API have counted."""
         registry = CollectorRegistry()
         registry.register(self)
-        return (generate_latest(registry) + generate_latest(own_registry())).decode()
+        return (generate_latest(registry) + generate_latest(counted)).decode()
 
 
 #: Metric, its labels and the value.

@@ -42,6 +42,7 @@ from infra.doctor.checks import LAUNCHER, ORCHESTRATOR_KEYS
 from infra.doctor.servers import POSTGRESQL, VALKEY, log_problems
 from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
+from infra.log import drain_log
 from infra.settings import EcsSettings, Settings
 from infra.temporal.connection import RETRY, connect_orchestrator, watch_connection
 from infra.temporal.schedules import make_schedules
@@ -62,6 +63,7 @@ def stop_on_signals(cut_short: Callable[[], None], *, limit: float) -> asyncio.E
     def end(number: signal.Signals, reason: str) -> None:
         log.warning("stopped_at_once", reason=reason)
         cut_short()
+        drain_log()
         os._exit(128 + number)  # without clean-up, which is what takes time
 
     def heard(number: signal.Signals) -> None:
@@ -124,11 +126,26 @@ def ready_file(settings: Settings) -> Path:
     return settings.data_dir / f"{settings.orchestrator_name}.ready"
 
 
+def write_ready_file(settings: Settings, free: int) -> None:
+    """Where it cannot be written, whoever waits for it learns nothing, and the orchestrator serves."""
+    try:
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        ready_file(settings).write_text(f"{free}\n", encoding="utf-8")
+    except OSError as error:
+        log.error("ready_file_not_written", reason=str(error))
+
+
+def remove_ready_file(settings: Settings) -> None:
+    try:
+        ready_file(settings).unlink(missing_ok=True)
+    except OSError as error:
+        log.error("ready_file_not_removed", reason=str(error))
+
+
 async def run(settings: Settings) -> None:
     """Runs until SIGTERM or SIGINT; then it stops polling and gives activities `stop_grace` to end."""
-    ready = ready_file(settings)
-    stopping = stop_on_signals(lambda: ready.unlink(missing_ok=True), limit=settings.stop_grace + STOP_MARGIN)
-    ready.unlink(missing_ok=True)
+    stopping = stop_on_signals(lambda: remove_ready_file(settings), limit=settings.stop_grace + STOP_MARGIN)
+    remove_ready_file(settings)
     try:
         # Connecting to Temporal says itself what is wrong with it.
         trying = tasks.running(log_problems(settings, POSTGRESQL, VALKEY, LAUNCHER, ORCHESTRATOR_KEYS))
@@ -138,7 +155,7 @@ async def run(settings: Settings) -> None:
             if temporal is not None:
                 await _serve(temporal, parts, stopping)
     finally:
-        ready.unlink(missing_ok=True)
+        remove_ready_file(settings)
         await asyncio.sleep(CORE_SETTLES)
     log.info("stopped")
 
@@ -167,7 +184,7 @@ async def _serve(temporal: Client, parts: OrchestratorResources, stopping: async
             await unless_stopped(stopping, _become_ready(temporal, settings, promotion))
             await stopping.wait()
             log.info("stopping")
-            ready_file(settings).unlink(missing_ok=True)
+            remove_ready_file(settings)
         # All at once: one after the other would take the sum of their graces.
         await asyncio.gather(*(worker.shutdown() for worker in workers))
 
@@ -190,8 +207,7 @@ async def _become_ready(temporal: Client, settings: Settings, promotion: Promoti
                 log.warning("pool_not_started", reason=str(error)[:200])
                 patience = min(patience * 2, LONGEST)
                 await asyncio.sleep(RETRY)
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
-    ready_file(settings).write_text(f"{free}\n", encoding="utf-8")
+    write_ready_file(settings, free)
     log.info("ready", task_queues=list(settings.task_queues), pool=settings.pool)
 
 

@@ -1,5 +1,6 @@
 """Routes for operators: the fleet, maintenance, metrics. And health, which needs no key."""
 
+import asyncio
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, date, datetime, timedelta
@@ -155,11 +156,18 @@ metrics_router = APIRouter(tags=["fleet"])
 async def get_metrics(call: Call) -> Response:
     """What PostgreSQL, Valkey and Temporal tell of workers, orders and jobs, and what this API's processes
     have counted: requests, orders, waits. For operators' keys. What a server that is down would tell is left
-    out, and a key that this process knows needs no PostgreSQL.
+    out, and a key that this process knows needs no PostgreSQL. A process that does not answer within a second
+    is counted as it was last heard, and missing in `berth_api_processes_answered`.
     """
     page = metrics.MetricsPage()
-    await call.services.write_metrics(page)
-    return Response(page.text(), media_type=metrics.MEDIA_TYPE)
+    async with asyncio.TaskGroup() as group:
+        gathering = group.create_task(call.services.counts.gather())
+        await call.services.write_metrics(page)
+    counts = gathering.result()
+    page.add("berth_api_processes", counts.processes)
+    page.add("berth_api_processes_answered", counts.answered)
+    page.add("berth_api_processes_died_total", counts.died)
+    return Response(page.text(counts.counted), media_type=metrics.MEDIA_TYPE)
 
 
 health_router = APIRouter(tags=["health"])

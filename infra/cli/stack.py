@@ -26,7 +26,7 @@ from rich.text import Text
 from infra.cli import main_job as job
 from infra.cli.main_job import MainJobResult
 from infra.local import stack
-from infra.local.process import Server, telling_line
+from infra.local.process import Server
 from infra.local.stack import LocalStack
 from infra.local.steps import StepProgress, StepStatus, as_berth_error
 from infra.settings import LocalSettings, read_settings
@@ -52,6 +52,17 @@ _SIGNS = {
     StepStatus.FAILED: ("✗", "red"),
     StepStatus.STOPPED: ("-", "dim"),
 }
+
+
+class StackConsole(Console):
+    """A console whose end (a full disk, a closed pipe) stops nothing."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with contextlib.suppress(OSError):
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        """rich would end the program."""
 
 
 class ProgressView:
@@ -112,7 +123,7 @@ def run_up(
     data: Path, *, pool: int | None, port: int | None, ui_port: int | None, main_job: bool, once: bool
 ) -> int:
     """Returns the exit code: 0, 1 with the reason on standard error, or 130 when stopped while starting."""
-    console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+    console, errors = StackConsole(highlight=False), StackConsole(stderr=True, highlight=False)
     overrides = {"pool_target": pool, "api_port": port}
     given: dict[str, Any] = {name: value for name, value in overrides.items() if value is not None}
     ports = read_settings(LocalSettings, **({"ui_port": ui_port} if ui_port else {}))
@@ -200,11 +211,17 @@ def _restart(server: Server, before: list[float], console: Console) -> None:
     if len(before) >= MAX_RESTARTS:
         cause = server.explain_log()
         raise BerthError(f"{server.name} ended {MAX_RESTARTS} times within a minute: {cause}")
+    time.sleep(len(before))  # seconds: what ends at once gets longer and longer pauses
     before.append(now)
-    cause = telling_line(server.log_tail())
-    console.print(f"{server.name} has ended; starting it again ({cause})", markup=False)
+    why = escape(server.describe_end())
+    console.print(f"{server.name} has ended; starting it again ({why})", soft_wrap=True)
     server.stop()  # ends its remaining processes
-    server.start()
+    try:
+        server.start()
+    except (BerthError, OSError) as error:  # tried again; what runs beside it goes on
+        failure = as_berth_error(server.name, error).detail.partition("\n")[0]
+        console.print(f"{server.name} has not come up: {escape(failure)}", soft_wrap=True)
+        server.stop()
 
 
 def show_job(console: Console, result: MainJobResult) -> None:

@@ -6,6 +6,7 @@ terminal reaches only us, and we stop everything in order.
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -33,6 +34,9 @@ START_TIMEOUT = 60.0
 STOP_TIMEOUT = 15.0
 #: Bytes of a log that a start goes on with.
 MOST_LOG = 64 << 20
+
+#: Bytes at the end of a log among which the cause of an end is looked for.
+LAST_WORDS = 64 << 10
 
 #: Below the ports that Linux assigns itself (from 32768), because ours are bound seconds after they are
 #: chosen. Each process takes ports from a part of its own, so that two processes do not choose the same.
@@ -99,10 +103,29 @@ def listener(port: int) -> str:
 
 
 def telling_line(log: str) -> str:
-    """Returns the line of a log that says best why a program ended: its last error, else its last line."""
+    """Returns the line of a log that says best why a program ended: its last error, else its last line.
+
+    Of our own processes, whose lines are JSON, that is `event: reason`. '' if the log says nothing.
+    """
     lines = [line.strip() for line in log.splitlines() if line.strip() and not line.startswith("(whole log:")]
-    errors = [line for line in lines if _ERROR.search(line)]
-    return (errors or lines or ["it wrote nothing"])[-1]
+    for line in reversed(lines):
+        if (ours := _logged_error(line)) is not None:
+            return ours
+        if not line.startswith("{") and _ERROR.search(line):
+            return line[:500]
+    return lines[-1][:500] if lines else ""
+
+
+def _logged_error(line: str) -> str | None:
+    """Returns the error that a line of our own log reports; None if it reports none."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(fields, dict) or str(fields.get("level")).lower() not in ("error", "critical"):
+        return None
+    why = fields.get("reason") or fields.get("detail") or fields.get("error")
+    return f"{fields.get('event')}: {why}" if why else str(fields.get("event"))
 
 
 def inherited_environment() -> dict[str, str]:
@@ -137,6 +160,8 @@ class Server:
         #: Seconds for which a start waits for an answer.
         self.start_timeout = START_TIMEOUT
         self._process: subprocess.Popen[bytes] | None = None
+        #: Where in its log the last start began.
+        self._log_start = 0
 
     def command(self) -> Sequence[str]:
         raise NotImplementedError
@@ -189,6 +214,7 @@ class Server:
         if self.log_path.exists() and self.log_path.stat().st_size > MOST_LOG:
             self.log_path.replace(self.log_path.with_suffix(".log.1"))
         with open(self.log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+            self._log_start = log.tell()
             self._process = _spawner.submit(self._spawn, log).result()
         if self.records is not None:
             entry = ProcessRecord.of(self.name, self.pid, keeps_children=self.keeps_children)
@@ -227,13 +253,28 @@ class Server:
     def explain_log(self) -> str:
         """Returns the line of the log that tells most, and below it the end of the log."""
         tail = self.log_tail()
-        return f"{telling_line(tail)}\n{tail}"
+        return f"{telling_line(tail) or 'it wrote nothing'}\n{tail}"
 
     def log_tail(self, lines: int = 15) -> str:
         if not self.log_path.exists():
             return ""
         text = "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
         return f"{text}\n(whole log: {self.log_path})"
+
+    def describe_end(self) -> str:
+        """Return how it ended, and what its log says of it since its start."""
+        code = self._process.poll() if self._process is not None else None
+        if code is None:
+            return "it runs"
+        status = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - LAST_WORDS))
+                text = log.read().decode(errors="replace")
+        except OSError:
+            text = ""
+        words = telling_line(text)
+        return f"{status}; {words}" if words else f"{status}; its log says nothing of it"
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         """Stops the server and all processes it started, and waits for their end. SIGKILL: a crash."""

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from infra import processes
 from infra.node.cgroup import MemoryGroup
 from infra.node.register import NodeEntry
@@ -36,9 +38,14 @@ class WorkerLogs:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def open(self, worker_id: str) -> int:
-        """A descriptor for a worker's output."""
+        """A descriptor for a worker's output. Where no log can be opened the output goes nowhere."""
         path = self._folder / f"{worker_id}.log"
-        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:  # a worker trades without a log, too
+            structlog.get_logger().error("node.no_log", worker=worker_id, reason=str(error))
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     def sweep(self, living: set[str]) -> None:
         """Cuts long logs, and removes the oldest logs of workers that are no longer `living`."""

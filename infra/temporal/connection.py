@@ -14,7 +14,6 @@ from temporalio.client import Client, Interceptor
 from temporalio.runtime import PrometheusConfig, Runtime, TelemetryConfig
 from temporalio.service import RPCError, RPCStatusCode, TLSConfig
 
-from infra.process_metrics import MetricsUnavailable
 from infra.settings import Settings
 from infra.temporal.checked_service import KEEP_ALIVE, CheckedConnections
 from infra.temporal.client import CALL, TemporalUnavailable
@@ -161,12 +160,14 @@ def _exporter(address: str) -> PrometheusConfig | None:
 async def connect_orchestrator(settings: Settings, interceptors: Sequence[Interceptor] = ()) -> Client:
     """The orchestrator's client. Tries until Temporal answers: it may start later, or be away for a while.
 
-    Raises what `tls_config` and `read_api_key` do, and `MetricsUnavailable`.
+    Raises what `tls_config` and `read_api_key` do.
     """
     try:
         runtime = Runtime(telemetry=TelemetryConfig(metrics=_exporter(settings.metrics_address)))
-    except (RuntimeError, ValueError) as error:
-        raise MetricsUnavailable(f"the port after {settings.metrics_address}: {error}") from None
+    except (RuntimeError, ValueError) as error:  # without metrics it works as well
+        address = f"the port after {settings.metrics_address}"
+        log.error("metrics_unavailable", address=address, reason=str(error)[:200])
+        runtime = Runtime(telemetry=TelemetryConfig())
     logged = ""
     if not settings.temporal_codec_key_file:
         log.warning("temporal_histories_in_clear", setting="BERTH_TEMPORAL_CODEC_KEY_FILE")

@@ -247,7 +247,7 @@ def test_what_crashes_leaves_no_core_file(house: House) -> None:
             [limit] = re.findall(r"Max core file size +(\S+)", Path(f"/proc/{pid}/limits").read_text())
             assert limit in {"0", "1"}, Path(f"/proc/{pid}/cmdline").read_bytes()
     orchestrator, api = house.stack.orchestrator, psutil.Process(house.stack.api.pid)
-    served = next(child for child in api.children() if "spawn_main" in " ".join(child.cmdline()))
+    served = next(child for child in api.children() if "api.processes.server" in child.cmdline())
     session = psutil.Process(processes_of(worker["worker_id"]).session)
     homes = {Path(process.cwd()) for process in (served, session, psutil.Process(orchestrator.pid))}
     before = {path for home in homes for path in home.glob("core*")}

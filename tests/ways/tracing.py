@@ -63,8 +63,9 @@ class Tracer:
             process = json.loads(path.read_text(encoding="utf-8"))
             words = " ".join(process["argv"])
             module = re.search(r"-m ([\w.]+)", words)
-            # multiprocessing starts the API's further processes.
-            name = module[1] if module else "api" if "multiprocessing" in words else ""
+            name = module[1] if module else ""
+            if name == "api.processes.server":  # one of several
+                name = "api"
             if name in of:
                 found.update({(file, function): count for file, function, count in process["calls"]})
         return found

@@ -24,8 +24,11 @@ PIDS = 256
 #: Its two writable folders, /tmp and /dev/shm, are in memory that counts as its own. In the second the SDK's
 #: log and contracts take about 20 MiB (`worker_runtime/brokers/shioaji/files.py`).
 TMPFS, SHM = "rw,nosuid,nodev,noexec,size=64m,mode=1777", 64 * 1024 * 1024
-#: What a worker may write before its oldest lines go.
-LOG = {"Type": "json-file", "Config": {"max-size": "4m", "max-file": "2"}}
+#: What a worker may write before its oldest lines go. It goes on when the daemon does not take its lines.
+LOG = {
+    "Type": "json-file",
+    "Config": {"max-size": "4m", "max-file": "2", "mode": "non-blocking", "max-buffer-size": "1m"},
+}
 
 
 def container_name(fleet: str, token: str) -> str:

@@ -12,8 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from api.__main__ import GRACE
 from api.http.middleware import MAX_HEAD
+from api.http.server import GRACE
 from infra.settings import Settings
 from tests.integration.api.conftest import Serve, StartWorker, alive, an_order, make_key
 from tests.integration.api.scripted_worker import until
@@ -99,8 +99,7 @@ async def test_no_process_is_left_when_the_parent_is_killed(serve: Serve, servin
     if serving:
         await alive(url)
     parent = psutil.Process(process.pid)
-    # Two workers and multiprocessing's resource tracker.
-    await until(lambda: len(parent.children(recursive=True)) == 3, 30)
+    await until(lambda: len(parent.children(recursive=True)) == 2, 60)
     children = parent.children(recursive=True)
     process.kill()
     await ended(children)

@@ -343,21 +343,8 @@ def test_tiers_are_measured_beside_a_flood(printed: Callable[[str], bool]) -> No
     assert result["shared"]["all"]["p50_ms"] > result["flooded"]["all"]["p50_ms"]
 
 
-<<<<<<< HEAD
-def _need_quotas() -> None:
-    try:
-        with cpu_group(f"berth-probe-{os.getpid()}", 100):
-            pass
-    except LimitsUnavailable as error:
-        pytest.skip(f"no CPU quota can be set here: {error.detail}")
-
-
-def test_a_throttled_runner_loses_no_lease_and_its_late_renewals_are_reported(short_directory: Path) -> None:
-    _need_quotas()
-=======
 @pytest.mark.needs("cpu quotas")
-def test_leases_of_a_throttled_runner_are_counted_beside_the_naive_ones(short_directory: Path) -> None:
->>>>>>> refs/wt/h1
+def test_a_throttled_runner_loses_no_lease_and_its_late_renewals_are_reported(short_directory: Path) -> None:
     result = _bench(short_directory, "lease", "--seconds", "2", "--quota", "100")
     part = result["100"]
     assert part["lost"] == 0
@@ -375,12 +362,8 @@ def test_leases_of_a_throttled_runner_are_counted_beside_the_naive_ones(short_di
         assert one["max_gap_s"] > 0
 
 
-<<<<<<< HEAD
-def test_a_throttled_worker_renews_in_time_beside_a_naive_one_that_does_not(
-=======
 @pytest.mark.needs("cpu quotas")
-def test_renewals_of_a_throttled_worker_are_counted_beside_the_naive_ones(
->>>>>>> refs/wt/h1
+def test_a_throttled_worker_renews_in_time_beside_a_naive_one_that_does_not(
     bench_folder: Path, printed: Callable[[str], bool]
 ) -> None:
     result = heartbeat.run(seconds=5.0, quotas=[100], loads=["processes"], mark_period=1.0)

@@ -89,7 +89,7 @@ def test_a_step_that_was_only_given_up_is_neither_failed_nor_the_cause() -> None
         ("Traceback:\n  File x\nValueError: no such port\n", "ValueError: no such port"),
         ("initdb: error: no libpq\n\n", "initdb: error: no libpq"),
         ("listening\nbye\n(whole log: /x)", "bye"),
-        ("", "it wrote nothing"),
+        ("", ""),
     ],
 )
 def test_the_cause_of_a_failed_start_is_the_last_error_of_its_log(log: str, line: str) -> None:

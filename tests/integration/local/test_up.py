@@ -113,6 +113,32 @@ def test_one_folder_lives_through_the_main_job_a_second_up_a_crash_and_the_main_
 
 @pytest.mark.drill
 @pytest.mark.slow
+def test_an_api_whose_processes_keep_dying_is_started_again_with_the_cause(
+    folder: Path, port_environment: dict[str, str], short_directory: Path, run_up: list[Up]
+) -> None:
+    up = Up(port_environment | {"BERTH_API_PROCESSES": "2"}, short_directory / "up.log")
+    run_up.append(up)
+    up.wait_for("Ctrl-C stops everything")
+    key, kept = folder / "keys" / "api.key", short_directory / "api.key"
+    key.rename(kept)
+    [master] = [pid for pid in psutil.pids() if _command(pid).endswith("-m api") and _belongs(pid, folder)]
+    for process in psutil.Process(master).children():
+        process.kill()
+    up.wait_for("api has ended; starting it again (exit code 1; api_gave_up: 5 processes of the API in a row")
+    assert "KeyFileMissing" in up.text()
+    up.wait_for("api has not come up")
+    kept.rename(key)
+    port = int(port_environment["BERTH_API_PORT"])
+    deadline = time.monotonic() + PATIENCE
+    while socket.socket().connect_ex((HOST, port)) != 0:
+        assert up.process.poll() is None, up.text()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert up.end(signal.SIGINT) == 0, up.text()
+    wait_nothing_left(folder)
+
+
+@pytest.mark.slow
 def test_down_stops_a_running_up_and_ends_what_a_killed_one_left(
     folder: Path, port_environment: dict[str, str], short_directory: Path, run_up: list[Up]
 ) -> None:

@@ -44,3 +44,21 @@ def test_the_oldest_logs_of_the_dead_go_first_and_those_of_the_living_stay(tmp_p
     (tmp_path / "logs" / "oldest.log.1").touch()
     logs.sweep({"living"})
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {"newest.log", "newer.log", "living.log"}
+
+
+def test_a_folder_of_logs_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    logs = WorkerLogs(tmp_path / "logs")
+    (tmp_path / "logs").rmdir()
+    output = logs.open("w-1")
+    os.write(output, b"line\n")
+    os.close(output)
+    assert (tmp_path / "logs" / "w-1.log").read_bytes() == b"line\n"
+
+
+def test_a_worker_whose_log_cannot_be_opened_is_started_without_one(tmp_path: Path) -> None:
+    logs = WorkerLogs(tmp_path / "logs")
+    (tmp_path / "logs").rmdir()
+    (tmp_path / "logs").write_text("a file in its place")
+    output = logs.open("w-1")
+    assert os.write(output, b"line\n") == 5
+    os.close(output)

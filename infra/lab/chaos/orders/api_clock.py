@@ -22,7 +22,7 @@ OFF = 600
 _HOOK = """
 import os, pathlib, sys
 FILE = pathlib.Path({file!r})
-if any("spawn_main" in word for word in sys.orig_argv) and FILE.exists():
+if "api.processes.server" in sys.orig_argv and FILE.exists():
     import ctypes, datetime, gc, time
     off = int(FILE.read_text())
     FILE.unlink()

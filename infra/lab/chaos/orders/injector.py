@@ -388,7 +388,7 @@ def _api_pids(api: Server) -> list[int]:
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(api.pid).children() if api.running else []:
             with contextlib.suppress(psutil.Error):  # one that was killed and is not reaped yet
-                if "spawn_main" in " ".join(child.cmdline()):  # one more child tracks shared resources
+                if "api.processes.server" in child.cmdline():
                     found.append((child.create_time(), child.pid))
     return [pid for _, pid in sorted(found)]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 
 from infra.database.migrate import migrate
-from infra.local.process import free_port
+from infra.local.process import HOST, free_port
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.vault import key_pairs, secret_versions
 from infra.vault import key_pairs as orchestrator_keys
@@ -143,3 +145,40 @@ def test_it_waits_for_a_temporal_that_is_not_there_and_can_be_stopped(
     orchestrator.until("temporal_not_reachable")
     assert orchestrator.end() == 0
     assert not (tmp_path / READY_FILE).exists()
+
+
+@pytest.fixture
+def ports_in_use() -> Iterator[int]:
+    """The first of two neighbouring ports on which somebody else listens."""
+    while True:
+        with socket.create_server((HOST, 0)) as first, contextlib.suppress(OSError, OverflowError):
+            port: int = first.getsockname()[1]
+            with socket.create_server((HOST, port + 1)):
+                yield port
+                return
+
+
+@pytest.mark.timeout(240)
+async def test_it_serves_though_neither_its_metrics_nor_its_ready_file_can_be_had(
+    tmp_path: Path,
+    environment: dict[str, str],
+    keys: None,
+    own_temporal: TemporalServer,
+    ports_in_use: int,
+) -> None:
+    await migrate(environment["BERTH_DATABASE_URL"])
+    (tmp_path / "file").write_text("no folder")
+    own = {
+        "BERTH_DATA_DIR": str(tmp_path / "file" / "data"),
+        "BERTH_METRICS_ADDRESS": f"{HOST}:{ports_in_use}",
+        "BERTH_TEMPORAL_ADDRESS": own_temporal.address,
+    }
+    orchestrator = OrchestratorProcess(tmp_path, environment | own)
+    try:
+        orchestrator.until("ready", 120)
+        events = orchestrator.events()
+        assert events.count("metrics_unavailable") == 2  # ours, and that of Temporal's SDK
+        assert "ready_file_not_written" in events
+    finally:
+        code = orchestrator.end()
+    assert code == 0

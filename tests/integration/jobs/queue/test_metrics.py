@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 from redis.asyncio import Redis
 
 from infra.jobs import metrics
@@ -28,7 +29,7 @@ async def page(client: Redis) -> dict[str, float]:
     """The samples by their names and labels."""
     written = MetricsPage()
     await metrics.write_job_metrics(written, client)
-    lines = written.text().splitlines()
+    lines = written.text(CollectorRegistry()).splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
