@@ -1,8 +1,8 @@
 """Short forms of the benchmarks, judged by ratios: a change of complexity fails here on any machine.
 
 Aims in seconds need a quiet machine (`berth bench …`). Here the same work is done for n and for 4 n, and its
-cost is counted: calls, tasks, bytes, and CPU seconds, which a busy machine hardly changes. What is linear grows
-by 4, what is quadratic by 16.
+cost is counted: calls, tasks, bytes, and CPU seconds, which a busy machine hardly changes. What is linear
+grows by 4, what is quadratic by 16.
 """
 
 from __future__ import annotations
