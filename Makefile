@@ -4,9 +4,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-#: Processes of the tests, each with servers of its own. tests/groups.py says what they get as a unit, and in
-#: which order. One that dies ends the run: pytest-xdist never ends a run in which it replaced one.
-JOBS ?= 2
+#: Processes of the tests, each with servers of its own: more than cores, since most tests wait most of the time.
+#: tests/groups.py says what they get as a unit, and in which order. One that dies ends the run: pytest-xdist
+#: never ends a run in which it replaced one.
+JOBS ?= 4
 
 # Compiled modules are kept whatever the environment says: hundreds of processes of ours are started, and each
 # would compile its modules again (0.3 s of CPU for an orchestrator or an API; 2 ms for each start of a workflow).
@@ -20,7 +21,7 @@ help: ## List the commands
 run: setup ## Start the whole system, run the main job, stay up until Ctrl-C (ONCE=1: stop after the job)
 	@$(BIN)/berth up --main-job $(if $(ONCE),--once)
 
-test: setup ## The suite, on real servers (ARGS="tests/unit -k name" chooses; ARGS=tests: with all drills, as CI)
+test: setup ## The suite, on real servers (ARGS="tests/unit -k name" chooses; ARGS=tests: with all drills)
 	@$(BIN)/python -m pytest --ignore tests/aws --numprocesses $(JOBS) --dist loadscope --no-loadscope-reorder \
 	  --max-worker-restart 0 $(or $(ARGS),-m "not drill")
 

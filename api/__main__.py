@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 import uvicorn
 
 from api.http.middleware import HeadLimitingProtocol
+from infra.environment import forget_library_variables
 from infra.log import configure_log
 from infra.process_metrics import MULTIPROCESS
 from infra.processes import forbid_core_files
@@ -24,6 +25,7 @@ KEEP_ALIVE = 75
 
 def main() -> None:
     forbid_core_files()
+    forget_library_variables()
     settings = read_settings(Settings)
     configure_log(settings.log_level)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -93,7 +93,7 @@ class Settings(BaseSettings):
     # Fleets of job runners, and what their tiers need
     jobs_runner: str = "fleet"
     jobs_queues: tuple[str, ...] = ("*",)
-    jobs_slots: int = Field(default=1, ge=1, le=256)
+    jobs_slots: int = Field(default=0, ge=0, le=256)
     jobs_recycle: int = Field(default=1, ge=1)
     jobs_runners: str = Field(default="1", pattern=r"^[1-9]\d{0,2}(-[1-9]\d{0,2})?$")
     jobs_wait: float = Field(default=5.0, gt=0)
@@ -155,6 +155,8 @@ class Settings(BaseSettings):
     #: `berth up` kills an orchestrator after 15 s.
     stop_grace: float = Field(default=10.0, ge=0)
     move_period: float = Field(default=15.0, gt=0)
+    #: With the second look 10 s later, what somebody ended is back within a minute.
+    entity_period: float = Field(default=45.0, gt=0)
     differences_block: bool = False
     sweep_period: float = Field(default=0.5, gt=0)
     #: Longer than a round with servers that answer slowly: Valkey's socket timeout is 5 s.
@@ -246,7 +248,10 @@ class Settings(BaseSettings):
 
 
 class LocalSettings(BaseSettings):
-    """Ports of the servers that `berth up` starts on 127.0.0.1 (the API's is `BERTH_API_PORT`)."""
+    """What `berth up` needs besides `Settings`: the ports of the servers that it starts on 127.0.0.1.
+
+    The API's port is `BERTH_API_PORT`.
+    """
 
     model_config = SettingsConfigDict(env_prefix="BERTH_LOCAL_", extra="ignore", frozen=True)
 
@@ -256,6 +261,7 @@ class LocalSettings(BaseSettings):
     postgres_port: int = 7403
     exchange_port: int = 7404
     exchange_admin_port: int = 7405
+    pass_environment: tuple[str, ...] = ()
 
 
 class EcsSettings(BaseSettings):

@@ -2,60 +2,89 @@
 
 A unit is a module, or several modules that share an expensive fixture. Each process that runs one of them
 builds its own fixture, so one process runs them all.
+
+A busy unit runs a whole system and keeps a core busy. The others mostly wait: for timeouts, restarts and
+processes. So there are more processes than cores, and at most `MAX_BUSY_UNITS` busy units at a time, which
+begin first; what waits runs beside them.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 #: Path, or folder with a slash at its end → the unit. The first entry that fits counts.
 UNITS = {
     "tests/chaos/test_fencing.py": "chaos-house",
     "tests/chaos/test_flush.py": "chaos-house",
     "tests/chaos/test_unmarked.py": "chaos-house",
+    # These have systems of their own, each of which one process starts.
+    "tests/e2e/test_books_first.py": "e2e-books-first",
+    "tests/e2e/test_histories.py": "e2e-histories",
     "tests/e2e/test_idle_race.py": "e2e-idle-race",
+    "tests/e2e/test_traces.py": "e2e-traces",
     "tests/e2e/test_versions.py": "e2e-versions",
+    "tests/e2e/test_worker_users.py": "e2e-worker-users",
     "tests/e2e/": "e2e-house",
+    "tests/redteam/test_takeover.py": "redteam-arena",
+    "tests/redteam/test_worker_login.py": "redteam-arena",
     "tests/compose/": "compose",
     "tests/containers/": "docker",
     "tests/contract/launchers/test_contract.py": "docker",
     "tests/contract/launchers/test_docker.py": "docker",
 }
-#: The order in which units begin: by name, by path, or all of a folder (with a slash at its end). The rest
-#: comes afterwards. A unit that runs the whole system needs both cores, and two of them at once slow each
-#: other down. So each is followed by modules that mostly wait and take about as long: they run beside it.
-ORDER = (
+#: Busy units, in the order in which they begin, the longest first: by name or by path.
+BUSY = (
     "e2e-house",
-    "tests/integration/worker/",
-    "tests/contract/brokers/",
-    "tests/chaos/test_steps.py",
-    "tests/contract/launchers/node/",
-    "tests/integration/activities/pool/",
-    "chaos-house",
-    "tests/integration/jobs/",
-    "tests/redteam/",
     "docker",
-    "tests/integration/activities/",
     "compose",
-    "tests/integration/database/",
     "tests/integration/bench/test_bench.py",
-    "tests/integration/api/orders/",
+    "tests/chaos/test_steps.py",
+    "chaos-house",
     "e2e-versions",
-    "tests/integration/api/workers/",
-    "e2e-idle-race",
-    "tests/integration/api/",
-    "tests/chaos/test_orders.py",
-    "tests/unit/model/",
-    "tests/unit/exchange/",
+    "tests/integration/local/test_restore.py",
+    "tests/integration/local/test_two_releases.py",
     "tests/integration/local/test_up.py",
-    "tests/workflow/",
-    "tests/integration/local/test_damage.py",
-    "tests/integration/local/",
+    "tests/chaos/test_orders.py",
+    "tests/chaos/test_drill.py",
+    "tests/chaos/test_host_lost.py",
+    "redteam-arena",
+    "e2e-worker-users",
+    "e2e-histories",
+    "e2e-traces",
+    "tests/chaos/test_late_lists.py",
     "tests/ways/test_ways.py",
+    "e2e-books-first",
+    "e2e-idle-race",
+    "tests/integration/local/test_damage.py",
+    "tests/integration/local/test_other_accounts.py",
 )
+#: The order of the others, the longest first: by path, or all of a folder (with a slash at its end). The rest
+#: comes afterwards.
+ORDER = (
+    "tests/integration/worker/",
+    "tests/integration/jobs/",
+    "tests/integration/api/orders/",
+    "tests/integration/activities/pool/",
+    "tests/unit/model/",
+    "tests/workflow/days/",
+    "tests/contract/launchers/node/",
+    "tests/contract/brokers/",
+    "tests/integration/activities/",
+    "tests/integration/local/",
+    "tests/integration/api/",
+    "tests/unit/exchange/",
+    "tests/integration/database/",
+    "tests/redteam/",
+    "tests/workflow/",
+)
+#: Busy units that may run at the same time: one for each core, and two on a single one.
+MAX_BUSY_UNITS = max(2, os.cpu_count() or 2)
 
 
 def unit_of(path: str) -> str:
@@ -67,11 +96,19 @@ def unit_of(path: str) -> str:
 
 
 def place_of(unit: str) -> int:
-    """The number of the entry of `ORDER` that is about this unit; behind them all if there is none."""
-    for number, entry in enumerate(ORDER):
+    """The number of the entry of `BUSY` or `ORDER` about this unit; behind them all if there is none."""
+    for number, entry in enumerate((*BUSY, *ORDER)):
         if unit == entry or (entry.endswith("/") and unit.startswith(entry)):
             return number
-    return len(ORDER)
+    return len(BUSY) + len(ORDER)
+
+
+def next_unit(waiting: Iterable[str], running: Collection[str]) -> str:
+    """The first unit that may begin beside those that run. Where only busy ones wait, the first of them."""
+    waiting = list(waiting)
+    if sum(unit in BUSY for unit in running) < MAX_BUSY_UNITS:
+        return waiting[0]
+    return next((unit for unit in waiting if unit not in BUSY), waiting[0])
 
 
 def sort_units(items: list[pytest.Item], root: Path) -> None:
@@ -82,11 +119,21 @@ def sort_units(items: list[pytest.Item], root: Path) -> None:
 
 
 class UnitScheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Gives each process whole units.
+    """Gives each process whole units, and not too many busy ones at a time.
 
     xdist's own way, `--dist loadgroup`, hands out single tests under pytest 9.2: it renames tests by an
-    attribute that pytest no longer has. This method is the one that xdist's schedulers override.
+    attribute that pytest no longer has. These methods are the ones that xdist's schedulers override.
     """
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        running = [
+            unit
+            for units in self.assigned_work.values()
+            for unit, tests in units.items()
+            if not all(tests.values())
+        ]
+        self.workqueue.move_to_end(next_unit(self.workqueue, running), last=False)
+        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid.partition("::")[0])

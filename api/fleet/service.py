@@ -27,6 +27,7 @@ from temporalio.client import (
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.service import RPCError, RPCStatusCode
 
+from api.fleet.entities import EntityProbe
 from api.fleet.schemas import FleetPage, FleetRowView, ServerView
 from api.fleet.schemas import ReadinessView as View
 from api.http.errors import InvalidRequest, NoMaintenance, OrchestratorUnavailable
@@ -58,7 +59,7 @@ def fleet_query(state: WorkerState | None, user_prefix: str | None) -> str:
         parts.append(f'{names.SA_STATE.name} = "{WorkerState(state)}"')
     if user_prefix is not None:
         if not _PREFIX.fullmatch(user_prefix):
-            raise InvalidRequest("not valid: user_id: no user id begins like that")
+            raise InvalidRequest("user_id: no user id begins like that")
         parts.append(f'{names.SA_USER.name} STARTS_WITH "{user_prefix}"')
     return " AND ".join(parts)
 
@@ -123,7 +124,7 @@ def _row(found: WorkflowExecution) -> FleetRowView:
 
 
 def _bad_cursor() -> InvalidRequest:
-    return InvalidRequest("not valid: cursor: take it from `next_cursor` of the page before")
+    return InvalidRequest("cursor: take it from `next_cursor` of the page before")
 
 
 def _cursor(token: bytes) -> str:
@@ -222,6 +223,7 @@ class ReadinessProbe:
     control: WorkerControl
     require_schema: Callable[[], None]
     settings: Settings
+    entities: EntityProbe
 
     async def check(self) -> View:
         found = await asyncio.gather(
@@ -237,6 +239,8 @@ class ReadinessProbe:
         found = dict((await self.check()).dependencies)
         if found["temporal"].state == "up":
             found |= await self._orchestrators()
+        if found["temporal"].state == found["postgresql"].state == "up":
+            found |= await self.entities.list_entities()
         if found["postgresql"].state == "up":
             async with self.database.session(autocommit=True) as session:
                 last = await passes.pass_summary(session)

@@ -38,6 +38,10 @@ class NoPool(NotFound, code="NO_POOL"):
     """There is no such pool."""
 
 
+class PoolRebuilding(BerthError, code="POOL_REBUILDING", retryable=True):
+    """The pool's workflow was ended in Temporal; an orchestrator rebuilds it within a minute."""
+
+
 class PoolChanged(BerthError, code="POOL_CHANGED", status=409):
     """Somebody else has changed the pool; read it again."""
 
@@ -130,7 +134,15 @@ class CloseNotFilled(BerthError, code="CLOSE_NOT_FILLED", status=409):
 
 
 class IntentExpired(BerthError, code="INTENT_EXPIRED", status=409):
-    """The opposite position was closed too long ago to open the new one; use a new id."""
+    """It could not be carried out before its deadline; the detail names what was in the way."""
+
+
+class OddLotRefused(BerthError, code="ODD_LOT_REFUSED", status=422):
+    """The quantity is no full lot, and this webhook or the exchange does not take the rest."""
+
+
+class PriceOffTick(BerthError, code="PRICE_OFF_TICK", status=422):
+    """The limit price is between two ticks, and this webhook does not round prices."""
 
 
 class TooManyStreams(BerthError, code="TOO_MANY_STREAMS", retryable=True, status=429):
@@ -145,17 +157,25 @@ class WebhookUnknown(NotFound, code="WEBHOOK_UNKNOWN"):
     """There is no such webhook, or it was revoked."""
 
 
+class WebhookPaused(BerthError, code="WEBHOOK_PAUSED", status=409):
+    """This webhook is paused and takes no signals. Resume it, then send the signal again."""
+
+
+class WebhookExpired(BerthError, code="WEBHOOK_EXPIRED", status=410):
+    """This webhook has expired and takes no signals. Give it a later expiry, or make another one."""
+
+
 class WebhookSecretWrong(Forbidden, code="WEBHOOK_SECRET_WRONG"):
-    """The secret in the alert is not this webhook's."""
+    """The secret in the signal is not this webhook's."""
 
 
 class SourceNotAllowed(Forbidden, code="SOURCE_NOT_ALLOWED"):
-    """This webhook accepts no alerts from this address."""
+    """This webhook accepts no signals from this address."""
 
 
 class AlertOutdated(BerthError, code="ALERT_OUTDATED", status=422):
-    """The time of the alert is too far from the server's time."""
+    """The time of the signal is too far from the server's time."""
 
 
 class WebhookBusy(BerthError, code="WEBHOOK_BUSY", retryable=True, status=429):
-    """Too many alerts came to this webhook within a minute."""
+    """Too many signals came to this webhook within a minute."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
@@ -16,7 +17,7 @@ from starlette.types import Scope
 
 from api.http import errors
 from api.http.rights import ALL, RIGHTS, Role
-from infra.database.engine import DatabaseUnavailable
+from infra.database.engine import DatabaseUnavailable, OutcomeUnconfirmed
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.errors import BerthError
 
@@ -101,14 +102,43 @@ def _answer(scope: Scope, error: BerthError, **members: Any) -> Response:
     return response_of(error, instance=redacted_path(scope["path"]), request_id=request_id, **members)
 
 
+#: Failures that a problem's detail tells; `errors` has all of them.
+_TOLD = 3
+#: How pydantic begins the message of a validator's own error.
+_OWN_ERROR = re.compile(r"^(Value|Assertion) error, ")
+#: Words of fields that hold secrets.
+_SECRETS = ("secret", "key", "password", "token", "certificate", "passphrase")
+
+
 def invalid_request(failures: Sequence[Mapping[str, Any]], *within: str) -> errors.InvalidRequest:
-    """The error that pydantic's mean, without any value; `within`: where the model stands."""
-    found = [
-        {"loc": [*within, *map(str, one["loc"])], "msg": str(one["msg"]), "type": str(one["type"])}
+    """The error that pydantic's mean, with their sentences; `within`: where the model stands.
+
+    No value of a secret field is told: of these, only what pydantic itself says, which names no value.
+    """
+    found: list[dict[str, Any]] = [
+        {"loc": [*within, *map(str, one["loc"])], "msg": _told(one), "type": str(one["type"])}
         for one in failures
     ]
-    where = ", ".join(".".join(one["loc"]) for one in found[:5])
-    return errors.InvalidRequest(f"not valid: {where}", found)
+    sentences = [_sentence(one["loc"], one["msg"]) for one in found[:_TOLD]]
+    more = f" (and {len(found) - _TOLD} more)" if len(found) > _TOLD else ""
+    return errors.InvalidRequest(f"{'; '.join(sentences)}{more}", found)
+
+
+def _told(failure: Mapping[str, Any]) -> str:
+    field = " ".join(map(str, failure["loc"])).lower()
+    given = failure.get("input")
+    message = str(failure["msg"])
+    hides = any(word in field for word in _SECRETS)
+    if hides and isinstance(given, str) and len(given) > 2 and given in message:
+        return "Value error, it is not valid"
+    return message
+
+
+def _sentence(loc: Sequence[str], message: str) -> str:
+    """`quantity: it is not whole`; of a body's field the name alone."""
+    where = ".".join(part for part in loc if part != "body" and not part.isdigit())
+    text = _OWN_ERROR.sub("", message)
+    return f"{where}: {text[:1].lower()}{text[1:]}" if where else text
 
 
 def _of_http(failure: HTTPException) -> BerthError:
@@ -184,6 +214,7 @@ def add_common(operation: dict[str, Any], method: str, path: str) -> None:
         kinds += [errors.BodyTooLarge, errors.BodyTooSlow]
     if roles := RIGHTS.get(f"{method.upper()} {path}"):
         kinds += [errors.Unauthenticated, errors.InvalidRequest, DatabaseUnavailable, BerthError]
+        kinds += [OutcomeUnconfirmed] * (method.upper() not in ("GET", "HEAD"))
         kinds += [errors.Forbidden] * (roles != ALL)
         kinds += [errors.NotFound] * ("{user_id}" in path and Role.USER in roles)
     for kind in kinds:

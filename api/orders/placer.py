@@ -13,7 +13,7 @@ from typing import Self
 
 import structlog
 from msgspec.structs import replace
-from redis.exceptions import RedisError
+from redis.exceptions import ConnectionError, RedisError, TimeoutError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.http.errors import ClientOrderIdReused, ValkeyUnavailable
@@ -37,6 +37,9 @@ from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, Orde
 #: While Valkey does not answer, a withdrawal is tried this many times, with this pause in seconds.
 WITHDRAW_TRIES = 3
 WITHDRAW_PAUSE = 0.5
+#: Seconds within which a request whose answer was lost is queued again, and the pause before it: a connection
+#: that died silently is found out within 1.3 s, and a new one is there 0.1 s later.
+ENQUEUE_PATIENCE_S, ENQUEUE_PAUSE_S = 2.5, 0.15
 #: Seconds past the deadline after which an unanswered order is taken back: a worker that popped it right
 #: before answers meanwhile.
 ANSWER_GRACE = 1.0
@@ -130,14 +133,17 @@ class PendingOrders:
         user_id, order_id = pending.request.user_id, pending.request.order_id
         with self.answers.expect(user_id, order_id, order_id, pending.row.first_epoch) as answer:
             try:
-                queued = await self.queue.enqueue(pending.request, pending.left, pending.row)
+                queued = await self._enqueue(pending)
                 if not queued.new:
                     await self.answers.read_pending(order_id)
             except EnqueuedBefore as before:
                 return PlacementResult.of(await self.outcome_writer.take_over(pending.row.id, before))
             except RedisError as error:
                 self._log.warning("enqueue_failed", order=order_id, reason=type(error).__name__)
-                raise ValkeyUnavailable("Valkey: whether the order was queued is not known") from None
+                raise ValkeyUnavailable(
+                    "It is not known whether the order was queued. Send it again with the same"
+                    " client_order_id to get its state; it is not placed twice."
+                ) from None
             queued_at = time.monotonic()
             order = pending.order  # while the worker is at it
             given_up = await self._wait(pending, queued, answer)
@@ -154,6 +160,25 @@ class PendingOrders:
             return PlacementResult.of(await self._write_withdrawal(order, found), found)
         self.outcome_writer.write_later(NotedOutcome(outcome, code))
         return PlacementResult.of(apply_answer(order, found), found)
+
+    async def _enqueue(self, pending: PendingOrder) -> QueuedRequest:
+        """Queues the order. If the answer was lost, it asks again: a server queues an order id only once.
+
+        Not of a server that came after the order was accepted: it may not know of the first time. Raises
+        `EnqueuedBefore`, and `RedisError` if it is not certain that the order was queued.
+        """
+        until = time.monotonic() + min(ENQUEUE_PATIENCE_S, pending.left)
+        while True:
+            try:
+                return await self.queue.enqueue(pending.request, pending.left, pending.row)
+            except (ConnectionError, TimeoutError) as error:
+                reason = type(error).__name__
+                if time.monotonic() >= until:
+                    raise
+                await asyncio.sleep(ENQUEUE_PAUSE_S)
+                if await self.queue.may_be_stale(pending.row.created_at):
+                    raise
+            self._log.warning("enqueue_repeated", order=pending.request.order_id, reason=reason)
 
     async def _wait(
         self, pending: PendingOrder, queued: QueuedRequest, answer: asyncio.Future[Answer]

@@ -265,5 +265,5 @@ def position_of(cursor: str) -> OrderPosition:
         at = _EPOCH + timedelta(microseconds=int.from_bytes(raw[:8], "big"))
     except (ValueError, OverflowError, binascii.Error):
         error = {"loc": ["query", "cursor"], "msg": "not a cursor of this list", "type": "value_error"}
-        raise InvalidRequest("not valid: query.cursor", [error]) from None
+        raise InvalidRequest("query.cursor: take it from `next_cursor` of the page before", [error]) from None
     return at, uuid.UUID(bytes=raw[8:])

@@ -6,9 +6,9 @@ The broker is asked for positions and balance through the user's worker.
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Self
@@ -16,9 +16,10 @@ from uuid import uuid4
 from weakref import WeakValueDictionary
 
 import structlog
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.http.errors import CloseInvalid, IntentExpired, NoAnswer, NoPosition, PositionBusy
-from api.orders.placer import OrderLeg, OrderPlacer, PlacementResult
+from api.orders.placer import OrderLeg, OrderPlacer, PendingOrder, PlacementResult
 from api.orders.schemas import MAX_QUANTITY, OrderRequest
 from api.positions.parts import part_ids, split_close, whole_result
 from api.positions.schemas import ClosePositionRequest, PricedBody
@@ -147,6 +148,14 @@ class PositionClose:
         )
 
 
+@dataclass(frozen=True)
+class Holdings:
+    """The positions of an account, and PostgreSQL's time before which fills are in them for certain."""
+
+    positions: Sequence[Position]
+    since: datetime
+
+
 class PositionCloser:
     def __init__(
         self, database: Database, placer: OrderPlacer, portfolio: Portfolio, *, connections: int
@@ -159,6 +168,27 @@ class PositionCloser:
         # one. So at most half of them write at a time, and a user has one turn at a time.
         self._writing = asyncio.Semaphore(max(1, connections // 2))
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def read_holdings(self, user_id: str, account_id: str, not_after: float = math.inf) -> Holdings:
+        """Asks the broker for the positions of an account. Raises what `Portfolio.report` raises."""
+        async with self._database.session(autocommit=True) as session:
+            now = await closing.database_clock(session)
+        seconds = max(0.0, min(POSITIONS_WAIT, not_after - time.monotonic()))
+        report = await self._portfolio.report(user_id, account_id, seconds, orders=True, positions=True)
+        # A fill that the position may not show yet must not be closed, or entered, a second time. Positions
+        # are as old as the list of orders only where the broker says so.
+        behind = timedelta(milliseconds=report.behind_ms)
+        certain = report.absence_certain and report.positions_agree
+        return Holdings(report.positions, now - (behind if certain else max(FILL_MARGIN, behind)))
+
+    async def require_quiet(
+        self, user_id: str, account_id: str, symbol: str, since: datetime, but: Sequence[str] = ()
+    ) -> None:
+        """Raises `PositionBusy` while an order works in a symbol, or if one was filled since `since`."""
+        async with self._database.session(autocommit=True) as session:
+            beside = await closing.conflicting_order(session, user_id, account_id, symbol, "", since, but)
+        if beside is not None:
+            raise _position_busy(beside)
 
     async def close_position(
         self, close: PositionClose, wait: float, *, not_after: float = math.inf
@@ -173,19 +203,11 @@ class PositionCloser:
         async with self._database.session() as session:
             ids = part_ids(close.client_order_id)
             known = await closing.orders_by_client_ids(session, close.user_id, ids)
-            since = await closing.database_clock(session)
         if known:
             return await self._repeat(known, ids, close.leg, wait, close.actor)
-        seconds = max(0.0, min(POSITIONS_WAIT, not_after - time.monotonic()))
-        report = await self._portfolio.report(
-            close.user_id, close.account_id, seconds, orders=True, positions=True
-        )
-        # A fill that the position may not show yet must not be closed, or entered, a second time. Positions
-        # are as old as the list of orders only where the broker says so.
-        behind = timedelta(milliseconds=report.behind_ms)
-        certain = report.absence_certain and report.positions_agree
-        since -= behind if certain else max(FILL_MARGIN, behind)
-        meant = [one for one in report.positions if close.closes(one)]
+        holdings = await self.read_holdings(close.user_id, close.account_id, not_after)
+        since = holdings.since
+        meant = [one for one in holdings.positions if close.closes(one)]
         found = [one for one in meant if one.symbol == close.symbol]
         if meant and not found:
             raise CloseInvalid(f"{close.symbol} may stand for {meant[0].symbol}, which is held: name that")
@@ -238,22 +260,68 @@ class PositionCloser:
         since `since`; those with client order ids in `but` do not count. `not_after` as in `close_position`.
         Raises `PositionBusy`, `IntentExpired` and what `OrderPlacer.place_order` raises.
         """
-        where = (user_id, body.account_id, body.symbol)
+        (placed,) = await self.place_together(
+            user_id, [(body, leg)], wait, actor, since=since, side=side, but=but, not_after=not_after
+        )
+        return placed
+
+    async def place_together(
+        self,
+        user_id: str,
+        orders: Sequence[tuple[OrderRequest, OrderLeg]],
+        wait: float,
+        actor: str,
+        *,
+        since: datetime | None,
+        side: str = "",
+        but: Sequence[str] = (),
+        not_after: float = math.inf,
+        guard: Callable[[AsyncSession], Awaitable[None]] | None = None,
+    ) -> list[PlacementResult]:
+        """Places orders of one account and symbol as `place_alone` does: all of them are written, or none.
+
+        `since` None: whatever else works or was filled. `guard` runs in the transaction that writes them, and
+        keeps them from being written by raising.
+        """
+        first = orders[0][0]
+        where = (user_id, first.account_id, first.symbol)
+        ids = [part_ids(body.client_order_id) for body, _ in orders]
+        write = partial(self._placer.write_order, user_id, not_after=not_after)
+        written: list[list[PendingOrder | PlacementResult]] = []
         async with self._user_turn(user_id), self._database.session() as session:
-            await closing.lock_symbol(session, *where)
-            ids = part_ids(body.client_order_id)
-            known = await closing.orders_by_client_ids(session, user_id, ids)
-            beside = await closing.conflicting_order(session, *where, side, since, but)
-            if beside is not None and not known:  # known: an equal request was quicker
-                raise _position_busy(beside)
-            if not known and time.monotonic() >= not_after:
-                raise IntentExpired("its deadline had passed before the order could be written")
-            parts = split_close(body) if leg.reduce_only else [body]
-            write = partial(self._placer.write_order, user_id, leg=leg, not_after=not_after, session=session)
-            written = [await write(part, actor) for part in parts if not known]
+            if since is not None:
+                await closing.lock_symbol(session, *where)
+            if guard is not None:
+                await guard(session)
+            known = await closing.orders_by_client_ids(
+                session, user_id, [name for names in ids for name in names]
+            )
+            if not known:  # else an equal request was quicker
+                if since is not None:
+                    beside = await closing.conflicting_order(session, *where, side, since, but)
+                    if beside is not None:
+                        raise _position_busy(beside)
+                if time.monotonic() >= not_after:
+                    raise IntentExpired("its deadline had passed before the order could be written")
+                for body, leg in orders:
+                    parts = split_close(body) if leg.reduce_only else [body]
+                    written.append([await write(part, actor, leg=leg, session=session) for part in parts])
         if known:
-            return await self._repeat(known, ids, leg, wait, actor)
-        return whole_result(await asyncio.gather(*(self._placer.follow_order(one, wait) for one in written)))
+            repeats = []
+            for names, (_, leg) in zip(ids, orders, strict=True):
+                row = known.get(names[0])
+                if row is not None:
+                    # Guarded ids are made of what was asked for, so whatever has them is the same request.
+                    own = leg if guard is None else replace(leg, fingerprint=row.fingerprint)
+                    repeats.append(self._repeat(known, names, own, wait, actor))
+            return list(await asyncio.gather(*repeats))
+        return list(await asyncio.gather(*(self._follow_parts(parts, wait) for parts in written)))
+
+    async def _follow_parts(
+        self, parts: Sequence[PendingOrder | PlacementResult], wait: float
+    ) -> PlacementResult:
+        follow = self._placer.follow_order
+        return whole_result(await asyncio.gather(*(follow(part, wait) for part in parts)))
 
     async def _repeat(
         self, known: Mapping[str, Row], ids: Sequence[str], leg: OrderLeg, wait: float, actor: str

@@ -169,7 +169,7 @@ def _requested_scope(body: SwitchRequest, call: AuthorizedCall) -> TradingScope:
         raise Forbidden
     user_id = body.user_id or call.caller.user_id
     if user_id is None:
-        raise InvalidRequest("not valid: user_id is missing")
+        raise InvalidRequest("user_id is missing: a switch of a user or an account names it")
     call.require_user(user_id)
     by_user = not call.caller.staff or body.held_by is SwitchHolder.USER
     return TradingScope(user_id, body.account_id or "", by_user=by_user)

@@ -1,21 +1,24 @@
 """Routes for webhooks: created and revoked with an API key, posted to with a token and a secret."""
 
-from typing import Annotated
+from typing import Annotated, Any
 from uuid import UUID
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.container import Call, InServices, VisibleUserId
 from api.http import errors, problems
-from api.http.fields import view_response
-from api.orders.outcomes import UNANSWERED
+from api.http.fields import Rows, view_response
 from api.orders.router import REFUSALS
 from api.orders.schemas import OrderView
-from api.webhooks import alerts
+from api.webhooks import schemas
+from api.webhooks.planning import QuantityUnit
 from infra.database import accounts, users
 from infra.database.engine import DatabaseUnavailable
+from infra.database.models import BrokerAccount
 from infra.database.trading import webhooks
 from infra.database.users import UserNotFound
+from infra.market.calendar import Market
 from worker_runtime.protocol import errors as protocol
 
 router = APIRouter(tags=["webhooks"])
@@ -27,86 +30,214 @@ Token = Annotated[str, Path(description="The webhook's token.", max_length=256)]
     "/users/{user_id}/webhooks",
     status_code=201,
     summary="Create a webhook",
-    responses=problems.responses(UserNotFound, accounts.AccountNotFound),
+    responses=problems.responses(
+        UserNotFound, accounts.AccountNotFound, errors.InvalidRequest, webhooks.WebhookLimitReached
+    ),
 )
 async def create_webhook(
-    user_id: VisibleUserId, body: alerts.WebhookRequest, call: Call
-) -> alerts.WebhookWithSecretsView:
-    """Makes an address for one account's alerts. Its token and secret are shown this once."""
+    user_id: VisibleUserId, body: schemas.WebhookRequest, call: Call
+) -> schemas.WebhookWithSecretsView:
+    """Makes an address for one account's signals. Its token and secret are shown this once."""
     token = call.services.tokens.make("")
     async with call.database.session() as session:
         await users.get_user(session, user_id)
         await accounts.require_account(session, user_id, body.account_id)
+        await _require_unit(session, user_id, body.account_id, body.quantity_unit)
+        await webhooks.require_room(session, user_id)
         row, secret = await webhooks.create_webhook(
-            session, token, user_id=user_id, actor=call.actor, **body.model_dump()
+            session,
+            token,
+            user_id=user_id,
+            actor=call.actor,
+            made_by=UUID(call.caller.key_id),
+            **_columns_of(body),
         )
-    shown = alerts.WebhookView.model_validate(row).model_dump()
-    path = f"/v1/webhooks/{token}/orders"
-    return alerts.WebhookWithSecretsView(**shown, token=token, secret=secret, path=path)
+    shown = schemas.WebhookView.model_validate(row).model_dump()
+    path = f"/v1/webhooks/{token}/signals"
+    return schemas.WebhookWithSecretsView(**shown, token=token, secret=secret, path=path)
 
 
 @router.get("/users/{user_id}/webhooks", summary="List webhooks")
-async def list_webhooks(user_id: VisibleUserId, call: Call) -> alerts.WebhookList:
-    """A user's webhooks, also those that were revoked."""
-    rows = await call.database.fetch(webhooks.webhooks_of_user, user_id)
-    return alerts.WebhookList(webhooks=[alerts.WebhookView.model_validate(row) for row in rows])
+async def list_webhooks(
+    user_id: VisibleUserId,
+    call: Call,
+    limit: Rows = 100,
+    cursor: Annotated[UUID | None, Query(description="`next_cursor` of the page before.")] = None,
+) -> schemas.WebhookList:
+    """A user's webhooks, the newest first, also those that were revoked."""
+    rows = await call.database.fetch(webhooks.webhooks_of_user, user_id, after=cursor, limit=limit + 1)
+    shown = [schemas.WebhookView.model_validate(row) for row in rows[:limit]]
+    return schemas.WebhookList(webhooks=shown, next_cursor=shown[-1].id if len(rows) > limit else None)
 
 
 @router.delete("/users/{user_id}/webhooks/{webhook_id}", summary="Revoke a webhook")
-async def revoke_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> alerts.WebhookView:
+async def revoke_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> schemas.WebhookView:
     """From now on nothing is taken there. Its orders stay."""
     row = await call.database.write(webhooks.revoke_webhook, user_id, webhook_id, actor=call.actor)
     if row is None:
         raise errors.NotFound
-    return alerts.WebhookView.model_validate(row)
+    return schemas.WebhookView.model_validate(row)
+
+
+@router.patch(
+    "/users/{user_id}/webhooks/{webhook_id}",
+    summary="Change a webhook",
+    responses=problems.responses(errors.InvalidRequest, UserNotFound),
+)
+async def change_webhook(
+    user_id: VisibleUserId, webhook_id: UUID, body: schemas.WebhookChange, call: Call
+) -> schemas.WebhookView:
+    """Sets what its quantities count and how its orders are made, for signals that come from now on."""
+    changes = _columns_of(body)
+    async with call.database.session() as session:
+        if "quantity_unit" in changes:
+            row = await webhooks.get_webhook(session, user_id, webhook_id)
+            await _require_unit(session, user_id, row.account_id if row else "", body.quantity_unit)
+        row = await webhooks.change_webhook(
+            session, user_id, webhook_id, actor=call.actor, action="webhook.changed", **changes
+        )
+    if row is None:
+        raise errors.NotFound
+    return schemas.WebhookView.model_validate(row)
+
+
+@router.post("/users/{user_id}/webhooks/{webhook_id}/pause", summary="Pause a webhook")
+async def pause_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> schemas.WebhookView:
+    """Refuses its signals with `WEBHOOK_PAUSED` until it is resumed; those already taken are carried out."""
+    return await _set_pause(call, user_id, webhook_id, pause=True)
+
+
+@router.post("/users/{user_id}/webhooks/{webhook_id}/resume", summary="Resume a webhook")
+async def resume_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> schemas.WebhookView:
+    """Takes signals again. Those that were refused meanwhile are not carried out."""
+    return await _set_pause(call, user_id, webhook_id, pause=False)
+
+
+async def _set_pause(call: Call, user_id: str, webhook_id: UUID, *, pause: bool) -> schemas.WebhookView:
+    async with call.database.session() as session:
+        row = await webhooks.change_webhook(
+            session,
+            user_id,
+            webhook_id,
+            actor=call.actor,
+            action="webhook.paused" if pause else "webhook.resumed",
+            paused_at=await webhooks.database_time(session) if pause else None,
+        )
+    if row is None:
+        raise errors.NotFound
+    return schemas.WebhookView.model_validate(row)
+
+
+@router.post(
+    "/users/{user_id}/webhooks/{webhook_id}/rotate",
+    summary="Rotate a webhook's secret",
+    responses=problems.responses(errors.NotFound, errors.WebhookUnknown),
+)
+async def rotate_webhook(
+    user_id: VisibleUserId, webhook_id: UUID, body: schemas.SecretRotationRequest, call: Call
+) -> schemas.RotatedWebhookView:
+    """Makes a new secret, shown this once. The one before counts for `overlap_s` seconds more."""
+    async with call.database.session() as session:
+        row, secret = await webhooks.rotate_secret(
+            session, user_id, webhook_id, overlap_s=body.overlap_s, actor=call.actor
+        )
+    if row is None:
+        raise errors.NotFound
+    if not secret:
+        raise errors.WebhookUnknown("the webhook was revoked")
+    shown = schemas.WebhookView.model_validate(row).model_dump()
+    return schemas.RotatedWebhookView(**shown, secret=secret)
+
+
+def _columns_of(body: schemas.WebhookRequest | schemas.WebhookChange) -> dict[str, Any]:
+    """Returns what is given, as the table's columns have it."""
+    columns = body.model_dump(mode="json", exclude_none=True)
+    if body.expires_at is not None:
+        columns["expires_at"] = body.expires_at
+    return columns
+
+
+async def _require_unit(
+    session: AsyncSession, user_id: str, account_id: str, unit: QuantityUnit | None
+) -> None:
+    """Raises `InvalidRequest` unless the unit is given for stocks, and for them only."""
+    account = await session.get(BrokerAccount, (user_id, account_id))
+    futures = account is not None and account.broker_type == Market.FUTURES
+    if futures and unit is not None:
+        raise errors.InvalidRequest(
+            "this account trades futures, which count contracts: leave quantity_unit out"
+        )
+    if not futures and unit is None:
+        raise errors.InvalidRequest(
+            'say what a quantity of stocks counts: "quantity_unit": "shares", which TradingView sends, or'
+            ' "lots" of 1,000 shares'
+        )
+
+
+_SIGNAL_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: problems.answer(OrderView | schemas.SignalOutcome, "A repeat: the outcome of the first one."),
+    202: problems.answer(OrderView | schemas.SignalOutcome, "Stored; the outcome is not known yet."),
+    **problems.responses(
+        errors.InvalidRequest,
+        errors.WebhookUnknown,
+        errors.WebhookSecretWrong,
+        errors.WebhookPaused,
+        errors.WebhookExpired,
+        errors.SourceNotAllowed,
+        errors.AlertOutdated,
+        errors.WebhookBusy,
+        errors.CloseInvalid,
+        errors.CloseNotFilled,
+        errors.IntentExpired,
+        errors.OddLotRefused,
+        errors.PriceOffTick,
+        *REFUSALS,
+        protocol.WorkerUnavailable,
+        errors.ValkeyUnavailable,
+        DatabaseUnavailable,
+        protocol.BerthError,
+    ),
+}
+_SIGNAL_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Signal"}}},
+    }
+}
 
 
 @router.post(
     "/webhooks/{token}/orders",
     status_code=201,
-    response_model=OrderView | alerts.AlertOutcome,
-    summary="Place the orders of an alert",
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Alert"}}},
-        }
-    },
-    responses={
-        200: problems.answer(OrderView | alerts.AlertOutcome, "A repeat: the outcome of the first one."),
-        202: problems.answer(OrderView | alerts.AlertOutcome, "Accepted; the outcome is not known yet."),
-        **problems.responses(
-            *(errors.InvalidRequest, errors.WebhookUnknown, errors.WebhookSecretWrong),
-            *(errors.SourceNotAllowed, errors.AlertOutdated, errors.WebhookBusy, errors.NoPosition),
-            *(errors.PositionBusy, errors.CloseInvalid, errors.CloseNotFilled, errors.IntentExpired),
-            *(*REFUSALS, protocol.WorkerUnavailable, errors.ValkeyUnavailable),
-            *(DatabaseUnavailable, protocol.BerthError),
-        ),
-    },
+    response_model=OrderView | schemas.SignalOutcome,
+    summary="Send a signal (its path before)",
+    openapi_extra=_SIGNAL_BODY,
+    responses=_SIGNAL_RESPONSES,
+    deprecated=True,
+    operation_id="receive_signal_at_orders",
 )
-async def deliver_alert(token: Token, request: Request, services: InServices) -> Response:
+@router.post(
+    "/webhooks/{token}/signals",
+    status_code=201,
+    response_model=OrderView | schemas.SignalOutcome,
+    summary="Send a signal",
+    openapi_extra=_SIGNAL_BODY,
+    responses=_SIGNAL_RESPONSES,
+)
+async def receive_signal(token: Token, request: Request, services: InServices) -> Response:
     """For TradingView's alerts: no API key, but the token in the address and the secret in the body.
 
-    `buy` and `sell` are answered with their order, all other actions with an `AlertOutcome`: they are those
-    of `…/intents`, and `close` is `…/positions/{symbol}/close`. `reduce_only` makes a close of a buy or sale.
+    A signal is stored before it is answered. Signals of one account and symbol are carried out one at a time,
+    in the order in which they came; what cannot be done at once (another order works on the position, a fill
+    is not in it yet) waits until the order deadline, which counts from the receipt.
 
-    The same alert again, also years later, returns the outcome of the first, and does nothing. An alert whose
-    time is too far from ours is refused. Answered within two seconds, if need be with 202: then it goes on
-    without the caller, until the order deadline.
+    A plain `buy` or `sell` is answered with its order, all else with a `SignalOutcome`. An exit with nothing
+    to close is a success: `nothing_to_close`. The same signal again, also years later, returns the outcome of
+    the first, and does nothing. Answered within two seconds, if need be with 202: then it goes on without the
+    caller.
     """
     peer = request.client.host if request.client else ""
     forwarded = request.headers.getlist("x-forwarded-for")
-    taken = await services.webhooks.receive_alert(token, peer, forwarded, await request.body())
-    settled = taken.complete and all(leg.state not in UNANSWERED for leg in taken.legs)
-    found: OrderView | alerts.AlertOutcome
-    if taken.alert.plain and taken.legs:
-        found = taken.legs[0]
-    else:
-        found = alerts.AlertOutcome(
-            client_order_id=taken.client_order_id,
-            action=taken.alert.action,
-            legs=list(taken.legs),
-            complete=taken.complete,
-        )
-    status = 202 if not settled else 201 if taken.new else 200
-    return view_response(found, status)
+    taken = await services.webhooks.receive_signal(token, peer, forwarded, await request.body())
+    status = 202 if not taken.settled else 201 if taken.new else 200
+    return view_response(taken.view, status)

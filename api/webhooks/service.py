@@ -1,282 +1,139 @@
-"""Turns alerts into orders: checks the sender, and places the orders of each alert once.
+"""Takes signals: checks the sender, stores each signal once, and answers what became of it.
 
-The secret is in the body, because TradingView sends no custom headers. The content of an alert gives its
-orders their client order ids, so a repeat is always recognised. A refused alert stays refused; one that
-failed for another reason may be sent again within its own time window.
-
-Nobody sends an alert again after a 202. So PostgreSQL holds the alert with a lease, which the process that
-works on it renews. Any process takes over an alert whose lease has run out. No order is placed twice: its
-client order id comes from the alert's content. After the deadline the alert is closed in the audit trail
-instead.
+The secret is in the body, because TradingView sends no custom headers. What a signal says gives its orders
+their client order ids, so a repeat is always recognised. A signal is in PostgreSQL before it is answered;
+from then on it is carried out, or refused, whatever becomes of its sender and of this process
+(`SignalQueue`).
 """
 
 import asyncio
+import json
+import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
 from ipaddress import ip_network
-from uuid import UUID
 
 import structlog
-from pydantic import ValidationError
 from redis.exceptions import RedisError
 
 from api.http import errors
 from api.http.limits import RequestLimits, is_within, source_of
 from api.http.problems import ProblemError
-from api.orders.outcomes import OrderReader
-from api.orders.placer import OrderPlacer
-from api.orders.schemas import OrderRequest, OrderView
-from api.positions.closer import PositionClose, PositionCloser
-from api.positions.intents import IntentRunner
-from api.positions.schemas import IntentRequest
-from api.webhooks import alerts
-from api.webhooks.alerts import Alert
+from api.orders.outcomes import UNANSWERED, OrderReader
+from api.orders.schemas import OrderView
+from api.positions.parts import part_ids
+from api.webhooks import schemas
+from api.webhooks.meaning import ReceivedSignal, interpret
+from api.webhooks.planning import QuantityUnit
+from api.webhooks.queue import SignalQueue, stored_error
+from api.webhooks.schemas import Signal, SignalOutcome
 from infra.database.engine import Database
 from infra.database.orders import checks as closing
-from infra.database.trading import webhooks
-from infra.database.trading.models import Webhook, WebhookAlert
+from infra.database.trading import signals, symbol_names, webhooks
+from infra.database.trading.models import Webhook, WebhookCall
+from infra.database.trading.signals import Lane
+from infra.market.calendar import Calendar
 from infra.settings import Settings
-from infra.tasks import SharedTasks
-from infra.tracing import Traces
 from worker_runtime.protocol.errors import BerthError
 
 #: Bytes; an alert of TradingView has 300 or so, and at most 4,096 characters.
 MAX_BODY = 16 * 1024
-#: Seconds that an alert stays with the process that carries it out, unless that renews the lease.
-LEASE = 10.0
-#: Seconds between two rounds: a lease is renewed several times before it runs out.
+#: Seconds between two rounds of the queue's keeper.
 PERIOD = 2.0
-#: Alerts taken over in one round.
-MOST = 20
-#: Seconds within which a webhook's alerts are counted.
+#: Signals of the release before that one round takes over.
+MAX_TAKEN_OVER = 20
+#: Seconds within which a webhook's signals are counted.
 COUNTED = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class AcceptedAlert:
-    """How far an alert has come."""
+class AnsweredSignal:
+    """How far a signal has come."""
 
-    alert: Alert
-    client_order_id: str
-    #: Its orders so far.
-    legs: Sequence[OrderView]
+    view: OrderView | SignalOutcome
     #: False: it goes on without the caller.
-    complete: bool
-    #: False: the alert was taken before.
+    settled: bool
+    #: False: the signal was taken before.
     new: bool
 
 
 @dataclass(eq=False, repr=False)
-class AlertProcessor:
+class SignalReceiver:
     database: Database
     limits: RequestLimits
-    placer: OrderPlacer
-    positions: PositionCloser
-    intents: IntentRunner
+    queue: SignalQueue
     reader: OrderReader
+    calendar: Calendar
     settings: Settings
     _: KW_ONLY
     #: Raises `DatabaseUnavailable` until the tables are there.
     require_schema: Callable[[], None]
     #: False: the token was made up.
     is_genuine: Callable[[str], bool]
-    traces: Traces | None = None
 
     def __post_init__(self) -> None:
-        #: Alerts under way, by their digest.
-        self._tasks: SharedTasks[str, list[OrderView]] = SharedTasks(self._log_failure)
         self._proxies = [ip_network(proxy) for proxy in self.settings.trusted_proxies]
         self._log = structlog.get_logger()
 
-    async def close(self) -> None:
-        """Cancels what is under way. An entry whose close is not filled opens nothing."""
-        await self._tasks.close()
-
-    async def receive_alert(
+    async def receive_signal(
         self, token: str, peer: str, forwarded: Sequence[str], body: bytes
-    ) -> AcceptedAlert:
-        """Does what an alert asks for; a repeat of the alert returns the first outcome.
+    ) -> AnsweredSignal:
+        """Stores a signal and waits for its end as long as its sender does; a repeat gets the first outcome.
 
         `peer` is who is connected, `forwarded` the values of X-Forwarded-For. Raises `WebhookUnknown`,
-        `WebhookBusy`, `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`,
-        `AlertOutdated`, and what `OrderPlacer`, `PositionCloser` and `IntentRunner` raise.
+        `WebhookBusy`, `WebhookPaused`, `WebhookExpired`, `SourceNotAllowed`, `BodyTooLarge`,
+        `InvalidRequest`, `WebhookSecretWrong`, `AlertOutdated`, `UnknownSymbol`, and what the signal
+        was refused for.
         """
+        began = time.monotonic()
         webhook = await self._find(token)
         source = source_of(peer, forwarded, self._proxies)
+        signal: Signal | None = None
         try:
-            alert = _checked_alert(webhook, source, body)
+            signal = _checked_signal(webhook, source, body)
+            self._count(webhook)
+            _require_open(webhook)
+            received = await self._interpret(signal, webhook)
+            found = await self._find_before(webhook, received)
+            if found is None:
+                self._require_time(signal, webhook)
         except BerthError as error:
-            # In a count of their own: whoever found the token cannot use up the owner's calls.
-            self._count(webhook, "refused")
-            self._log.warning("webhook_refused", webhook=str(webhook.id), source=source, code=error.code)
+            await self._note_refusal(webhook, error, source, body, signal)
             raise
-        self._count(webhook)
-        plan = alerts.plan_of(alert, webhook)
-        new, left = await self._register(alert, webhook, plan)
-        until = time.monotonic() + left
-        task = self._begin(webhook, plan, until)
-        await asyncio.wait({task}, timeout=self.settings.webhook_wait)
-        if task.done() and not task.cancelled():
-            return AcceptedAlert(alert, plan.client_order_id, task.result(), complete=True, new=new)
-        try:
-            legs = [await self.reader.get(order_id) for order_id in await self._orders(webhook, plan)]
-            await self._promise(webhook, plan, until)
-        except (BerthError, RedisError):
-            task.cancel()  # its sender gets an error
-            raise
-        return AcceptedAlert(alert, plan.client_order_id, legs, complete=False, new=new)
-
-    @property
-    def under_way(self) -> list[str]:
-        """Digests of the alerts that this process carries out."""
-        return self._tasks.keys
+        if isinstance(found, AnsweredSignal):
+            return found
+        new = found is None
+        call = found or await self._add(webhook, received, source, body, began)
+        if call is None:  # an equal one was quicker
+            new, call = False, await self._get(webhook, received)
+        if new:
+            self._log.info("signal_taken", signal=call.id, webhook=str(webhook.id))
+        return await self._answer(call, signal, new=new, began=began)
 
     async def run(self) -> None:
-        """Keeps and takes over alerts for ever."""
+        """Keeps the queue for ever."""
         while True:
             await asyncio.sleep(PERIOD)
             try:
                 self.require_schema()
-                await self.keep_alerts()
+                await self.keep_signals()
             except BerthError as error:  # PostgreSQL is away, or has no tables yet
-                self._log.warning("alert_keeper_waits", code=error.code)
+                self._log.warning("signal_keeper_waits", code=error.code)
             except Exception:  # the boundary of a loop: one bad row must not stop it
-                self._log.exception("alert_keeper_failed")
+                self._log.exception("signal_keeper_failed")
 
-    async def keep_alerts(self) -> int:
-        """Renews the leases of this process's alerts, and takes over alerts whose lease has run out; returns
-        how many it took over. Raises `DatabaseUnavailable`."""
-        mine = self.under_way
-        async with self.database.session() as session:
-            if mine:
-                await webhooks.hold_alerts(session, mine, LEASE)
-            found = await webhooks.take_abandoned_alerts(session, lease=LEASE, most=MOST)
-        for one in found:
-            try:
-                await self._resume_alert(one)
-            except BerthError as error:  # the next one may fare better; this one comes again
-                self._log.warning("alert_not_resumed", code=error.code)
-            except Exception:  # the boundary of one alert: it must not hold up the others
-                self._log.exception("alert_not_resumed")
-        return len(found)
+    async def keep_signals(self) -> int:
+        """One round of the queue's keeper; returns the number of lanes that it took up.
 
-    async def _resume_alert(self, found: webhooks.AbandonedAlert) -> None:
-        """Carries out an alert whose process died, or writes its end if it is too late."""
-        until = time.monotonic() + found.left
-        try:
-            alert = Alert.model_validate({**(found.alert or {}), "secret": "-"})
-            plan = alerts.plan_of(alert, found.webhook)
-        except (ValidationError, errors.InvalidRequest):  # this release cannot read it
-            unread = errors.InvalidRequest("the alert cannot be read any more")
-            async with self.database.session() as session:
-                await webhooks.note_refusal(session, found.webhook.id, found.digest, unread)
-            self._log.warning("alert_unreadable", webhook=str(found.webhook.id))
-            return
-        if found.left <= 0:
-            await self._close_alert(found.webhook, plan, _late())
-            return
-        if found.webhook.revoked_at is not None:
-            await self._close_alert(found.webhook, plan, errors.WebhookUnknown("the webhook was revoked"))
-            return
-        self._log.warning("alert_resumed", webhook=str(found.webhook.id), left=round(found.left, 1))
-        self._begin(found.webhook, plan, until)
-
-    async def _promise(self, webhook: Webhook, plan: alerts.AlertPlan, until: float) -> None:
-        """Records that the alert is carried on after a 202. Raises the refusal that it met meanwhile."""
-        async with self.database.session() as session:
-            left = max(0.0, until - time.monotonic())
-            now = await webhooks.promise_alert(session, webhook.id, plan.digest, left=left, lease=LEASE)
-        if now is not None and now.refused is not None:
-            raise webhooks.refusal_of(now)
-
-    def _begin(self, webhook: Webhook, plan: alerts.AlertPlan, until: float) -> asyncio.Task[list[OrderView]]:
-        """`until`: its deadline, an instant on `time.monotonic`."""
-        return self._tasks.join(plan.digest, lambda: self._run_alert(webhook, plan, until))
-
-    async def _close_alert(self, webhook: Webhook, plan: alerts.AlertPlan, error: BerthError) -> None:
-        """Ends an alert: records its orders, or its refusal if it has none. Of an entry only the opening
-        order counts."""
-        enters = isinstance(plan.what, IntentRequest) and plan.what.intent.enters
-        wanted = plan.ids[-1:] if enters else plan.ids
-        async with self.database.session() as session:
-            found = await closing.orders_by_client_ids(session, webhook.user_id, wanted)
-            for order in found.values():
-                await webhooks.note_order_of_alert(session, webhook.id, plan.digest, order.id)
-            if not found:
-                await webhooks.note_refusal(session, webhook.id, plan.digest, error)
-                self._log.warning("alert_ended", webhook=str(webhook.id), code=error.code)
-
-    async def _register(self, alert: Alert, webhook: Webhook, plan: alerts.AlertPlan) -> tuple[bool, float]:
-        """Records an alert; returns whether it is new, and the seconds left for it. Raises `AlertOutdated`,
-        and the refusal that it met before."""
-        placed = await self._orders(webhook, plan)
-        async with self.database.session() as session:
-            before = await session.get(WebhookAlert, (webhook.id, plan.digest))
-            if before is not None and before.refused is not None:
-                raise webhooks.refusal_of(before)
-            left = self.settings.order_deadline
-            if before is not None and before.held_until is not None and before.until is not None:
-                left = (before.until - await closing.database_clock(session)).total_seconds()
-            if placed:
-                return False, left
-            if left <= 0:
-                raise _late()
-            self._in_time(alert, webhook)
-            said = alert.model_dump(mode="json", exclude={"secret"})
-            return await webhooks.note_alert(session, webhook.id, plan.digest, said), left
-
-    async def _run_alert(self, webhook: Webhook, plan: alerts.AlertPlan, until: float) -> list[OrderView]:
-        """Carries out an alert and returns its orders; nothing is written or sent after `until`."""
-        about = {"webhook": str(webhook.id)}  # the path of its request is a secret, so that has no span
-        try:
-            with self.traces.span("webhook alert", **about) if self.traces else nullcontext():
-                legs = await self._execute(webhook, plan, until)
-        except (BerthError, ProblemError) as raised:
-            error = raised.error if isinstance(raised, ProblemError) else raised
-            # What may pass ends nothing: a promised alert is carried on, any other may be sent again.
-            if not error.retryable and type(error) is not BerthError:
-                await self._close_alert(webhook, plan, error)
-            raise
-        async with self.database.session(autocommit=True) as session:
-            await webhooks.note_order_of_alert(session, webhook.id, plan.digest, UUID(legs[-1].id))
-        return legs
-
-    async def _execute(self, webhook: Webhook, plan: alerts.AlertPlan, until: float) -> list[OrderView]:
-        user, what, actor = webhook.user_id, plan.what, alerts.actor_of(webhook)
-        wait = max(0.0, until - time.monotonic())
-        if isinstance(what, IntentRequest):
-            result = await self.intents.run_intent(
-                user, webhook.account_id, what, wait, actor, not_after=until
-            )
-            if not result.complete:
-                await self._close_alert(webhook, plan, _late())
-            return result.legs
-        if isinstance(what, PositionClose):
-            placed = await self.positions.close_position(what, wait, not_after=until)
-        else:
-            assert isinstance(what, OrderRequest)  # noqa: S101
-            placed = await self.placer.place_order(
-                user, what, self.settings.webhook_wait, actor, not_after=until
-            )
-        if placed.failure is not None:
-            raise ProblemError(placed.failure, order=placed.order)
-        return [placed.order]
-
-    async def _orders(self, webhook: Webhook, plan: alerts.AlertPlan) -> list[UUID]:
-        """Ids of the orders that the alert has become, in its order of them."""
-        async with self.database.session(autocommit=True) as session:
-            found = await closing.orders_by_client_ids(session, webhook.user_id, plan.ids)
-        return [found[one].id for one in plan.ids if one in found]
-
-    def _log_failure(self, _digest: str, error: BaseException) -> None:
-        found = error.error if isinstance(error, ProblemError) else error
-        if isinstance(found, BerthError):
-            self._log.warning("alert_refused", code=found.code)
-        else:
-            self._log.error("alert_crashed", exc_info=error)
+        Raises `DatabaseUnavailable`.
+        """
+        for _ in range(MAX_TAKEN_OVER):
+            if not await self._take_over_delivery():
+                break
+        return await self.queue.keep()
 
     async def _find(self, token: str) -> Webhook:
         if not self.is_genuine(token):
@@ -287,6 +144,145 @@ class AlertProcessor:
         if found is None:
             raise errors.WebhookUnknown
         return found
+
+    async def _interpret(self, signal: Signal, webhook: Webhook) -> ReceivedSignal:
+        names = await self.database.fetch(symbol_names.load_names)
+        return interpret(signal, webhook, names, self.calendar, datetime.now(UTC))
+
+    async def _find_before(
+        self, webhook: Webhook, received: ReceivedSignal
+    ) -> WebhookCall | AnsweredSignal | None:
+        """The same signal, if it came before, perhaps to an earlier release. Raises what refused it there."""
+        digest = received.digest
+        async with self.database.session(autocommit=True) as session:
+            call = await signals.find_signal(session, webhook.id, digest)
+            if call is not None:
+                await signals.count_repeat(session, call.id)
+                return call
+            if (refusal := await signals.refused_before(session, webhook.id, digest)) is not None:
+                raise refusal
+            bases = received.meaning.names.both
+            names = [name for base, _ in bases for name in part_ids(base)]
+            known = await closing.orders_by_client_ids(session, webhook.user_id, names)
+        if not known:
+            return None
+        legs = [await self.reader.get(known[name].id) for name in dict.fromkeys(names) if name in known]
+        return self._answered(received.signal, received.digest, None, legs, complete=True, new=False)
+
+    async def _add(
+        self, webhook: Webhook, received: ReceivedSignal, source: str, body: bytes, began: float
+    ) -> WebhookCall | None:
+        lane = Lane(webhook.user_id, webhook.account_id, received.lane)
+        lasts = self.settings.order_deadline - (time.monotonic() - began)
+        async with self.database.session() as session:
+            return await signals.add_signal(
+                session,
+                webhook,
+                lane,
+                received.digest,
+                lasts=lasts,
+                source=source[:64],
+                body=shown_body(body),
+                **received.columns,
+            )
+
+    async def _get(self, webhook: Webhook, received: ReceivedSignal) -> WebhookCall:
+        call = await self.database.fetch(signals.find_signal, webhook.id, received.digest)
+        if call is None:
+            raise BerthError("the signal was deleted while it was taken")
+        return call
+
+    async def _answer(self, call: WebhookCall, signal: Signal, *, new: bool, began: float) -> AnsweredSignal:
+        """The outcome, or how far the signal is when its sender waits no longer: it goes on after that."""
+        if call.completed_at is None:
+            self.queue.work(signals.lane_of(call))
+            await self.queue.wait(call.id, max(0.0, self.settings.webhook_wait - (time.monotonic() - began)))
+        try:
+            async with self.database.session() as session:
+                call = await signals.note_answer(session, call.id) or call
+            legs = await self._legs(call, signal)
+        except (BerthError, RedisError):
+            if call.completed_at is not None:
+                raise
+            legs = []  # it is stored, and goes on
+        if call.state == signals.REFUSED:
+            error = stored_error(call)
+            if signal.plain and len(legs) == 1:
+                raise ProblemError(error, order=legs[0])
+            raise ProblemError(error, legs=legs)
+        complete = call.completed_at is not None
+        return self._answered(signal, call.digest or "", call, legs, complete=complete, new=new)
+
+    async def _legs(self, call: WebhookCall, signal: Signal) -> list[OrderView]:
+        ids = call.order_ids
+        if call.completed_at is None:
+            names = [name for base, _ in signal.names(call.digest or "").both for name in part_ids(base)]
+            async with self.database.session(autocommit=True) as session:
+                known = await closing.orders_by_client_ids(session, call.user_id, names)
+            ids = [known[name].id for name in dict.fromkeys(names) if name in known]
+        return [await self.reader.get(order_id) for order_id in ids]
+
+    def _answered(
+        self,
+        signal: Signal,
+        digest: str,
+        call: WebhookCall | None,
+        legs: Sequence[OrderView],
+        *,
+        complete: bool,
+        new: bool,
+    ) -> AnsweredSignal:
+        settled = complete and all(leg.state not in UNANSWERED for leg in legs)
+        if signal.plain and len(legs) == 1 and (call is None or len(_planned(call)) < 2):
+            return AnsweredSignal(legs[0], settled, new)
+        view = SignalOutcome(
+            client_order_id=signal.client_order_id(digest),
+            action=signal.action,
+            legs=list(legs),
+            complete=complete,
+            outcome=call.outcome if call is not None else None,
+            reason=call.reason if call is not None else None,
+            signal_id=call.id if call is not None else None,
+            symbol=call.symbol if call is not None else None,
+            unit=QuantityUnit(call.unit) if call is not None and call.unit else None,
+            quantity=call.quantity if call is not None else None,
+        )
+        return AnsweredSignal(view, settled, new)
+
+    async def _note_refusal(
+        self, webhook: Webhook, error: BerthError, source: str, body: bytes, signal: Signal | None
+    ) -> None:
+        """Records a call that is no signal, unless there are too many."""
+        self._log.warning("webhook_refused", webhook=str(webhook.id), source=source, code=error.code)
+        if isinstance(error, errors.WebhookBusy):
+            return
+        if signal is None:
+            # In a count of their own: a stranger with the token cannot use up the owner's calls.
+            self._count(webhook, "refused")
+        async with self.database.session() as session:
+            await signals.add_refusal(session, webhook, error, source=source, body=shown_body(body))
+
+    async def _take_over_delivery(self) -> bool:
+        """Carries on a signal that the release before has promised; False if there is none."""
+        async with self.database.session() as session:
+            found = await signals.take_promised_delivery(session)
+            if found is None:
+                return False
+            try:
+                names = await symbol_names.load_names(session)
+                signal = schemas.stored_signal(found.signal or {})
+                received = interpret(signal, found.webhook, names, self.calendar, datetime.now(UTC))
+            except BerthError as error:
+                await signals.add_refusal(session, found.webhook, error, source="", body=None)
+                self._log.warning("signal_unreadable", webhook=str(found.webhook.id), code=error.code)
+                return True
+            lane = Lane(found.webhook.user_id, found.webhook.account_id, received.lane)
+            call = await signals.add_signal(
+                session, found.webhook, lane, found.digest, lasts=found.left, **received.columns
+            )
+            if call is not None:
+                await signals.note_answer(session, call.id)
+        return True
 
     def _count(self, webhook: Webhook, kind: str = "") -> None:
         """Counts a call. Raises `WebhookBusy` when too many of its kind came within a minute."""
@@ -299,27 +295,50 @@ class AlertProcessor:
             busy.retry_after = error.retry_after
             raise busy from None
 
-    def _in_time(self, alert: Alert, webhook: Webhook) -> None:
-        late = (datetime.now(UTC) - alert.time).total_seconds()
+    def _require_time(self, signal: Signal, webhook: Webhook) -> None:
+        late = (datetime.now(UTC) - signal.time).total_seconds()
         if abs(late) > webhook.window_s:
             word = "old" if late > 0 else "in the future"
             raise errors.AlertOutdated(
-                f"the alert is {abs(late):.0f} s {word}; {webhook.window_s} s are allowed"
+                f"the signal is {abs(late):.0f} s {word}; {webhook.window_s} s are allowed"
             )
 
 
-def _checked_alert(webhook: Webhook, source: str, body: bytes) -> Alert:
-    """The alert, if it is from one of the webhook's sources and has its secret: 256 bits, which nobody
+def _planned(call: WebhookCall) -> Sequence[object]:
+    planned: Sequence[object] = (call.plan or {}).get("orders", ())
+    return planned
+
+
+#: What may be a secret, of this webhook or another one, under whatever name.
+_SECRET_LIKE = re.compile(r"[A-Za-z0-9_-]{24,}")
+
+
+def shown_body(body: bytes) -> str:
+    """A call's text as its owner may see it later: bounded, and without anything that may be a secret."""
+    text = body[: 2 * MAX_BODY].decode("utf-8", "replace")
+    with suppress(ValueError, RecursionError):
+        words = json.loads(text)
+        if isinstance(words, dict):
+            text = json.dumps({name: value for name, value in words.items() if name != "secret"})
+    return _SECRET_LIKE.sub("…", text).replace("\0", "")[: signals.MAX_TEXT]
+
+
+def _require_open(webhook: Webhook) -> None:
+    """Raises `WebhookPaused` or `WebhookExpired`."""
+    if webhook.expires_at is not None and webhook.expires_at <= datetime.now(UTC):
+        raise errors.WebhookExpired(f"this webhook expired at {webhook.expires_at:%Y-%m-%d %H:%M} UTC")
+    if webhook.paused_at is not None:
+        raise errors.WebhookPaused
+
+
+def _checked_signal(webhook: Webhook, source: str, body: bytes) -> Signal:
+    """The signal, if it is from one of the webhook's sources and has its secret: 256 bits, which nobody
     guesses. Raises `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`."""
     if webhook.sources and not is_within(source, [ip_network(one) for one in webhook.sources]):
         raise errors.SourceNotAllowed
     if len(body) > MAX_BODY:
-        raise errors.BodyTooLarge(f"an alert has at most {MAX_BODY} bytes")
-    alert = alerts.parse_alert(body)
-    if not webhooks.has_secret(webhook, alert.secret):
+        raise errors.BodyTooLarge(f"a signal has at most {MAX_BODY} bytes")
+    signal = schemas.parse_signal(body)
+    if not webhooks.has_secret(webhook, signal.secret):
         raise errors.WebhookSecretWrong
-    return alert
-
-
-def _late() -> errors.IntentExpired:
-    return errors.IntentExpired("the alert could not be carried out before its deadline")
+    return signal

@@ -30,7 +30,7 @@ from infra import tasks
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
 from infra.valkey.answer_authenticator import AnswerAuthenticator
-from infra.valkey.link import ValkeyLink
+from infra.valkey.link import DiedSilently, ValkeyLink
 from infra.valkey.request_queue import QueuedRequest, RequestQueue
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol import keys
@@ -39,7 +39,7 @@ from worker_runtime.protocol.messages import Answer
 
 #: Seconds between two checks at the generation; a flushed or frozen Valkey is noticed within this time
 #: plus the client's socket timeout.
-CHECK_PERIOD = 2.0
+CHECK_PERIOD = 1.0
 #: Seconds between two attempts to reconnect.
 RECONNECT_PERIOD = 0.1
 #: Seconds for the first attempt: a Valkey that is gone fails it at once, one that stands still, as a busy
@@ -238,6 +238,8 @@ class AnswerListener:
                 await self._connect(link)
                 await self._listen(link)
             except (RedisError, OSError) as error:
+                if isinstance(error, DiedSilently):
+                    valkey.pool_of(self.client).suspect_all()
                 if self._generation is not None:
                     self._log.warning("answers_disconnected", reason=str(error), pending=self.pending)
             finally:

@@ -12,9 +12,9 @@ class JobTier:
     Both its runners and its tasks become more while its jobs wait.
     """
 
-    #: Runners in one task, jobs at once in a runner, and tasks.
+    #: Runners in one task, jobs at once in a runner (they wait for servers of others), and tasks.
     runners: str = "1-4"
-    slots: int = 4
+    slots: int = 8
     least: int = 1
     most: int = 4
 
@@ -40,7 +40,8 @@ class AwsStage:
     #: By the queue that each serves.
     job_tiers: dict[str, JobTier] = field(
         default_factory=lambda: {
-            name: JobTier() for name in ("email", "webhook", "sms", "whatsapp", "push", "default")
+            **{name: JobTier() for name in ("email", "webhook", "sms", "whatsapp", "push")},
+            "default": JobTier(slots=4),
         }
     )
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from infra.cli import fleet, jobs, pool, trading, users, worker
+from infra.cli import fleet, jobs, pool, trading, users, webhooks, worker
 from infra.cli.options import (
     CommandAnswer,
     Data,
@@ -22,6 +22,7 @@ from infra.cli.options import (
     command_group,
     settings_command,
 )
+from infra.environment import forget_library_variables
 
 if TYPE_CHECKING:
     from infra.settings import Settings
@@ -45,7 +46,8 @@ app.add_typer(jobs.app, name="jobs")
 app.add_typer(users.keys_app, name="api-keys")
 app.add_typer(fleet.images_app, name="images")
 app.add_typer(fleet.letters_app, name="dead-letters")
-app.add_typer(users.webhooks_app, name="webhooks")
+app.add_typer(webhooks.webhooks_app, name="webhooks")
+app.add_typer(webhooks.symbols_app, name="symbols")
 app.add_typer(fleet.maintenance_app, name="maintenance")
 app.add_typer(fleet.hosts_app, name="hosts")
 app.add_typer(fleet.report_app, name="report")
@@ -115,8 +117,11 @@ def down(
 
 
 def _exec(module: str, *words: str) -> NoReturn:
-    """Replaces this process by `python -m module`, so that signals reach it directly."""
-    os.execv(sys.executable, [sys.executable, "-m", module, *words])  # noqa: S606
+    """Replaces this process by `python -m module`, so that signals reach it directly.
+
+    With -P: an `api/` in the current folder is not ours, and is not imported.
+    """
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *words])  # noqa: S606
 
 
 @settings_command(app)
@@ -287,7 +292,8 @@ def doctor(
 ) -> CommandAnswer:
     """Try what the settings name: servers and logins, keys, launcher, broker, mail server.
 
-    One line for each. Exit code 1 if something is wrong. Without --data it uses the environment's settings.
+    One line for each. Exit code 1 if something is wrong; webhooks whose unit is unconfirmed
+    are named only. Without --data it uses the environment's settings.
     """
     from infra.doctor.checks import CHECKS, examine
 
@@ -296,7 +302,9 @@ def doctor(
     found = examine(settings, checks or ())
     said = [f"{one.problem} (look at {one.check.settings})" if one.problem else "ok" for one in found]
     lines = [f"{one.check.name:18} {text}" for one, text in zip(found, said, strict=True)]
-    return CommandAnswer(None, "\n".join(lines), exit_code=int(any(one.problem for one in found)))
+    return CommandAnswer(
+        None, "\n".join(lines), exit_code=int(any(one.problem and not one.check.is_notice for one in found))
+    )
 
 
 @settings_command(app)
@@ -342,4 +350,5 @@ _install_lab()
 
 
 def main() -> None:
+    forget_library_variables()
     app()

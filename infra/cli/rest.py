@@ -105,6 +105,9 @@ class OperatorApi:
     def put(self, /, *path: str, **body: Any) -> ApiReply:
         return self.client.request("PUT", url_path(*path), body=body)
 
+    def patch(self, /, *path: str, **body: Any) -> ApiReply:
+        return self.client.request("PATCH", url_path(*path), body=body)
+
     def delete(self, /, *path: str, **query: Any) -> ApiReply:
         return self.client.request("DELETE", url_path(*path), query=query)
 

@@ -26,7 +26,7 @@ from rich.text import Text
 from infra.cli import main_job as job
 from infra.cli.main_job import MainJobResult
 from infra.local import stack
-from infra.local.process import Server
+from infra.local.process import Server, telling_line
 from infra.local.stack import LocalStack
 from infra.local.steps import StepProgress, StepStatus, as_berth_error
 from infra.settings import LocalSettings, read_settings
@@ -42,6 +42,15 @@ TITLES = {
     "jobs": "job runner",
     "api": "API",
     "pool": "pool of warm workers",
+}
+
+
+#: How a step that has ended is shown in a pipe, and on a terminal with its colour.
+_WORDS = {StepStatus.DONE: "ready", StepStatus.FAILED: "FAILED", StepStatus.STOPPED: "stopped"}
+_SIGNS = {
+    StepStatus.DONE: ("✓", "green"),
+    StepStatus.FAILED: ("✗", "red"),
+    StepStatus.STOPPED: ("-", "dim"),
 }
 
 
@@ -74,8 +83,7 @@ class ProgressView:
                 if change.status is StepStatus.STARTED:
                     sign: Spinner | Text = self._spinners.setdefault(name, Spinner("dots", style="cyan"))
                 else:
-                    good = change.status is StepStatus.DONE
-                    sign = Text("✓" if good else "✗", style="green" if good else "red")
+                    sign = Text(*_SIGNS[change.status])
                 took = f"{change.seconds:.1f} s" if change.seconds else ""
                 table.add_row(
                     sign, TITLES.get(name, name), Text(took, style="dim"), Text(change.detail, style="dim")
@@ -85,9 +93,9 @@ class ProgressView:
 
 def _plain_line(change: StepProgress) -> str:
     title = TITLES.get(change.step, change.step)
-    word = "ready" if change.status is StepStatus.DONE else "FAILED"
+    word = _WORDS[change.status]
     detail = f"  ({change.detail})" if change.detail else ""
-    return f"{word:6} {title:28} {change.seconds:5.1f} s{detail}"
+    return f"{word:7} {title:28} {change.seconds:5.1f} s{detail}"
 
 
 #: Seconds between two checks of the processes.
@@ -145,13 +153,19 @@ def run_up(
             stack.stop()
 
 
+def _stop_signals() -> tuple[signal.Signals, ...]:
+    """Returns the signals that stop the system. `nohup` has SIGHUP ignored, and then it stays so."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return (signal.SIGINT, signal.SIGTERM)
+    return (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise StopRequested
 
-    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in names}
+    before = {number: signal.signal(number, stop) for number in _stop_signals()}
     try:
         yield
     finally:
@@ -166,7 +180,7 @@ def _ignore_signals() -> None:
         with contextlib.suppress(OSError):
             sys.stderr.write("still stopping; one moment\n")
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _stop_signals():
         signal.signal(number, say)
 
 
@@ -184,9 +198,11 @@ def _restart(server: Server, before: list[float], console: Console) -> None:
     now = time.monotonic()
     before[:] = [at for at in before if now - at < 60]
     if len(before) >= MAX_RESTARTS:
-        raise BerthError(f"{server.name} ended {MAX_RESTARTS} times within a minute:\n{server.log_tail()}")
+        cause = server.explain_log()
+        raise BerthError(f"{server.name} ended {MAX_RESTARTS} times within a minute: {cause}")
     before.append(now)
-    console.print(f"{server.name} has ended; starting it again")
+    cause = telling_line(server.log_tail())
+    console.print(f"{server.name} has ended; starting it again ({cause})", markup=False)
     server.stop()  # ends its remaining processes
     server.start()
 

@@ -1,4 +1,4 @@
-"""`berth users …`, `accounts …`, `webhooks …`, `api-keys …`: who may do something, and with what."""
+"""`berth users …`, `accounts …`, `api-keys …`: who may do something, and with what."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 users_app = command_group("Users, through the REST API.")
 accounts_app = command_group("Users' broker accounts, through the REST API.")
-webhooks_app = command_group("Addresses for alerts, through the REST API.")
 
 keys_app = command_group("API keys (an administrator's key is needed).")
 
@@ -234,43 +233,6 @@ def limits(
     return CommandAnswer(found, "\n".join(shown))
 
 
-@api_command(webhooks_app, "list")
-def list_webhooks(api: OperatorApi, user: OfUser) -> CommandAnswer:
-    """List a user's webhooks, revoked ones too."""
-    rows = api.get("users", user, "webhooks")["webhooks"]
-    columns = "id, account: account_id, sources, window (s): window_s, made (UTC): created_at"
-    return list_answer(rows, f"{columns}, revoked (UTC): revoked_at", none="no webhook")
-
-
-@api_command(webhooks_app)
-def create(
-    api: OperatorApi,
-    user: OfUser,
-    account: AccountId,
-    source: Annotated[
-        list[str] | None, typer.Option(help="Address or network that may post; else all.")
-    ] = None,
-    window: Annotated[
-        int, typer.Option(min=1, max=3600, help="Seconds that an alert's time may differ from ours.")
-    ] = 60,
-) -> CommandAnswer:
-    """Make an address for alerts, and print it and its secret this once."""
-    body: dict[str, Any] = {"account_id": account, "sources": source or [], "window_s": window}
-    made = api.post("users", user, "webhooks", **body).body
-    return CommandAnswer(made, f"webhook {made['id']}\npath {made['path']}\nsecret {made['secret']}")
-
-
-@api_command(webhooks_app)
-def revoke(
-    api: OperatorApi,
-    user: OfUser,
-    webhook: Annotated[str, typer.Argument(metavar="ID", help="Of the webhook, as `list` shows it.")],
-) -> CommandAnswer:
-    """Revoke a webhook: from now on nothing is taken there."""
-    done = api.delete("users", user, "webhooks", webhook).body
-    return CommandAnswer(done, f"webhook {webhook} is revoked")
-
-
 @api_command(keys_app, "list")
 def list_keys(
     api: OperatorApi,
@@ -314,7 +276,22 @@ def rotate_key(
 
 
 @api_command(keys_app, "revoke")
-def revoke_key(api: OperatorApi, key_id: KeyId, reason: Reason = "requested") -> CommandAnswer:
+def revoke_key(
+    api: OperatorApi,
+    key_id: KeyId,
+    reason: Reason = "requested",
+    webhooks: Annotated[
+        bool, typer.Option("--webhooks", help="Revoke the webhooks that it has made, too.")
+    ] = False,
+) -> CommandAnswer:
     """Revoke an API key: no API process takes it any more, and its event streams end."""
-    gone = api.delete("api-keys", key_id, reason=reason).body
-    return CommandAnswer(gone, f"{gone['role']}'s key {gone['prefix']}… is revoked")
+    gone = api.delete("api-keys", key_id, reason=reason, webhooks=webhooks).body
+    said = f"{gone['role']}'s key {gone['prefix']}… is revoked"
+    if gone["webhooks_revoked"]:
+        said += f", and {gone['webhooks_revoked']} webhooks that it had made"
+    if gone["webhooks_left"]:
+        said += (
+            f"; {gone['webhooks_left']} webhooks that it had made still take signals:"
+            " give --webhooks to revoke them, too"
+        )
+    return CommandAnswer(gone, said)

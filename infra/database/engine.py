@@ -8,13 +8,21 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import asyncpg
+from asyncpg.pool import PoolConnectionProxy
 from sqlalchemy import URL, ClauseElement, event, make_url
 from sqlalchemy.dialects.postgresql.asyncpg import dialect as asyncpg_dialect
 from sqlalchemy.exc import DBAPIError, DisconnectionError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import (
+    AsyncConnection,
+    AsyncEngine,
+    AsyncSession,
+    async_sessionmaker,
+    create_async_engine,
+)
 from sqlalchemy.sql.compiler import SQLCompiler
 
+from infra.database.liveness import MAX_AGE_S, ConnectionWatch, WatchedConnection
 from infra.process_metrics import DATABASE_WAIT
 from worker_runtime.protocol.errors import BerthError
 
@@ -47,6 +55,11 @@ class DatabaseUnavailable(BerthError, code="DATABASE_UNAVAILABLE", retryable=Tru
     """PostgreSQL does not answer."""
 
 
+class OutcomeUnconfirmed(DatabaseUnavailable, code="DATABASE_OUTCOME_UNKNOWN", retryable=True):
+    """PostgreSQL's answer was lost, so the request may or may not have been carried out. Send it again with
+    the same ids: it is not carried out twice, and you get its outcome."""
+
+
 class DatabaseUrlRefused(BerthError, code="DATABASE_URL_REFUSED"):
     """The address of PostgreSQL asks for a kind of TLS that we do not have."""
 
@@ -72,17 +85,44 @@ def parse_url(database_url: str) -> tuple[URL, dict[str, Any]]:
         raise DatabaseUrlRefused(f"sslrootcert {authorities}: {type(error).__name__}") from None
 
 
+def connection_watch(url: str) -> ConnectionWatch:
+    """Returns the watch over all connections to one database."""
+
+    async def connect() -> asyncpg.Connection:
+        return await asyncpg.connect(**_asyncpg_arguments(url), **_CONNECT)
+
+    return ConnectionWatch(connect)
+
+
+def _asyncpg_arguments(url: str) -> dict[str, Any]:
+    """asyncpg's arguments for an address in SQLAlchemy's words."""
+    place, tls = parse_url(url)
+    query: dict[str, Any] = dict(place.query)
+    # SQLAlchemy's name of the setting; 0 behind a pooler that changes servers.
+    cache_size = int(query.pop("prepared_statement_cache_size", 100))
+    query.pop("prepared_statement_name_func", None)
+    dsn = place.set(drivername="postgresql", query={}).render_as_string(hide_password=False)
+    return {"dsn": dsn, "statement_cache_size": cache_size, **query, **tls}
+
+
 def create_engine(
-    url: str, *, pool_size: int = 8, pool_wait: float = 2.0, command_timeout: float | None = 10.0
+    url: str,
+    *,
+    pool_size: int = 8,
+    pool_wait: float = 2.0,
+    command_timeout: float | None = 10.0,
+    watch: ConnectionWatch | None = None,
 ) -> AsyncEngine:
     """Creates an engine with at most `pool_size` connections; a caller waits `pool_wait` seconds for one.
 
-    `command_timeout`: seconds that a statement may take; None: for ever.
+    `command_timeout`: seconds that a statement may take; None: for ever. `watch`: of another pool to the same
+    database.
 
-    There is no ping before use, which would cost each order a round trip. A connection known to be closed is
-    replaced; one that turns out to be broken is dropped, and the caller gets the error.
+    A connection that was used a moment ago is not asked before use, which would cost each order a round trip:
+    `ConnectionWatch` finds out if it is dead.
     """
     place, tls = parse_url(url)
+    watch = watch or connection_watch(url)
     engine = create_async_engine(
         place,
         pool_size=pool_size,
@@ -90,10 +130,58 @@ def create_engine(
         pool_timeout=pool_wait,
         pool_pre_ping=False,
         pool_use_lifo=True,
-        connect_args={**_CONNECT, "command_timeout": command_timeout, **tls},
+        pool_recycle=round(1.25 * MAX_AGE_S),
+        connect_args={
+            **_CONNECT,
+            "command_timeout": command_timeout,
+            "connection_class": WatchedConnection,
+            **tls,
+        },
     )
-    event.listen(engine.sync_engine, "checkout", _replace_closed)
+    _watch_engine(engine, watch)
     return engine
+
+
+def _watch_engine(engine: AsyncEngine, watch: ConnectionWatch) -> None:
+    """Tells the watch of all that this engine's connections do."""
+
+    def before_use(adapted: Any, _record: Any, _proxy: Any) -> None:
+        connection: WatchedConnection = adapted.driver_connection
+        outdated = watch.is_outdated(connection)
+        if outdated or (watch.needs_check(connection) and not adapted.run_async(watch.answers)):
+            connection.terminate()
+            raise DisconnectionError  # the pool replaces it
+
+    def after_use(adapted: Any, _record: Any) -> None:
+        if adapted is not None:
+            watch.ended(adapted.driver_connection)
+            adapted.driver_connection.used_at = time.monotonic()
+
+    def before_close(adapted: Any, _record: Any) -> None:
+        # Its farewell would wait 10 s for a server that is gone.
+        adapted.driver_connection.terminate()
+
+    def before_statement(connection: Any, *_: object) -> None:
+        watch.began(connection.connection.driver_connection)
+
+    def after_statement(connection: Any, *_: object) -> None:
+        watch.ended(connection.connection.driver_connection)
+
+    def after_error(context: Any) -> None:
+        connection = context.connection
+        if connection is not None and not connection.closed and not connection.invalidated:
+            after_statement(connection)
+
+    events: dict[str, Callable[..., None]] = {
+        "checkout": before_use,
+        "checkin": after_use,
+        "close": before_close,
+        "before_cursor_execute": before_statement,
+        "after_cursor_execute": after_statement,
+        "handle_error": after_error,
+    }
+    for name, listener in events.items():
+        event.listen(engine.sync_engine, name, listener)
 
 
 @asynccontextmanager
@@ -104,12 +192,6 @@ async def open_engine(url: str, **options: Any) -> AsyncIterator[AsyncEngine]:
         yield engine
     finally:
         await engine.dispose()
-
-
-def _replace_closed(connection: Any, _record: Any, _proxy: Any) -> None:
-    """Makes the pool reconnect when the server has closed an idle connection."""
-    if connection.driver_connection.is_closed():
-        raise DisconnectionError
 
 
 @contextmanager
@@ -149,6 +231,20 @@ def outage_of(error: Exception) -> DatabaseUnavailable | None:
 
 async def _keep_settings(_: asyncpg.Connection) -> None:
     """Replaces asyncpg's reset: single statements leave nothing behind on a connection."""
+
+
+def _driver_connection(connection: AsyncConnection) -> WatchedConnection:
+    raw = connection.sync_connection
+    assert raw is not None  # noqa: S101 - it is open
+    found: WatchedConnection = raw.connection.driver_connection  # type: ignore[assignment]
+    return found
+
+
+def _watched(held: PoolConnectionProxy) -> WatchedConnection:
+    """Returns the connection behind a pool's stand-in for it."""
+    connection = getattr(held, "_con")  # noqa: B009 - asyncpg's types do not have it
+    assert isinstance(connection, WatchedConnection)  # noqa: S101 - the pool's `connection_class`
+    return connection
 
 
 class SingleRow(asyncpg.Record):
@@ -205,7 +301,10 @@ class Database:
     """PostgreSQL for repositories: sessions of one transaction each, and single statements."""
 
     def __init__(self, url: str, *, pool_size: int = 8, pool_wait: float = 2.0, **options: Any) -> None:
-        self.engine = create_engine(url, pool_size=pool_size, pool_wait=pool_wait, **options)
+        self._watch = connection_watch(url)
+        self.engine = create_engine(
+            url, pool_size=pool_size, pool_wait=pool_wait, watch=self._watch, **options
+        )
         self._sessions = async_sessionmaker(self.engine, expire_on_commit=False)
         # Same pool, other isolation level.
         single = self.engine.execution_options(isolation_level="AUTOCOMMIT")
@@ -221,15 +320,25 @@ class Database:
         """Opens a transaction: committed at the end, rolled back on an error.
 
         With `autocommit` each statement is a transaction of its own, which saves the round trips of BEGIN and
-        COMMIT. Raises `DatabaseUnavailable` if no connection is free in time or the connection breaks.
+        COMMIT. Raises `DatabaseUnavailable` if no connection is free in time or the connection breaks: then
+        nothing was committed; `OutcomeUnconfirmed` if it breaks while the transaction is committed.
         """
-        with outages_named():
-            sessions = self._singles if autocommit else self._sessions
-            started = time.perf_counter()
-            async with self._turns, sessions() as session, session.begin():
-                await session.connection()
-                DATABASE_WAIT.observe(time.perf_counter() - started)
-                yield session
+        committing = False
+        try:
+            with outages_named():
+                sessions = self._singles if autocommit else self._sessions
+                started = time.perf_counter()
+                async with self._turns, sessions() as session, session.begin():
+                    connection = await session.connection()
+                    DATABASE_WAIT.observe(time.perf_counter() - started)
+                    yield session
+                    if not autocommit:
+                        committing = True
+                        self._watch.began(_driver_connection(connection))  # until it is back in its pool
+        except DatabaseUnavailable as error:
+            if committing:
+                raise OutcomeUnconfirmed(error.detail) from error
+            raise
 
     async def fetch(
         self, function: Callable[Concatenate[AsyncSession, P], Awaitable[T]], *args: P.args, **named: P.kwargs
@@ -252,31 +361,62 @@ class Database:
         """Runs one statement as a transaction of its own and returns its first row.
 
         It uses asyncpg's pool: SQLAlchemy's took 0.5 ms of the 1.3 ms of an order's acceptance. Raises
-        `DatabaseUnavailable`; the statement may have run or not.
+        `DatabaseUnavailable` if the statement was not sent, and `OutcomeUnconfirmed` if it may have run.
         """
         with outages_named():
             pool = self._single_pool or await self._open_single_pool()
             started = time.perf_counter()
-            async with self._single_turns, pool.acquire(timeout=self._pool_wait_limit) as connection:
-                DATABASE_WAIT.observe(time.perf_counter() - started)
-                arguments = single.arguments(values)
-                return await connection.fetchrow(single.text, *arguments, record_class=SingleRow)
+            async with self._single_turns:
+                held = await self._take_single(pool)
+                try:
+                    DATABASE_WAIT.observe(time.perf_counter() - started)
+                    return await self._run_single(held, single, values)
+                finally:
+                    await pool.release(held)
+
+    async def _run_single(
+        self, held: PoolConnectionProxy, single: SingleStatement, values: Mapping[str, Any]
+    ) -> SingleRow | None:
+        connection = _watched(held)
+        arguments = single.arguments(values)
+        self._watch.began(connection)
+        try:
+            row = await connection.fetchrow(single.text, *arguments, record_class=SingleRow)
+        except Exception as error:
+            if (outage := outage_of(error)) is None:
+                raise
+            connection.terminate()
+            raise OutcomeUnconfirmed(outage.detail) from error
+        finally:
+            self._watch.ended(connection)
+        connection.used_at = time.monotonic()
+        return row
+
+    async def _take_single(self, pool: asyncpg.Pool) -> PoolConnectionProxy:
+        """Takes a connection that is fit for use; replaces others."""
+        while True:
+            held = await pool.acquire(timeout=self._pool_wait_limit)
+            connection = _watched(held)
+            try:
+                if not self._watch.is_outdated(connection) and (
+                    not self._watch.needs_check(connection) or await self._watch.answers(connection)
+                ):
+                    return held
+            except BaseException:
+                await pool.release(held)
+                raise
+            connection.terminate()
+            await pool.release(held)
 
     async def _open_single_pool(self) -> asyncpg.Pool:
         """Opens the pool at the first statement; it never waits, since `min_size=0` opens no connection."""
-        url, tls = parse_url(self._url)
-        query: dict[str, Any] = dict(url.query)
-        # SQLAlchemy's name of the setting; 0 behind a pooler that changes servers.
-        cache_size = int(query.pop("prepared_statement_cache_size", 100))
-        query.pop("prepared_statement_name_func", None)
         self._single_pool = asyncpg.create_pool(
             min_size=0,
             max_size=self._size,
             max_inactive_connection_lifetime=0,
             reset=_keep_settings,
-            dsn=url.set(drivername="postgresql", query={}).render_as_string(hide_password=False),
-            statement_cache_size=cache_size,
-            **{**query, **tls, **_CONNECT_SINGLE},
+            connection_class=WatchedConnection,
+            **{**_asyncpg_arguments(self._url), **_CONNECT_SINGLE},
         )
         await self._single_pool
         return self._single_pool
@@ -288,6 +428,7 @@ class Database:
         await self.close()
 
     async def close(self) -> None:
+        self._watch.close()
         if self._single_pool is not None:
             self._single_pool.terminate()
         await self.engine.dispose()

@@ -45,12 +45,14 @@ PURGED = {
         "and not exists (select from api_keys s where s.session_of = api_keys.id)",
     ),
     "webhooks": ("audit_days", "revoked_at < :before"),
+    "webhook_calls": ("alert_days", "received_at < :before and completed_at is not null"),
     "webhook_deliveries": ("alert_days", "at < :before and held_until is null"),
     "worker_transitions": ("worker_history_days", "recorded_at < :before"),
     # Orchestrators renew those of their release; no worker of another one is so old.
     "worker_scripts": ("worker_history_days", "seen_at < least(:before, now() - interval '90 days')"),
     "maintenance_passes": ("dead_letter_days", "began_at < :before"),
     "dead_letters": ("dead_letter_days", "last_at < :before"),
+    "entity_findings": ("dead_letter_days", "seen_at < :before"),
     "kept_jobs": ("dead_letter_days", "ended_at < :before and outcome is not null"),
 }
 

@@ -4,6 +4,8 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
+from infra.database.engine import Database
+from infra.database.trading import webhooks
 from infra.doctor.servers import (
     API_KEYS,
     BROKER,
@@ -21,6 +23,7 @@ from infra.settings import Settings
 from infra.vault import key_pairs
 from infra.vault.master_key import check_unwrapper
 from infra.vault.secret_versions import load_versions
+from worker_runtime.protocol.errors import BerthError
 
 
 async def _orchestrator_keys(settings: Settings) -> None:
@@ -67,12 +70,28 @@ async def _delivery(settings: Settings) -> None:
         raise ConnectionError(reason) if reason.startswith("MAIL_DEFERRED") else SettingRefused(reason)
 
 
+class UnitUnconfirmed(BerthError, code="UNIT_UNCONFIRMED", retryable=True):
+    """Nobody has confirmed what the quantities of a webhook count."""
+
+
+async def _webhooks(settings: Settings) -> None:
+    async with Database(settings.database_url, pool_size=1) as database:
+        count = await database.fetch(webhooks.count_unconfirmed)
+    if count:
+        raise UnitUnconfirmed(
+            f"{count} webhooks for stocks count lots, and nobody has confirmed that; TradingView sends"
+            " shares: `berth webhooks list USER`, then"
+            " `berth webhooks change USER ID --quantity-unit shares` or lots"
+        )
+
+
 ORCHESTRATOR_KEYS = Check(
     "orchestrator-keys", "BERTH_MASTER_K…, BERTH_ORCHESTRATOR_KEY_DIR", _orchestrator_keys
 )
 LAUNCHER = Check("launcher", "BERTH_LAUNCHER, and its own", _launcher)
 DELIVERY: Check = Check("delivery", "BERTH_MAIL_…, BERTH_WEBHOOK_KEY_FILE", _delivery)
-CHECKS = (POSTGRESQL, VALKEY, TEMPORAL, API_KEYS, ORCHESTRATOR_KEYS, LAUNCHER, BROKER, DELIVERY)
+WEBHOOKS = Check("webhooks", "their quantity_unit", _webhooks, is_notice=True)
+CHECKS = (POSTGRESQL, VALKEY, TEMPORAL, API_KEYS, ORCHESTRATOR_KEYS, LAUNCHER, BROKER, DELIVERY, WEBHOOKS)
 
 
 def examine(settings: Settings, names: Sequence[str] = ()) -> list[CheckResult]:

@@ -34,6 +34,8 @@ class Check(NamedTuple):
     name: str
     settings: str
     run: Callable[[Settings], Awaitable[None]]
+    #: What it finds has to be known, and is nothing that is wrong.
+    is_notice: bool = False
 
 
 class CheckResult(NamedTuple):

@@ -8,11 +8,13 @@ import asyncio
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
+from infra.environment import forget_library_variables
 from infra.log import configure_log
 from infra.processes import forbid_core_files
 from infra.settings import Settings, read_settings
@@ -20,14 +22,25 @@ from infra.vault import key_file
 from infra.vault.message_secret import MessageSecretFile
 from infra.vault.secret_versions import load_versions
 from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.catalog import WAITING_QUEUES
 from worker_runtime.protocol.errors import BerthError
 
 #: Bytes that fit into a pipe without a reader; a configuration has about 1,000.
 _PIPE = 64 * 1024
 
 
+#: Jobs at once of a runner whose jobs wait for servers of others: two slow receivers leave half of them free.
+#: A waiting job takes about 12 MiB.
+WAITING_SLOTS = 8
+
+
 class ProviderKeyUnreadable(BerthError, code="PROVIDER_KEY_UNREADABLE"):
     """This file is no key of a service account: a JSON object with project_id, client_email, private_key…"""
+
+
+def default_slots(queues: Sequence[str]) -> int:
+    """Returns how many jobs a runner of these queues runs at once unless the settings say it."""
+    return WAITING_SLOTS if WAITING_QUEUES & set(queues) or "*" in queues else 1
 
 
 def runner_config(settings: Settings) -> bytes:
@@ -38,7 +51,7 @@ def runner_config(settings: Settings) -> bytes:
         "valkey_url": settings.valkey_url,
         "message_keys": MessageSecretFile(settings.message_key_file).job_keys(job_keys.FLEET_TAG),
         "queues": settings.jobs_queues,
-        "slots": settings.jobs_slots,
+        "slots": settings.jobs_slots or default_slots(settings.jobs_queues),
         "recycle": settings.jobs_recycle,
         "lease": settings.jobs_lease,
         "failed_ttl": settings.dead_letter_days * 86_400,
@@ -102,6 +115,7 @@ def _service_account(settings: Settings) -> dict[str, Any]:
 
 if __name__ == "__main__":
     forbid_core_files()
+    forget_library_variables()
     settings = read_settings(Settings)
     configure_log(settings.log_level)
     if settings.mail_host or settings.sends_alerts:

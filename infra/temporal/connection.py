@@ -16,6 +16,7 @@ from temporalio.service import RPCError, RPCStatusCode, TLSConfig
 
 from infra.process_metrics import MetricsUnavailable
 from infra.settings import Settings
+from infra.temporal.checked_service import KEEP_ALIVE, CheckedConnections
 from infra.temporal.client import CALL, TemporalUnavailable
 from infra.temporal.codec import data_converter
 from infra.vault import key_file
@@ -92,6 +93,8 @@ async def open_client(settings: Settings, **options: Any) -> Client:
             tls=tls,
             api_key=api_key,
             data_converter=data_converter(settings),
+            keep_alive_config=KEEP_ALIVE,
+            plugins=[CheckedConnections()],
             **options,
         )
     except (RuntimeError, RPCError) as error:

@@ -4,36 +4,102 @@ It never retries: by default redis-py repeats a command whose reply was lost, wh
 repeat what has an id.
 """
 
+import asyncio
 import math
+import time
 from collections.abc import Awaitable
 from typing import Any, cast
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
+import structlog
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import MasterDownError, NoScriptError, ReadOnlyError, ResponseError
+from redis.exceptions import MasterDownError, NoScriptError, ReadOnlyError, RedisError, ResponseError
 
 from infra.process_metrics import VALKEY_WAIT
 from worker_runtime.protocol import bounds, keys
 from worker_runtime.protocol.messages import MAX_MESSAGE
 from worker_runtime.protocol.scripts import READ_BOUNDED, Script
+from worker_runtime.protocol.sockets import KEEPALIVE_OPTIONS
 
 #: The `second_repl_offset` of a server that was never promoted.
 _NEVER_PROMOTED = -1
 
 
-class TimedPool(ConnectionPool):
-    """Measures how long callers wait for a connection."""
+#: Seconds without use after which a connection is asked before it is used, and within which it answers.
+IDLE_BEFORE_CHECK_S, CHECK_TIMEOUT_S = 1.0, 0.5
+
+log = structlog.get_logger()
+
+
+class CheckedPool(ConnectionPool):
+    """Measures how long callers wait for a connection, and gives out none that has died silently.
+
+    A connection that was idle for a while is asked before it is used. One that does not answer makes all that
+    are as old suspect: they are replaced, not waited for.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        #: Connections that were used last before this instant on `time.monotonic` are closed before a use.
+        self._suspect_before = 0.0
+        self._used_at: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+
+    def suspect_all(self) -> None:
+        """Has all present connections replaced: one of them has died silently. Ends those in use, so that
+        their callers get an error at once."""
+        self._suspect_before = time.monotonic()
+        for connection in list(self._in_use_connections):
+            writer = getattr(connection, "_writer", None)
+            if writer is not None:
+                writer.transport.abort()
 
     async def get_connection(self, *args: Any, **options: Any) -> Any:
         with VALKEY_WAIT.time():
             return await super().get_connection(*args, **options)  # type: ignore[no-untyped-call]
 
+    async def ensure_connection(self, connection: Any) -> None:
+        used_at = self._used_at.get(connection)
+        if used_at is not None and connection.is_connected and not await self._is_fit(connection, used_at):
+            await connection.disconnect(nowait=True)
+        await super().ensure_connection(connection)
+
+    async def release(self, connection: Any) -> None:
+        self._used_at[connection] = time.monotonic()
+        await super().release(connection)
+
+    async def _is_fit(self, connection: Any, used_at: float) -> bool:
+        asked = time.monotonic()
+        if used_at < self._suspect_before:
+            return False
+        if asked - used_at <= IDLE_BEFORE_CHECK_S:
+            return True
+        try:
+            async with asyncio.timeout(CHECK_TIMEOUT_S):
+                await connection.send_command("PING", check_health=False)
+                await connection.read_response()
+        except (RedisError, OSError) as error:
+            if asked > self._suspect_before:
+                log.warning("valkey_connections_dead", reason=type(error).__name__)
+                self._suspect_before = asked
+            return False
+        return True
+
+
+def pool_of(client: Redis) -> CheckedPool:
+    """Returns the pool of a client that `connect_valkey` made."""
+    pool = client.connection_pool
+    assert isinstance(pool, CheckedPool)  # noqa: S101 - made below
+    return pool
+
 
 def connect_valkey(url: str, *, socket_timeout: float = 5.0, max_connections: int = 64) -> Redis:
     """Creates a client with a bounded pool. No blocking call may last `socket_timeout` seconds."""
-    pool = TimedPool.from_url(
+    local = urlsplit(url).scheme == "unix"
+    pool = CheckedPool.from_url(
         url,
         retry=Retry(NoBackoff(), 0),
         # They drop the connection, and retry nothing: after a failover another one leads to another server.
@@ -43,6 +109,7 @@ def connect_valkey(url: str, *, socket_timeout: float = 5.0, max_connections: in
         max_connections=max_connections,
         health_check_interval=0,
         protocol=3,
+        **({} if local else {"socket_keepalive": True, "socket_keepalive_options": KEEPALIVE_OPTIONS}),
     )
     return Redis.from_pool(pool)
 

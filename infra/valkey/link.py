@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import hiredis
@@ -20,6 +20,7 @@ from redis.asyncio.connection import SSLConnection
 from redis.exceptions import ConnectionError, NoScriptError, RedisError, ResponseError, TimeoutError
 
 from worker_runtime.protocol.scripts import Script
+from worker_runtime.protocol.sockets import watch_peer
 
 Argument = str | bytes | int | float
 
@@ -34,20 +35,37 @@ def _error(text: str) -> ResponseError:
     return NoScriptError(text) if text.startswith("NOSCRIPT") else ResponseError(text)
 
 
+#: Seconds after which a reply that has not come is looked into, and that a look may take.
+SILENT_AFTER_S, LOOK_TIMEOUT_S = 0.75, 0.5
 #: Seconds within which the server's clock is read well enough, and how often that is tried at once.
 _QUICK = 0.05
 _CLOCK_TRIES = 3
 
 
+class DiedSilently(ConnectionError):
+    """The server answers other connections, and not this one."""
+
+
 class ValkeyLink(asyncio.Protocol):
     """Calls raise `RedisError` for an error reply, or a lost or late one; a late reply drops the connection.
+
+    A reply is late after the timeout; or sooner, if the server answers a connection that was made after the
+    command was sent: it serves one after the other, so the command or its reply was lost.
 
     A cancelled call is still executed, and its reply is ignored.
     """
 
-    def __init__(self, timeout: float, on_message: Callable[[bytes, bytes], object]) -> None:
+    def __init__(
+        self,
+        timeout: float,
+        on_message: Callable[[bytes, bytes], object],
+        connect_again: Callable[[], Awaitable[ValkeyLink]] | None = None,
+    ) -> None:
+        """`connect_again` makes another link to the same server, which is used for a look."""
         self._timeout = timeout
         self._on_message = on_message
+        self._connect_again = connect_again
+        self._look: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._reader = hiredis.Reader(replyError=_error, notEnoughData=_NOTHING)
         self._transport: asyncio.Transport | None = None
@@ -65,14 +83,22 @@ class ValkeyLink(asyncio.Protocol):
 
         Calls `on_message` with the channel and the data of each message.
         """
-        pool = client.connection_pool
-        given = pool.connection_kwargs
-        timeout = float(given["socket_timeout"])
-        loop = asyncio.get_running_loop()
+        timeout = float(client.connection_pool.connection_kwargs["socket_timeout"])
 
         def link() -> ValkeyLink:
-            return cls(timeout, on_message)
+            return cls(timeout, on_message, lambda: cls._connect(client, cls._new_probe, LOOK_TIMEOUT_S))
 
+        return await cls._connect(client, link, timeout)
+
+    @classmethod
+    def _new_probe(cls) -> ValkeyLink:
+        return cls(LOOK_TIMEOUT_S, lambda channel, data: None)
+
+    @classmethod
+    async def _connect(cls, client: Redis, link: Callable[[], ValkeyLink], timeout: float) -> ValkeyLink:
+        pool = client.connection_pool
+        given = pool.connection_kwargs
+        loop = asyncio.get_running_loop()
         async with asyncio.timeout(timeout):
             if "path" in given:
                 _, made = await loop.create_unix_connection(link, given["path"])
@@ -139,6 +165,8 @@ class ValkeyLink(asyncio.Protocol):
     def close(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+        if self._look is not None and self._look is not asyncio.current_task():
+            self._look.cancel()
 
     def _send(self, command: tuple[Argument, ...]) -> asyncio.Future[Any]:
         if self._transport is None or self.lost.done():
@@ -148,7 +176,7 @@ class ValkeyLink(asyncio.Protocol):
         self._replies.append((reply, self._loop.time() + self._timeout))
         if not self._timer_set:
             self._timer_set = True
-            self._loop.call_later(self._timeout, self._check_deadline)
+            self._loop.call_later(min(SILENT_AFTER_S, self._timeout), self._check_deadline)
         return reply
 
     def _check_deadline(self) -> None:
@@ -156,11 +184,37 @@ class ValkeyLink(asyncio.Protocol):
         self._timer_set = bool(self._replies)
         if not self._replies:
             return
-        left = self._replies[0][1] - self._loop.time()
-        if left > 0:
-            self._loop.call_later(left, self._check_deadline)
-        else:
+        deadline = self._replies[0][1]
+        left = deadline - self._loop.time()
+        if left <= 0:
             self._lose(TimeoutError("Valkey did not answer in time"))
+            return
+        silent_in = left - self._timeout + SILENT_AFTER_S
+        if silent_in > 0:
+            left = min(left, silent_in)
+        elif self._connect_again is not None and self._look is None:
+            self._look = self._loop.create_task(self._look_into(deadline), name="silent link to Valkey")
+        self._loop.call_later(left, self._check_deadline)
+
+    async def _look_into(self, deadline: float) -> None:
+        """Drops this connection if the server answers another one while the reply with this deadline is
+        still missing."""
+        try:
+            while self._replies and self._replies[0][1] == deadline and self._connect_again is not None:
+                try:
+                    async with asyncio.timeout(LOOK_TIMEOUT_S):
+                        probe = await self._connect_again()
+                        try:
+                            await probe.execute("PING")
+                        finally:
+                            probe.close()
+                except (RedisError, OSError):
+                    await asyncio.sleep(LOOK_TIMEOUT_S)  # the server is away for all, or stands still
+                    continue
+                if self._replies and self._replies[0][1] == deadline:
+                    self._lose(DiedSilently("the connection to Valkey died silently"))
+        finally:
+            self._look = None
 
     def _lose(self, error: RedisError) -> None:
         self.close()
@@ -172,6 +226,7 @@ class ValkeyLink(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        watch_peer(transport.get_extra_info("socket"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lose(ConnectionError(f"the connection to Valkey is gone: {error or 'closed'}"))

@@ -39,6 +39,7 @@ MARKERS_OWN = {
     *("seq", "attempt", "activity_id", "activity_type"),
     *("complete_time", "backoff", "original_schedule_time", "activation_index"),
 }
+pytestmark = pytest.mark.drill
 WORKFLOWS = [OrderWorkflow, RolloutWorkflow, UserWorkerWorkflow, WorkerPoolWorkflow]
 
 

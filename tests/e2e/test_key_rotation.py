@@ -97,6 +97,7 @@ def switch_versions(house: House, trader: Trader) -> str:
     return ",".join(one.split(".")[0] for one in mac.decode().split(","))
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(300)
 def test_every_key_is_rotated_under_orders_and_nothing_is_restarted(house: House) -> None:
     steady = [SteadyTrader(house), SteadyTrader(house)]

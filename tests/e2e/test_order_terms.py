@@ -131,14 +131,14 @@ def test_a_contract_is_opened_and_covered_at_a_range_of_the_market(house: House)
     ]
 
 
-def test_an_alert_buys_an_odd_lot_and_closes_it(house: House) -> None:
+def test_a_signal_buys_an_odd_lot_and_closes_it(house: House) -> None:
     trader = house.trader()
     priced(house, "2317")
     made = house.call(
         "POST",
         f"/v1/users/{trader.user_id}/webhooks",
         trader.api_key,
-        json={"account_id": trader.account_id},
+        json={"account_id": trader.account_id, "quantity_unit": "lots"},
     ).json()
 
     def alert(action: str, **more: Any) -> int:

@@ -38,7 +38,11 @@ DESKTOP: Any = {"width": 1100, "height": 700}
 LOOKS: Any = [("light", {"width": 360, "height": 640}), ("light", DESKTOP), ("dark", DESKTOP)]
 
 #: Of 60 s they take up to 35 where the host gives us half of its CPU.
-pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(not CHROMIUM, reason="install Debian's chromium")]
+pytestmark = [
+    pytest.mark.drill,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not CHROMIUM, reason="install Debian's chromium"),
+]
 
 
 @pytest.fixture

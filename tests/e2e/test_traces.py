@@ -17,6 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from infra.local.stack import LocalStack
 from tests.e2e.conftest import PATIENCE, POOL, House, Trader, house_of, until
 
+pytestmark = pytest.mark.drill
 REQUEST = "POST /v1/users/{user_id}/orders"
 #: What each order and each claim has, whatever else happens.
 ORDER = {"order accepted", "order queued", "broker place", "order submitting", "order filled"}
@@ -149,11 +150,14 @@ def test_a_query_is_one_trace_to_the_broker(house: House, collector: Collector) 
     collector.await_names("f" * 32, {"broker query", *CLAIM})
 
 
-def test_an_alert_is_one_trace_to_the_fill_and_none_shows_its_address(
+def test_a_signal_is_one_trace_to_the_fill_and_none_shows_its_address(
     house: House, collector: Collector
 ) -> None:
     trader = house.trader()
-    path, body = f"/v1/users/{trader.user_id}/webhooks", {"account_id": trader.account_id}
+    path, body = (
+        f"/v1/users/{trader.user_id}/webhooks",
+        {"account_id": trader.account_id, "quantity_unit": "lots"},
+    )
     hook = house.call("POST", path, trader.api_key, json=body).json()
     alert = {
         **{"secret": hook["secret"], "action": "long_entry", "symbol": "2330", "quantity": 1},
@@ -163,7 +167,7 @@ def test_an_alert_is_one_trace_to_the_fill_and_none_shows_its_address(
     assert taken.is_success, taken.text
 
     def span() -> Span | None:
-        return next((one for one in list(collector.spans) if one.name == "webhook alert"), None)
+        return next((one for one in list(collector.spans) if one.name == "webhook signal"), None)
 
     alerted = until(span, "the span of the alert")
     assert attributes(alerted) == {"berth.webhook": hook["id"]}

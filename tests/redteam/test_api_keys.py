@@ -31,7 +31,7 @@ def body_of(route: str) -> dict[str, Any]:
     bodies: dict[str, dict[str, Any]] = {
         "credentials": CREDENTIALS,
         "orders": an_order(),
-        "webhooks": {"account_id": "main"},
+        "webhooks": {"account_id": "main", "quantity_unit": "lots"},
         "limits": {"max_quantity": 1},
         "statement-addresses": {"email": "evil@example.com"},
         "switches": {"scope": "all", "state": "open", "reason": "evil"},

@@ -119,7 +119,7 @@ async def test_what_an_operators_commands_have_no_right_to_is_refused(
         ("api-keys", "list"),
         ("accounts", "store", api.user, "main", str(stolen)),
         ("images", "allow", image, "--reason", "evil"),
-        ("webhooks", "create", api.user, "main"),
+        ("webhooks", "create", api.user, "main", "--quantity-unit", "lots"),
         ("orders", "place", api.user, order["account_id"], "buy", "1", "2330", "--price", "1000"),
     )
     async with operator(replace(api, admin_key=key), commands, tmp_path) as berth:

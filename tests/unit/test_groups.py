@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.groups import ORDER, UNITS, place_of, unit_of
+from tests.groups import BUSY, MAX_BUSY_UNITS, ORDER, UNITS, next_unit, place_of, unit_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_unit_has_its_modules() -> None:
     missing = [path for path in UNITS if not (ROOT / path).exists()]
-    missing += [entry for entry in ORDER if entry not in UNITS.values() and not (ROOT / entry).exists()]
+    entries = (*BUSY, *ORDER)
+    missing += [entry for entry in entries if entry not in UNITS.values() and not (ROOT / entry).exists()]
     assert missing == []
 
 
@@ -24,6 +25,23 @@ def test_modules_that_share_a_house_are_one_unit() -> None:
 
 def test_a_units_place_is_that_of_its_name_or_of_its_folder_and_else_the_last() -> None:
     assert place_of("e2e-house") < place_of("tests/integration/worker/trading/test_limits.py")
-    assert place_of("tests/integration/activities/pool/test_rollout.py") < place_of("chaos-house")
-    assert place_of("tests/integration/activities/events/test_events.py") > place_of("chaos-house")
-    assert place_of("tests/unit/test_groups.py") == len(ORDER)
+    assert place_of("tests/integration/activities/pool/test_rollout.py") < place_of(
+        "tests/unit/model/test_x.py"
+    )
+    assert place_of("tests/integration/activities/events/test_events.py") > place_of("tests/unit/model/")
+    assert place_of("tests/unit/test_groups.py") == len(BUSY) + len(ORDER)
+
+
+def test_a_busy_unit_begins_while_few_of_its_kind_run() -> None:
+    assert next_unit(["chaos-house", "tests/unit/test_log.py"], ["e2e-house", "a"]) == "chaos-house"
+
+
+def test_beside_enough_busy_units_one_begins_that_waits() -> None:
+    running = list(BUSY[:MAX_BUSY_UNITS])
+    waiting = [BUSY[MAX_BUSY_UNITS], "tests/unit/test_log.py", "tests/unit/test_rooms.py"]
+    assert next_unit(waiting, running) == "tests/unit/test_log.py"
+
+
+def test_busy_units_that_are_left_alone_begin_nevertheless() -> None:
+    running = list(BUSY[:MAX_BUSY_UNITS])
+    assert next_unit(BUSY[MAX_BUSY_UNITS:], running) == BUSY[MAX_BUSY_UNITS]

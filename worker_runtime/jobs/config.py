@@ -6,6 +6,7 @@ import msgspec
 
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import webhook_signing
+from worker_runtime.jobs.protocol.catalog import PROVIDER_QUEUES
 from worker_runtime.jobs.protocol.messages import FAILED_TTL
 from worker_runtime.process.config import BadConfig
 from worker_runtime.process.valkey import BadValkeyAddress, ValkeyAddress
@@ -20,7 +21,7 @@ _Key = Annotated[bytes, msgspec.Meta(min_length=webhook_signing.MIN_KEY_BYTES)]
 class PostOutlet(msgspec.Struct, frozen=True, kw_only=True):
     """How a POST goes out. Durations are seconds."""
 
-    #: For each step of a delivery: connect, send, wait for the answer.
+    #: For all of a delivery, from the resolution of the receiver's name to the end of its answer.
     timeout: _Timeout = 10.0
     #: Allows private addresses, and plain http to this machine: for tests, or for our own receivers.
     allow_private: bool = False
@@ -69,7 +70,8 @@ class MailOutlet(msgspec.Struct, frozen=True, kw_only=True):
     security: Literal["starttls", "tls", "none"] = "starttls"
     username: str = ""
     password: str = ""
-    timeout: _Timeout = 20.0
+    #: For all of a mail, from the resolution of the server's name to its answer.
+    timeout: _Timeout = 60.0
     #: Certificates to trust instead of the system's.
     ca_file: str = ""
 
@@ -112,6 +114,13 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     report_errors: bool = False
     version: str = ""
     log_level: str = "INFO"
+
+    @property
+    def receiver_limit(self) -> int:
+        """Jobs of one receiver that run at once, so that a slow one leaves slots to others; 0: no limit,
+        because all jobs have the same one."""
+        only_one = len(self.queues) == 1 and self.queues[0] in PROVIDER_QUEUES
+        return 0 if only_one else max(1, self.slots // 4)
 
     def __repr__(self) -> str:  # the address may hold a password
         return f"RunnerConfig(name={self.name!r}, tag={self.tag!r})"

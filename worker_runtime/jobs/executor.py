@@ -2,6 +2,7 @@
 
 import selectors
 import signal
+from collections import Counter
 
 import msgspec
 
@@ -69,6 +70,11 @@ class JobExecutor:
         if not all(run.claimed.plain for run in self._runs):
             return 0
         return MAX_PREFETCHED - len(self.prefetched)
+
+    def receivers(self) -> Counter[str]:
+        """The receivers of all jobs that the runner holds, and how many each has."""
+        jobs = [*(run.job for run in self._runs), *self.prefetched.jobs()]
+        return Counter(job.receiver for job in jobs if job.receiver)
 
     def _may_start(self) -> bool:
         if self.stopping or self._registration.suspended:

@@ -72,6 +72,9 @@ class PrefetchedJobs:
     def __len__(self) -> int:
         return len(self._jobs)
 
+    def jobs(self) -> list[Job]:
+        return [waiting.job for waiting in self._jobs]
+
     def add(self, claimed: ClaimedJob, job: Job) -> None:
         self._jobs.append(PrefetchedJob(claimed, job))
 

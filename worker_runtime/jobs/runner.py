@@ -225,7 +225,12 @@ class JobRunner:
         brief = self._executor.runtime_estimate.brief_types() if prefetch else ""
         try:
             outcomes, claims = self._registration.queue.finish_and_claim(
-                self._pending_ends.to_write(), wanted, prefetch if brief else 0, brief
+                self._pending_ends.to_write(),
+                wanted,
+                prefetch if brief else 0,
+                brief,
+                receiver_limit=self._config.receiver_limit,
+                receivers=self._executor.receivers(),
             )
         except ValkeyFailed as error:
             self._registration.drop_connection(error)

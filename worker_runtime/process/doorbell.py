@@ -1,7 +1,7 @@
 """What wakes a process that waits: doorbells, which are lists in Valkey, and a pipe for signals and threads.
 
 For a doorbell, BLPOP is sent on a connection of its own, and its reply is read when the selector says so. The
-server answers every `BLOCK_SECONDS` seconds at the latest, so a connection that is silent for longer is dead.
+server answers when its time is over, at the latest, so a connection that is silent for longer is dead.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.process.clock import Backoff
@@ -17,10 +18,20 @@ from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.valkey import NOTHING, Valkey, ValkeyFailed, raise_if_error
 
-#: Seconds that one BLPOP blocks.
-BLOCK_SECONDS = 20
-#: Seconds past `BLOCK_SECONDS` after which the connection counts as dead.
-_GRACE = 5.0
+
+class Listening(NamedTuple):
+    """How long a doorbell listens at a time, in seconds."""
+
+    #: One BLPOP blocks so long.
+    block: float
+    #: So long after that the connection counts as dead.
+    grace: float
+
+
+#: For what nobody waits for: a claim, which is repeated, and jobs.
+PATIENT = Listening(20, 5.0)
+#: For a user's requests: a connection that died silently costs an order 2 s at most.
+PROMPT = Listening(1, 0.6)
 #: Signal that asks the zygote to fork a job runner.
 JOB_RUNNER_WANTED = signal.SIGUSR1
 _CONNECT_TIMEOUT = 0.25
@@ -63,9 +74,19 @@ class Doorbell:
     is lost, so the caller checks the queue itself after each new connection."""
 
     def __init__(
-        self, client: Valkey, keys: tuple[str, ...], selector: selectors.BaseSelector, log: Log
+        self,
+        client: Valkey,
+        keys: tuple[str, ...],
+        selector: selectors.BaseSelector,
+        log: Log,
+        *,
+        listening: Listening = PATIENT,
+        on_silence: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_silence` is called when the connection has died silently: others may have, too."""
         self._client = client  # used by this doorbell alone
+        self._times = listening
+        self._on_silence = on_silence
         self._keys = keys
         self._selector = selector
         self._log = log
@@ -90,6 +111,8 @@ class Doorbell:
             if time.monotonic() < self._silent_after:
                 return False
             self._drop("silent")
+            self._backoff.reset()  # the next connection may be served at once
+            self._on_silence()
         connected = self._client.connected
         if not connected and not self._backoff.due():
             return False
@@ -128,9 +151,9 @@ class Doorbell:
         self._listening = False
 
     def _listen(self) -> None:
-        self._client.send("BLPOP", *self._keys, BLOCK_SECONDS)
+        self._client.send("BLPOP", *self._keys, self._times.block)
         self._listening = True
-        self._silent_after = time.monotonic() + BLOCK_SECONDS + _GRACE
+        self._silent_after = time.monotonic() + self._times.block + self._times.grace
 
     def _drop(self, reason: str) -> None:
         self._log.warning("doorbell_lost", reason=reason)

@@ -23,6 +23,7 @@ import hiredis
 
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.scripts import Script
+from worker_runtime.protocol.sockets import watch_peer
 
 if TYPE_CHECKING:
     import ssl
@@ -35,6 +36,9 @@ NOTHING = object()
 _CHUNK = 65536
 #: Seconds that the resolution of a host name may take: three name servers, asked twice for a second each.
 LOOKUP_TIMEOUT = 6.0
+#: Seconds without traffic after which a checked connection is asked before it is used, and within which it
+#: has to answer: a round trip takes 0.05 ms.
+IDLE_BEFORE_CHECK_S, CHECK_TIMEOUT_S = 1.0, 0.5
 _RUN_ID = b"run_id:"
 #: Error replies after a failover, or while the server starts.
 _UNABLE = ("READONLY", "LOADING", "MASTERDOWN")
@@ -153,8 +157,13 @@ class Valkey:
         limit: Callable[[], float] = lambda: math.inf,
         busy: Callable[[float], AbstractContextManager[object]] = nullcontext,
         beside: Valkey | None = None,
+        checked: bool = False,
     ) -> None:
         """`limit` is called before each wait: no wait takes longer than it says, whatever the timeouts.
+
+        `checked`: after a second without traffic the connection is asked before it is used, and replaced if
+        it has died silently.
+
 
         Only the resolution of a host name can: `busy` surrounds it with the seconds that it may take.
         `beside`, a client of the same server, saves it while connected.
@@ -162,6 +171,9 @@ class Valkey:
         self._limit = limit
         self._busy = busy
         self._beside = beside
+        self._checked = checked
+        #: Instant of the last receipt on `time.monotonic`.
+        self._received_at = 0.0
         self._address = ValkeyAddress(url)
         self._connect_timeout = connect_timeout
         self.timeout = timeout
@@ -210,6 +222,7 @@ class Valkey:
                     link = socket.create_connection(target, timeout=wait)
                     self._socket = link
                     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                    watch_peer(link)
                     if self._address.tls_name:
                         self._socket = TlsLink(link, self._address)
         except OSError as error:
@@ -220,6 +233,7 @@ class Valkey:
         self._patiences.clear()
         self._reader = hiredis.Reader(notEnoughData=NOTHING)
         self._server = None
+        self._received_at = time.monotonic()
         greeting = self._address.greeting()
         if greeting:
             for reply in self.pipeline(greeting):
@@ -286,7 +300,22 @@ class Valkey:
             self._server = found[len(_RUN_ID) :].decode()
         return self._server
 
+    def _replace_if_dead(self) -> None:
+        """Closes a connection that was silent for a while and does not answer now."""
+        if self._socket is None or time.monotonic() - self._received_at <= IDLE_BEFORE_CHECK_S:
+            return
+        timeout, self.timeout = self.timeout, min(self.timeout, CHECK_TIMEOUT_S)
+        self._received_at = time.monotonic()  # the question itself is not asked about
+        try:
+            self.execute("PING")
+        except ValkeyFailed:
+            self.close()
+        finally:
+            self.timeout = timeout
+
     def _send(self, commands: Sequence[Command]) -> None:
+        if self._checked:
+            self._replace_if_dead()
         self.connect()
         link = self._socket
         if link is None:
@@ -345,6 +374,7 @@ class Valkey:
         if not data:
             self.close()
             raise ValkeyUnreachable("the server closed the connection")
+        self._received_at = time.monotonic()
         self._reader.feed(data)
 
 

@@ -12,7 +12,7 @@ from functools import cache
 
 from worker_runtime.brokers.port import BrokerFactory
 from worker_runtime.process.clock import Backoff, wall_ms
-from worker_runtime.process.doorbell import Doorbell, WakePipe
+from worker_runtime.process.doorbell import PATIENT, PROMPT, Doorbell, Listening, WakePipe
 from worker_runtime.process.log import Log
 from worker_runtime.process.mark import WorkerMark
 from worker_runtime.process.replacement import WorkerExit
@@ -48,7 +48,7 @@ class Session:
         self._wake = WakePipe()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._lease = Lease(shared_state)
-        self._client = self._new_client()
+        self._client = self._new_client(checked=True)
         self._mark = WorkerMark(config, shared_state)
         self._parts = SessionParts(
             config,
@@ -90,7 +90,7 @@ class Session:
             self._send_buffer.flush_if_due()
             return
         if self._doorbell is None:
-            self._doorbell = self._new_doorbell(keys.doorbell(self._shared_state.user_id))
+            self._doorbell = self._new_doorbell(keys.doorbell(self._shared_state.user_id), PROMPT)
         request_loop.step()
         if self._doorbell.run_due():
             request_loop.queue_changed()  # a ring may have been lost with the connection
@@ -129,11 +129,20 @@ class Session:
         took = wall_ms() - self._shared_state.launched_at_ms
         self._log.info("ready", state=state, session=self._shared_state.session_number, took_ms=took)
 
-    def _new_doorbell(self, key: str) -> Doorbell:
-        return Doorbell(self._new_client(), (key,), self._selector, self._log)
+    def _new_doorbell(self, key: str, listening: Listening = PATIENT) -> Doorbell:
+        return Doorbell(
+            self._new_client(),
+            (key,),
+            self._selector,
+            self._log,
+            listening=listening,
+            on_silence=self._client.close,
+        )
 
-    def _new_client(self) -> Valkey:
-        return Valkey(self._config.valkey_url, limit=self._may_wait, busy=self._shared_state.busy)
+    def _new_client(self, *, checked: bool = False) -> Valkey:
+        return Valkey(
+            self._config.valkey_url, limit=self._may_wait, busy=self._shared_state.busy, checked=checked
+        )
 
     def _may_wait(self) -> float:
         """Seconds that a wait for Valkey may take. Renews the pulse, so that several waits in a row do not

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, NamedTuple
 
@@ -10,14 +10,22 @@ import msgspec
 from sqlalchemy import Float, String, bindparam, delete, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database.engine import Database, SingleRow, SingleStatement
+from infra.database.engine import (
+    Database,
+    OutcomeUnconfirmed,
+    SingleRow,
+    SingleStatement,
+)
 from infra.database.models import Order, OrderEventRow
 from infra.database.orders.checks import UNSETTLED_ORDERS, CheckedTerms, find_refusal
 from infra.database.trading.models import OrderTwin
 from infra.database.workers.sessions import FIRST_EPOCH
-from worker_runtime.protocol.errors import DuplicateOrder, SymbolBlocked
+from worker_runtime.protocol.errors import BerthError, DuplicateOrder, SymbolBlocked
 from worker_runtime.protocol.messages import PlaceOrder, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
+
+#: Seconds after which an acceptance without an answer is not tried again: the client does not wait for ever.
+REPEAT_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +197,30 @@ async def accept_order(session: AsyncSession, new: NewOrder, bounds: OrderBounds
 async def accept_order_alone(
     database: Database, new: NewOrder, bounds: OrderBounds = UNBOUND
 ) -> AcceptedOrder:
-    """`accept_order` as one statement without a session. Raises `DatabaseUnavailable`, too."""
-    row = await database.row(_ACCEPT_ALONE, _values_of(new, bounds))
+    """`accept_order` as one statement without a session.
+
+    If the answer was lost, it asks once more: the client order id lets the statement write one order only.
+    Raises `DatabaseUnavailable`, too: no order was written; or `OutcomeUnconfirmed`: perhaps it was.
+    """
+    values = _values_of(new, bounds)
+    began = time.monotonic()
+    try:
+        return await _accept_alone(database, new, bounds, values)
+    except OutcomeUnconfirmed:
+        if time.monotonic() - began > REPEAT_WITHIN_S:
+            raise
+    try:
+        accepted = await _accept_alone(database, new, bounds, values)
+    except BerthError as error:
+        # Also a refusal says nothing of the first attempt: the server may still be at it.
+        raise OutcomeUnconfirmed(error.detail) from error
+    return replace(accepted, new=True) if accepted.order.id == values["id"] else accepted
+
+
+async def _accept_alone(
+    database: Database, new: NewOrder, bounds: OrderBounds, values: dict[str, Any]
+) -> AcceptedOrder:
+    row = await database.row(_ACCEPT_ALONE, values)
     if row is not None:
         return AcceptedOrder(row, new.lasts, new=True, same_request=True)
     async with database.session(autocommit=True) as session:

@@ -1,32 +1,47 @@
-"""Webhooks, and the alerts that were posted to them."""
+"""Webhooks: made, found by their token, changed, listed and revoked."""
 
 import secrets
 import uuid
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from hmac import compare_digest
 from typing import Any
 
-from sqlalchemy import case, func, select, update
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import func, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
-from infra.database.locks import lease_due, seconds_from_now
-from infra.database.trading.models import Webhook, WebhookAlert
+from infra.database.locks import wait_for_turn
+from infra.database.models import BrokerAccount
+from infra.database.trading.models import Webhook
 from infra.database.users import UserDisabled, is_disabled
-from worker_runtime.protocol.errors import BerthError, from_code
+from worker_runtime.protocol.errors import BerthError
 
-#: Characters of a refusal.
-_LONGEST = 300
-_TAKE_ABANDONED = lease_due(WebhookAlert.held_until).returning(
-    WebhookAlert, func.extract("epoch", WebhookAlert.until - func.clock_timestamp())
+#: Marks the token hash of a webhook that this release made or changed. The release before looks for the plain
+#: hash, does not find it, and answers WEBHOOK_UNKNOWN: it would take 100 shares for 100 lots. Contract: the
+#: release after this one may look for marked hashes only, once no plain one is left.
+MARK = "10:"
+
+
+#: Webhooks in use that a user may have. Each is an address that places orders.
+MAX_WEBHOOKS = 20
+_IN_USE = Webhook.revoked_at.is_(None) & or_(
+    Webhook.expires_at.is_(None), Webhook.expires_at > func.clock_timestamp()
 )
+
+
+class WebhookLimitReached(BerthError, code="WEBHOOK_LIMIT", status=409):
+    """The user has as many webhooks as a user may have."""
 
 
 def _hash(text: str) -> str:
     return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def mark_hash(token_hash: str) -> str:
+    """Return the hash with the mark, in as many characters; the rest still has 244 bits."""
+    return token_hash if token_hash.startswith(MARK) else (MARK + token_hash)[:64]
 
 
 async def create_webhook(
@@ -38,23 +53,26 @@ async def create_webhook(
     sources: Sequence[str],
     window_s: int,
     actor: str,
+    **settings: Any,
 ) -> tuple[Webhook, str]:
     """Creates a webhook with a token of `ApiTokens` for an account, which must exist.
 
-    Returns it with the secret of each alert's body, which is shown once.
+    `settings` are other columns. Returns it with the secret of each signal's body, which is shown once.
     """
     secret = secrets.token_urlsafe(32)
     row = Webhook(
         id=uuid.uuid4(),
-        token_hash=_hash(token),
+        token_hash=mark_hash(_hash(token)),
         secret_hash=_hash(secret),
         user_id=user_id,
         account_id=account_id,
         sources=list(sources),
         window_s=window_s,
+        **settings,
     )
     session.add(row)
-    about = {"user": user_id, "account": account_id, "sources": list(sources)}
+    about: dict[str, Any] = {"user": user_id, "account": account_id, "sources": list(sources)}
+    about |= {name: value for name, value in settings.items() if isinstance(value, str | int)}
     audit.append_entry(session, actor, "webhook.created", f"webhook:{row.id}", **about)
     await session.flush()
     await session.refresh(row)
@@ -63,21 +81,125 @@ async def create_webhook(
 
 async def find_webhook(session: AsyncSession, token: str) -> Webhook | None:
     """Returns the webhook of this token, unless it is unknown or revoked. Raises `UserDisabled`."""
-    found = await session.scalar(select(Webhook).filter_by(token_hash=_hash(token), revoked_at=None))
+    plain = _hash(token)
+    hashes = plain, mark_hash(plain)
+    found = await session.scalar(
+        select(Webhook).where(Webhook.token_hash.in_(hashes), Webhook.revoked_at.is_(None))
+    )
     if found is not None and await is_disabled(session, found.user_id):
         raise UserDisabled(f"user {found.user_id} is disabled")
     return found
 
 
 def has_secret(webhook: Webhook, secret: str) -> bool:
-    """Compares in constant time."""
-    return compare_digest(webhook.secret_hash, _hash(secret))
+    """Compares in constant time, with the secret before as long as that counts."""
+    given = _hash(secret)
+    until = webhook.previous_secret_until
+    previous = webhook.previous_secret_hash if until is not None and until > datetime.now(UTC) else None
+    return compare_digest(webhook.secret_hash, given) | compare_digest(previous or "", given)
 
 
-async def webhooks_of_user(session: AsyncSession, user_id: str) -> list[Webhook]:
-    """Returns all webhooks of a user, revoked ones too, the newest first."""
-    rows = select(Webhook).filter_by(user_id=user_id).order_by(Webhook.created_at.desc(), Webhook.id)
-    return list(await session.scalars(rows))
+async def webhooks_of_user(
+    session: AsyncSession, user_id: str, *, after: uuid.UUID | None = None, limit: int | None = None
+) -> list[Webhook]:
+    """Returns webhooks of a user, revoked ones too, the newest first.
+
+    `after` is the id of the last webhook of the page before.
+    """
+    place = tuple_(Webhook.created_at, Webhook.id)
+    rows = select(Webhook).filter_by(user_id=user_id)
+    if after is not None:
+        last = select(Webhook.created_at, Webhook.id).filter_by(id=after, user_id=user_id).scalar_subquery()
+        rows = rows.where(place < last)
+    return list(
+        await session.scalars(rows.order_by(Webhook.created_at.desc(), Webhook.id.desc()).limit(limit))
+    )
+
+
+async def require_room(session: AsyncSession, user_id: str) -> None:
+    """Raises `WebhookLimitReached` if the user has `MAX_WEBHOOKS` that are in use.
+
+    Two that are made at the same time wait for each other.
+    """
+    await wait_for_turn(session, f"webhooks {user_id}")
+    in_use = select(func.count()).select_from(Webhook).where(Webhook.user_id == user_id, _IN_USE)
+    if (await session.scalar(in_use) or 0) >= MAX_WEBHOOKS:
+        raise WebhookLimitReached(
+            f"{user_id} has {MAX_WEBHOOKS} webhooks; revoke one that is not needed any more"
+        )
+
+
+async def rotate_secret(
+    session: AsyncSession, user_id: str, webhook_id: uuid.UUID, *, overlap_s: float, actor: str
+) -> tuple[Webhook | None, str]:
+    """Gives a webhook a new secret, which is returned; the one before counts for `overlap_s` seconds more.
+
+    Returns no webhook if the user has none of this id. A revoked one stays as it is.
+    """
+    secret = secrets.token_urlsafe(32)
+    row = await get_webhook(session, user_id, webhook_id)
+    if row is None or row.revoked_at is not None:
+        return row, ""
+    now = await database_time(session)
+    row = await change_webhook(
+        session,
+        user_id,
+        webhook_id,
+        actor=actor,
+        action="webhook.rotated",
+        secret_hash=_hash(secret),
+        previous_secret_hash=row.secret_hash,
+        previous_secret_until=now + timedelta(seconds=overlap_s),
+    )
+    return row, secret
+
+
+async def count_made_by(session: AsyncSession, key_id: uuid.UUID) -> int:
+    """Counts the webhooks in use that an API key has made."""
+    made = select(func.count()).select_from(Webhook).where(Webhook.made_by == key_id, _IN_USE)
+    return await session.scalar(made) or 0
+
+
+async def revoke_made_by(session: AsyncSession, key_id: uuid.UUID, *, actor: str) -> int:
+    """Revokes the webhooks that an API key has made; returns how many."""
+    made = select(Webhook.user_id, Webhook.id).where(Webhook.made_by == key_id, _IN_USE)
+    rows = (await session.execute(made)).all()
+    for user_id, webhook_id in rows:
+        await revoke_webhook(session, user_id, webhook_id, actor=actor)
+    return len(rows)
+
+
+async def database_time(session: AsyncSession) -> datetime:
+    """Returns the time by PostgreSQL's clock."""
+    now: datetime | None = await session.scalar(select(func.clock_timestamp()))
+    assert now is not None  # noqa: S101 - it always answers
+    return now
+
+
+async def get_webhook(session: AsyncSession, user_id: str, webhook_id: uuid.UUID) -> Webhook | None:
+    return await session.scalar(select(Webhook).filter_by(id=webhook_id, user_id=user_id))
+
+
+async def change_webhook(
+    session: AsyncSession, user_id: str, webhook_id: uuid.UUID, *, actor: str, action: str, **columns: Any
+) -> Webhook | None:
+    """Sets columns of a webhook that is not revoked; returns it, or None if the user has no such webhook.
+
+    From then on the release before does not find it (`MARK`). No secret may be among the columns but by hash.
+    """
+    own = {"id": webhook_id, "user_id": user_id}
+    row: Webhook | None = await session.scalar(select(Webhook).filter_by(**own).with_for_update())
+    if row is None or row.revoked_at is not None:
+        return row
+    for name, value in columns.items():
+        setattr(row, name, value)
+    row.token_hash = mark_hash(row.token_hash)
+    shown = {name: value for name, value in columns.items() if isinstance(value, str | int | None)}
+    shown = {name: value for name, value in shown.items() if "hash" not in name}
+    audit.append_entry(session, actor, action, f"webhook:{webhook_id}", **shown)
+    await session.flush()
+    await session.refresh(row)
+    return row
 
 
 async def revoke_webhook(
@@ -93,86 +215,19 @@ async def revoke_webhook(
     return await session.scalar(select(Webhook).filter_by(**own))
 
 
-async def note_refusal(session: AsyncSession, webhook_id: uuid.UUID, digest: str, error: BerthError) -> None:
-    """Records why an alert was refused before it became an order: a repeat gets the same answer.
-
-    Adds an audit entry if the alert was promised, since its sender has no answer then.
-    """
-    alert = WebhookAlert.webhook_id == webhook_id, WebhookAlert.digest == digest
-    promised = await session.scalar(select(WebhookAlert.held_until).where(*alert).with_for_update())
-    refused = f"{error.code}: {error.detail}"[:_LONGEST]
-    await session.execute(update(WebhookAlert).where(*alert).values(refused=refused, held_until=None))
-    if promised is not None:
-        about = {"id": digest, "code": error.code, "detail": error.detail}
-        await audit.append_entry_once(
-            session, "alerts", "webhook.alert_failed", f"webhook:{webhook_id}", **about
+async def count_unconfirmed(session: AsyncSession) -> int:
+    """Counts webhooks in use for stocks whose unit nobody has confirmed."""
+    rows = (
+        select(func.count())
+        .select_from(Webhook)
+        .join(
+            BrokerAccount,
+            (BrokerAccount.user_id == Webhook.user_id) & (BrokerAccount.account_id == Webhook.account_id),
         )
-
-
-async def promise_alert(
-    session: AsyncSession, webhook_id: uuid.UUID, digest: str, *, left: float, lease: float
-) -> WebhookAlert | None:
-    """Leases an alert for `lease` seconds, right before its sender is answered that it will be carried out.
-
-    From then on it is carried out until its deadline, which is in `left` seconds unless an earlier promise
-    has set one. Returns the alert as it is now, without a lease if it was refused or done meanwhile, or None
-    if it was deleted.
-    """
-    until = case((WebhookAlert.held_until.is_(None), seconds_from_now(left)), else_=WebhookAlert.until)
-    alert = update(WebhookAlert).filter_by(webhook_id=webhook_id, digest=digest, refused=None, order_id=None)
-    promised = alert.values(until=until, held_until=seconds_from_now(lease))
-    await session.execute(promised.execution_options(synchronize_session=False))
-    return await session.get(WebhookAlert, (webhook_id, digest))
-
-
-async def hold_alerts(session: AsyncSession, digests: Collection[str], lease: float) -> None:
-    """Renews the lease of alerts that this process carries out, for `lease` seconds."""
-    held = update(WebhookAlert).where(WebhookAlert.digest.in_(digests), WebhookAlert.held_until.is_not(None))
-    renewed = held.values(held_until=seconds_from_now(lease))
-    await session.execute(renewed.execution_options(synchronize_session=False))
-
-
-@dataclass(frozen=True, slots=True)
-class AbandonedAlert:
-    """A promised alert whose process no longer carries it out."""
-
-    webhook: Webhook
-    digest: str
-    alert: dict[str, Any] | None
-    #: Seconds until its deadline, by PostgreSQL's clock.
-    left: float
-
-
-async def take_abandoned_alerts(session: AsyncSession, *, lease: float, most: int) -> list[AbandonedAlert]:
-    """Leases up to `most` alerts whose lease has run out, for `lease` seconds."""
-    rows = await session.execute(_TAKE_ABANDONED, {"lease": lease, "most": most})
-    found: list[tuple[WebhookAlert, Any]] = [(row[0], row[1]) for row in rows]
-    ids = {alert.webhook_id for alert, _ in found}
-    webhooks = {row.id: row for row in await session.scalars(select(Webhook).where(Webhook.id.in_(ids)))}
-    return [
-        AbandonedAlert(webhooks[alert.webhook_id], alert.digest, alert.alert, float(left))
-        for alert, left in found
-        if alert.webhook_id in webhooks
-    ]
-
-
-def refusal_of(row: WebhookAlert) -> BerthError:
-    """Returns the error that `note_refusal` recorded."""
-    code, _, detail = (row.refused or "").partition(": ")
-    return from_code(code, detail)
-
-
-async def note_alert(
-    session: AsyncSession, webhook_id: uuid.UUID, digest: str, alert: dict[str, Any]
-) -> bool:
-    """Records an alert before anything is done for it; False for a repeat."""
-    row = insert(WebhookAlert).values(webhook_id=webhook_id, digest=digest, alert=alert)
-    new = await session.scalar(row.on_conflict_do_nothing().returning(WebhookAlert.digest))
-    return new is not None
-
-
-async def note_order_of_alert(
-    session: AsyncSession, webhook_id: uuid.UUID, digest: str, order_id: uuid.UUID
-) -> None:
-    alert = update(WebhookAlert).filter_by(webhook_id=webhook_id, digest=digest)
-    await session.execute(alert.values(order_id=order_id, held_until=None))
+        .where(
+            Webhook.revoked_at.is_(None),
+            Webhook.quantity_unit.is_(None),
+            BrokerAccount.broker_type != "futures",
+        )
+    )
+    return int(await session.scalar(rows) or 0)

@@ -168,7 +168,11 @@ async def test_every_operation_keeps_to_its_description(
     worker.reply = reply
     async with api.client(api.key) as user:
         order = (await user.post(f"/users/{api.user}/orders", json=an_order())).json()
-        hook = (await user.post(f"/users/{api.user}/webhooks", json={"account_id": "main"})).json()
+        hook = (
+            await user.post(
+                f"/users/{api.user}/webhooks", json={"account_id": "main", "quantity_unit": "lots"}
+            )
+        ).json()
     known = {
         "user_id": api.user,
         "account_id": "main",

@@ -36,6 +36,8 @@ ROWS = {
     "values (gen_random_uuid(), 'h' || :n, 'p', 'admin', :at)",
     "webhooks": "(id, token_hash, secret_hash, user_id, account_id, revoked_at) "
     "values (gen_random_uuid(), 't' || :n, 's', 'alice', 'main', :at)",
+    "webhook_calls": "(webhook_id, user_id, account_id, state, received_at, completed_at)"
+    " values (gen_random_uuid(), 'u', 'a', 'done', :at, :at)",
     "webhook_deliveries": "(webhook_id, digest, at) values (gen_random_uuid(), 'd', :at)",
     "worker_transitions": "(user_id, chain, number, at, before, after, reason, worker_id, epoch, "
     "recorded_at) values ('u', 'c', :n, :at, 'a', 'b', 'r', 'w', 1, :at)",
@@ -44,6 +46,8 @@ ROWS = {
     "guarded, found, suspects, confirmed) values (:at, 'g', 's', 0, 'b', 0, 0, 0, '', '{}', '[]', '[]')",
     "dead_letters": "(id, kind, source, subject, user_id, reason, message, last_at) "
     "values (gen_random_uuid(), 'event', 's', 'x', 'u', 'r', '', :at)",
+    "entity_findings": "(entity, kind, state, reason, seen_at) "
+    "values ('e' || :n, 'user', 'rebuilt', 'r', :at)",
     "kept_jobs": "(user_id, job_id, sealed, digest, outcome, ended_at) "
     "values ('', 'j' || :n, '', '', 'done', :at)",
     "orders": "(id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity, price_type, "

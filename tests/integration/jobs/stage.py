@@ -86,7 +86,7 @@ def claiming(runner: JobQueue, number: int) -> tuple[Argument, ...]:
     """What a claim of this number sends, for those that come late or twice."""
     identity = runner.identity
     queues = ",".join(identity.queues)
-    return (identity.runner_id, number, identity.node, 1, 1, queues, 0, "", FAILED_TTL, BOOST_MS)
+    return (identity.runner_id, number, identity.node, 1, 1, queues, 0, "", FAILED_TTL, BOOST_MS, 0, "")
 
 
 def ending(

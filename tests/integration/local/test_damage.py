@@ -16,7 +16,7 @@ from infra.local.stack import LocalStack
 BERTH = str(Path(sys.executable).with_name("berth"))
 GARBAGE = b"\xff\x00 this was something else once \n" * 300
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -30,11 +30,22 @@ pytestmark = pytest.mark.timeout(240)
 class Up:
     """One `berth up`; its output is read line by line."""
 
-    def __init__(self, environment: dict[str, str], log: Path, *words: str) -> None:
+    def __init__(
+        self, environment: dict[str, str], log: Path, *words: str, runner: Sequence[str] = ()
+    ) -> None:
+        """`runner`: a program that runs it, such as `nohup`."""
         self.log = log
+        # A stray `api` in the current folder must not be taken for ours.
+        stray = log.parent / "elsewhere" / "api"
+        stray.mkdir(parents=True, exist_ok=True)
+        (stray / "__init__.py").write_text("raise SystemExit('the api of another project ran')\n")
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [BERTH, "up", "--pool", "1", *words], stdout=output, stderr=output, env=environment
+                [*runner, BERTH, "up", "--pool", "1", *words],
+                stdout=output,
+                stderr=output,
+                env=environment,
+                cwd=stray.parent,
             )
 
     def text(self) -> str:
@@ -100,13 +111,15 @@ def test_one_folder_lives_through_the_main_job_a_second_up_a_crash_and_the_main_
     wait_nothing_left(folder)
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_down_stops_a_running_up_and_ends_what_a_killed_one_left(
     folder: Path, port_environment: dict[str, str], short_directory: Path, run_up: list[Up]
 ) -> None:
-    up = Up(port_environment, short_directory / "up.log")
+    up = Up(port_environment, short_directory / "up.log", runner=["nohup"])
     run_up.append(up)
     up.wait_for("Ctrl-C stops everything")
+    up.process.send_signal(signal.SIGHUP)  # its terminal is closed
     halt = [BERTH, "halt", "--all", "--reason", "a bad morning"]
     subprocess.run(halt, env=port_environment, check=True)
     _down(port_environment, "stopped `berth up`")
@@ -143,6 +156,7 @@ def test_a_port_in_use_ends_up_with_the_port_and_its_setting_and_starts_nothing(
     wait_nothing_left(folder)
 
 
+@pytest.mark.drill
 def test_a_start_that_is_interrupted_leaves_nothing_behind(
     folder: Path, port_environment: dict[str, str], short_directory: Path, run_up: list[Up]
 ) -> None:

@@ -16,7 +16,12 @@ from api.http.fields import EXAMPLES
 from api.http.rights import ALL, RIGHTS
 from infra.settings import Settings
 
-PUBLIC = {"/v1/healthz", "/v1/readyz", "/v1/webhooks/{token}/orders"}
+PUBLIC = {
+    "/v1/healthz",
+    "/v1/readyz",
+    "/v1/webhooks/{token}/orders",
+    "/v1/webhooks/{token}/signals",
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +69,14 @@ def test_the_document_is_valid(document: dict[str, Any]) -> None:
         "/v1/switches",
         "/v1/users/{user_id}/webhooks",
         "/v1/users/{user_id}/webhooks/{webhook_id}",
+        "/v1/users/{user_id}/webhooks/{webhook_id}/pause",
+        "/v1/users/{user_id}/webhooks/{webhook_id}/resume",
+        "/v1/users/{user_id}/webhooks/{webhook_id}/rotate",
+        "/v1/users/{user_id}/webhooks/{webhook_id}/test",
+        "/v1/users/{user_id}/webhooks/{webhook_id}/calls",
+        "/v1/users/{user_id}/webhooks/{webhook_id}/calls.csv",
+        "/v1/symbols",
+        "/v1/symbols/{name}",
         "/v1/pools/{pool}",
         "/v1/pools/{pool}/pause",
         "/v1/pools/{pool}/drain",
@@ -158,7 +171,7 @@ def test_every_body_and_every_answer_has_an_example(document: dict[str, Any]) ->
         "WebhookRequest",
         "WebhookWithSecretsView",
         "WebhookList",
-        "Alert",
+        "Signal",
         "SwitchList",
     ):
         assert schemas[name]["examples"], name
@@ -180,7 +193,7 @@ def models(base: type[BaseModel] = BaseModel) -> Iterator[type[BaseModel]]:
 
 
 # An alert's example is what one types into TradingView, which fills it in.
-@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"Alert"}))
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"Signal"}))
 def test_each_example_is_one_of_a_model_of_this_name(name: str) -> None:
     (model,) = {one for one in models() if one.__name__ == name and one.__module__.startswith("api.")}
     for example in EXAMPLES[name]:

@@ -1,9 +1,12 @@
-"""Alerts before anything is asked of a server: where they come from, and what they say."""
+"""Signals before anything is asked of a server: where they come from, and what they say."""
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
+from decimal import Decimal
 from ipaddress import ip_network
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -12,12 +15,13 @@ from pydantic import ValidationError
 from api.http.errors import InvalidRequest
 from api.http.limits import source_of
 from api.http.problems import redacted_path
-from api.orders.schemas import OrderRequest
-from api.positions.closer import PositionClose
-from api.positions.schemas import IntentRequest
-from api.webhooks.alerts import Alert, plan_of
-from infra.database.trading.models import Webhook
-from worker_runtime.protocol.messages import TimeInForce
+from api.webhooks.meaning import ReceivedSignal, interpret, stored_meaning
+from api.webhooks.planning import SignalAction
+from api.webhooks.schemas import Signal, parse_signal
+from api.webhooks.service import shown_body
+from infra.database.trading.models import Webhook, WebhookCall
+from infra.market.calendar import load_calendar
+from worker_runtime.protocol.messages import PriceType, TimeInForce
 
 WEBHOOK = Webhook(id=UUID(int=1), account_id="main", user_id="alice")
 PROXIES = [ip_network("10.0.0.0/8"), ip_network("::1/128")]
@@ -46,32 +50,34 @@ def test_nobody_is_believed_without_proxies_of_ours() -> None:
     assert source_of("10.0.0.1", ["52.89.214.238"], []) == "10.0.0.1"
 
 
-def alert(**changes: object) -> Alert:
+def words(**changes: object) -> dict[str, object]:
     said = {"secret": "s", "time": "2026-11-21T01:00:00Z", "action": "buy", "symbol": "2330", "quantity": 1}
-    return Alert.model_validate(said | changes)
+    return said | changes
 
 
-def order_of(alert: Alert) -> OrderRequest:
-    found = plan_of(alert, WEBHOOK).what
-    assert isinstance(found, OrderRequest)
-    return found
+def signal(**changes: object) -> Signal:
+    return Signal.model_validate(words(**changes))
 
 
-@pytest.mark.parametrize("quantity", [1, 1.0, "1", "1.0", "1."])
-def test_the_same_alert_is_one_order_however_its_numbers_are_written(quantity: object) -> None:
-    assert plan_of(alert(quantity=quantity), WEBHOOK) == plan_of(alert(), WEBHOOK)
+def received(webhook: Webhook = WEBHOOK, **changes: Any) -> ReceivedSignal:
+    at = datetime(2026, 11, 20, 3, tzinfo=UTC)
+    return interpret(signal(**changes), webhook, {}, load_calendar(), at)
+
+
+@pytest.mark.parametrize("quantity", [1, 1.0, "1", "1.0", "1.", " 1 "])
+def test_the_same_signal_is_one_order_however_its_numbers_are_written(quantity: object) -> None:
+    assert received(quantity=quantity).digest == received().digest
     elsewhere = "2026-11-21T09:00:00+08:00"
-    assert datetime.fromisoformat(elsewhere).astimezone(UTC) == alert().time
-    assert alert(time=elsewhere).time == alert().time
-    assert plan_of(alert(time=elsewhere), WEBHOOK) == plan_of(alert(), WEBHOOK)
+    assert datetime.fromisoformat(elsewhere).astimezone(UTC) == signal().time
+    assert received(time=elsewhere) == received()
 
 
 @pytest.mark.parametrize(
     "quantity", [0, -1, "-1", 1.5, "1.5", "1e3", "", "one", True, 10_001, "9" * 400, None]
 )
 def test_lots_are_whole(quantity: object) -> None:
-    with pytest.raises(ValidationError):
-        alert(quantity=quantity)
+    with pytest.raises((ValidationError, InvalidRequest)):
+        received(quantity=quantity)
 
 
 @pytest.mark.parametrize(
@@ -79,42 +85,61 @@ def test_lots_are_whole(quantity: object) -> None:
     [
         *({"time": "2026-11-21T01:00:01Z"}, {"id": "2"}, {"action": "sell"}, {"symbol": "2317"}),
         *({"quantity": 2}, {"reduce_only": True}, {"action": "close"}, {"action": "long_entry"}),
+        *({"action": "position", "position_size": 1}, {"price": "1005.5"}),
     ],
 )
-def test_another_alert_is_another_order(changes: dict[str, object]) -> None:
-    other, first = plan_of(alert(**changes), WEBHOOK), plan_of(alert(), WEBHOOK)
+def test_another_signal_is_another_order(changes: dict[str, Any]) -> None:
+    other, first = received(**changes), received()
     assert other.digest != first.digest
-    assert set(other.ids).isdisjoint(first.ids)
+    names = {name for name, _ in first.meaning.names.both}
+    assert names.isdisjoint(name for name, _ in other.meaning.names.both)
 
 
 def test_the_oldest_time_of_all_is_read() -> None:
-    wish = plan_of(alert(time="0001-01-01T00:00:00+08:00"), WEBHOOK)
-    assert wish.client_order_id.startswith("webhook-")
+    old = signal(time="0001-01-01T00:00:00+08:00")
+    assert old.client_order_id(old.digest(WEBHOOK)).startswith("webhook-")
 
 
-def test_an_alert_of_an_earlier_release_is_the_same_order_today() -> None:
-    assert order_of(alert()).client_order_id == "webhook-a14bccb56d0a592042292cde1eb3bd6874373d6b5388c77a"
+def test_a_signal_of_an_earlier_release_is_the_same_order_today() -> None:
+    assert received().meaning.names.open == "webhook-a14bccb56d0a592042292cde1eb3bd6874373d6b5388c77a"
 
 
-def test_a_close_takes_either_side_and_a_reducing_order_only_the_other_one() -> None:
-    close = plan_of(alert(action="close", quantity=None), WEBHOOK)
-    reducing = plan_of(alert(action="sell", reduce_only=True, price_type="LMT", price=10), WEBHOOK)
-    assert isinstance(close.what, PositionClose)
-    assert isinstance(reducing.what, PositionClose)
-    assert (close.what.long, close.what.quantity) == (None, None)
-    assert (reducing.what.long, reducing.what.quantity) == (True, 1)
-    assert reducing.what.pricing.lasts is TimeInForce.ROD
+def test_ids_are_made_of_the_text_as_sent_and_not_of_what_it_means() -> None:
+    front = {"symbol": "TXF1!", "quantity": 1}
+    before = interpret(
+        signal(**front), WEBHOOK, {}, load_calendar(), datetime(2026, 11, 18, 5, 29, tzinfo=UTC)
+    )
+    after = interpret(
+        signal(**front), WEBHOOK, {}, load_calendar(), datetime(2026, 11, 18, 5, 30, tzinfo=UTC)
+    )
+    assert (before.meaning.symbol, after.meaning.symbol) == ("TXFK6", "TXFL6")
+    assert before.digest == after.digest
+    assert before.lane == after.lane == "TXF"
 
 
-def test_an_intent_has_ids_for_its_orders() -> None:
-    wish = plan_of(alert(action="short_entry", quantity=3), WEBHOOK)
-    assert isinstance(wish.what, IntentRequest)
-    assert (wish.what.intent, wish.what.quantity) == ("short_entry", 3)
-    closing, *parts, opening = wish.ids
-    assert (closing, opening) == (f"{wish.client_order_id}.close", f"{wish.client_order_id}.open")
-    assert (parts[0], parts[-1], len(parts)) == (f"{closing}#2", f"{closing}#21", 20)
-    assert len(parts[-1]) <= 64
-    assert plan_of(alert(action="long_exit", quantity=None), WEBHOOK).what.quantity is None
+def test_orders_of_intents_have_the_ids_of_an_earlier_release() -> None:
+    wish = received(action="short_entry", quantity=3)
+    name = wish.signal.client_order_id(wish.digest)
+    assert (wish.meaning.names.close, wish.meaning.names.open) == (f"{name}.close", f"{name}.open")
+    assert len(f"{name}.close-odd") <= 64
+    assert len(f"{name}.close#21") <= 64
+    closed = received(action="close", quantity=None)
+    assert closed.meaning.names.close == closed.signal.client_order_id(closed.digest)
+
+
+def test_what_a_signal_means_is_the_same_after_it_was_stored() -> None:
+    webhook = Webhook(id=UUID(int=1), account_id="main", user_id="alice", quantity_unit="shares", odd="split")
+    webhook.entry_mode, webhook.price_rounding = "delta", "refuse"
+    variants: list[dict[str, Any]] = [
+        {"quantity": "2300", "price": "1005.5"},
+        {"action": "position", "position_size": "-5", "symbol": "TXF1!"},
+        {"price_type": "LMT", "price": "10.50", "action": "long_entry"},
+    ]
+    for changes in variants:
+        first = received(webhook=webhook, **changes)
+        row = WebhookCall(digest=first.digest, **first.columns)
+        assert stored_meaning(row) == first.meaning
+        assert "secret" not in json.dumps(row.signal)
 
 
 @pytest.mark.parametrize(
@@ -122,31 +147,112 @@ def test_an_intent_has_ids_for_its_orders() -> None:
     [
         *({"action": "buy", "quantity": None}, {"action": "long_entry", "quantity": None}),
         *({"action": "long_entry", "reduce_only": True}, {"reduce_only": "yes"}),
+        {"action": "position"},
+        *({"action": "position", "position_size": "1.5"}, {"action": "position", "position_size": "x"}),
+        {"action": "position", "position_size": -2, "market_position": "long"},
+        {"action": "position", "position_size": 2, "market_position": "flat"},
+        {"action": "position", "position_size": 0, "market_position": "long"},
+        {"action": "position", "position_size": 2, "market_position": "up"},
     ],
 )
 def test_what_opens_says_how_much(changes: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
-        alert(**changes)
+        signal(**changes)
 
 
-def test_a_new_secret_makes_no_new_alert_of_an_old_one() -> None:
-    assert plan_of(alert(secret="another"), WEBHOOK) == plan_of(alert(), WEBHOOK)
+@pytest.mark.parametrize(
+    ("size", "side", "target"),
+    [
+        *(("2", "long", 2), ("-2.0", "short", -2), ("2", "short", -2), ("-3", "", -3), (4, "", 4)),
+        *(("0", "flat", 0), (None, "flat", 0), ("0", "", 0), ("2", "Long", 2)),
+    ],
+)
+def test_a_target_has_its_sign_from_the_size_or_from_the_side(size: object, side: str, target: int) -> None:
+    assert signal(action="position", position_size=size, market_position=side).target == target
+
+
+@pytest.mark.parametrize("action", ["BUY", " Buy ", "buy\n"])
+def test_an_action_may_have_any_case_and_spaces(action: str) -> None:
+    assert signal(action=action).action is SignalAction.BUY
+
+
+@pytest.mark.parametrize(
+    "price", ["", "0", "1005.5", "{{close}}", "NaN", None, 1005.5, "-1", "1e-999999", []]
+)
+def test_the_price_of_a_market_signal_is_for_information(price: object) -> None:
+    taken = signal(price=price)
+    assert (taken.price, taken.price_type) == (None, PriceType.MARKET)
+    usable = Decimal("1005.5") if str(price) == "1005.5" else None
+    if price != "1e-999999":
+        assert taken.pricing.quoted == usable
+
+
+@pytest.mark.parametrize("price", ["", "0", "{{close}}", "NaN", None, "-1", "1e-999999"])
+def test_a_limit_signal_needs_a_price(price: object) -> None:
+    with pytest.raises(ValidationError):
+        signal(price_type="LMT", price=price)
+
+
+def test_an_unfilled_placeholder_is_named_with_its_field() -> None:
+    body = json.dumps(words(quantity="{{strategy.order.contracts}}", secret="canary")).encode()
+    with pytest.raises(InvalidRequest) as raised:
+        parse_signal(body)
+    assert raised.value.detail.startswith(
+        "quantity still has the placeholder {{strategy.order.contracts}}, which TradingView did not fill in"
+    )
+    assert "canary" not in str(raised.value.errors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"quantity": "1.5"}, "quantity: it is not whole"),
+        ({"quantity": None}, "buy needs a quantity"),
+        ({"time": "yesterday"}, "time: input should be a valid datetime"),
+        ({"action": "hold"}, "action: input should be 'buy', 'sell'"),
+        ({"symbol": "a b"}, "symbol: "),
+        ({"price_type": "LMT"}, "a limit order needs a price"),
+    ],
+)
+def test_a_problem_says_the_sentence_that_helps(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse_signal(json.dumps(words(**changes)).encode())
+    assert raised.value.detail.startswith(sentence)
+
+
+def test_a_call_is_kept_without_anything_that_may_be_a_secret() -> None:
+    secret = "x" * 43
+    for body in (
+        json.dumps({"secret": secret, "action": "buy"}),
+        json.dumps({"Secret": secret, "a": {"b": secret}, "action": "buy"}),
+        f"secret={secret} buy",
+    ):
+        kept = shown_body(body.encode())
+        assert secret not in kept
+        assert "buy" in kept
+    assert len(shown_body(b"a b " * 9000)) <= 2000
+    assert "\0" not in shown_body(b"a\0b\xff")
+
+
+def test_a_new_secret_makes_no_new_signal_of_an_old_one() -> None:
+    assert received(secret="another").digest == received().digest
 
 
 def test_market_orders_do_not_rest_and_limit_orders_do() -> None:
-    assert order_of(alert()).time_in_force is TimeInForce.IOC
-    assert order_of(alert(price_type="LMT", price="100")).time_in_force is TimeInForce.ROD
+    assert received().meaning.pricing.time_in_force is TimeInForce.IOC
+    limited = received(price_type="LMT", price="100")
+    assert limited.meaning.pricing.time_in_force is TimeInForce.ROD
     for action in ("buy", "close", "long_entry"):
-        with pytest.raises(InvalidRequest):
-            plan_of(alert(price_type="LMT", action=action), WEBHOOK)
+        with pytest.raises(ValidationError):
+            signal(price_type="LMT", action=action)
 
 
 def test_a_time_without_a_zone_is_refused() -> None:
     with pytest.raises(ValidationError):
-        alert(time="2026-11-21T01:00:00")
+        signal(time="2026-11-21T01:00:00")
 
 
 def test_a_webhooks_token_is_in_no_log_and_no_problem() -> None:
     assert redacted_path("/v1/webhooks/canary/orders") == "/v1/webhooks/…"
     assert redacted_path("/v1/users/u/webhooks") == "/v1/users/u/webhooks"
-    assert "secret" not in repr(alert(secret="canary"))
+    assert "secret" not in repr(signal(secret="canary"))

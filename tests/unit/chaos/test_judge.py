@@ -7,7 +7,7 @@ from decimal import Decimal
 import pytest
 
 from infra.exchange.records import LedgerFill, LedgerOrder, LedgerSession
-from infra.lab.chaos.orders.books import Books, OurOrder
+from infra.lab.chaos.orders.books import Books, OurOrder, OurSignal
 from infra.lab.chaos.orders.client import ClientOrder
 from infra.lab.chaos.orders.judge import OrderHarm, judge_orders
 from worker_runtime.protocol.messages import CANCELLED_IN_QUEUE, OrderState, PriceType, Side, TimeInForce
@@ -193,3 +193,33 @@ def test_two_sessions_at_once_and_orders_of_a_replaced_worker_are_named() -> Non
     sessions = [session("s1", 1, 0, 3), session("s2", 2, 2, None)]
     found = harms(Books(ours=[ours()], ledger=[theirs()], sessions=sessions))
     assert found == [OrderHarm.TWO_OWNERS, OrderHarm.TWO_OWNERS]
+
+
+def a_signal(number: int, *order_ids: str, completed: bool = True, account_id: str = "A1") -> OurSignal:
+    return OurSignal(
+        number=number,
+        user_id="u1",
+        account_id=account_id,
+        lane="C00",
+        completed=completed,
+        order_ids=order_ids,
+    )
+
+
+@pytest.mark.parametrize(
+    ("signals", "expected"),
+    [
+        ((a_signal(1, "o1"), a_signal(2, "o2")), []),
+        ((a_signal(1, "o2"), a_signal(2, "o1")), [OrderHarm.OUT_OF_TURN]),
+        ((a_signal(1, "o2"), a_signal(2, "o1", account_id="A2")), []),
+        ((a_signal(1), a_signal(2, "o1"), a_signal(3)), []),
+        ((a_signal(1, "o1"), a_signal(2, completed=False)), [OrderHarm.LOST]),
+    ],
+)
+def test_signals_keep_their_order_and_end(signals: tuple[OurSignal, ...], expected: list[OrderHarm]) -> None:
+    rows = [ours(), ours(order_id="o2", client_order_id="n2")]
+    ledger = [
+        theirs(),
+        theirs(client_note="o2", broker_order_id="P2", tag="000002", received_ms=9_999),
+    ]
+    assert harms(Books(ours=rows, ledger=ledger, signals=signals)) == expected

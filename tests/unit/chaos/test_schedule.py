@@ -75,7 +75,7 @@ def test_orders_have_all_shapes() -> None:
     resting = {one.then for one in found if one.time_in_force is TimeInForce.ROD}
     assert resting == {FollowUp.NOTHING, FollowUp.CANCEL, FollowUp.REPLACE}
     filling = {one.then for one in found if one.time_in_force is TimeInForce.IOC}
-    assert filling == {FollowUp.NOTHING, FollowUp.CLOSE, FollowUp.EXIT, FollowUp.REVERSE}
+    assert filling == set(FollowUp) - {FollowUp.CANCEL, FollowUp.REPLACE}
 
 
 def test_an_order_that_rests_is_priced_away_from_the_market() -> None:

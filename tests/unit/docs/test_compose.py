@@ -187,7 +187,7 @@ def test_each_queue_has_one_fleet_that_scales_and_knows_the_secrets_of_its_tier_
                 patch.setenv(variable, re.sub(r"\$\{\w+:-(.*)\}", r"\1", value))
             patch.setenv("BERTH_PUSH_KEY_FILE", "/keys/jobs/push.json" if tier == "push" else "")
             settings = Settings()
-        assert (settings.jobs_queues, settings.runner_bounds, settings.jobs_slots) == ((tier,), (1, 4), 4)
+        assert (settings.jobs_queues, settings.runner_bounds, settings.jobs_slots) == ((tier,), (1, 4), 8)
         known = {
             "webhook": settings.webhook_key_file,
             "email": settings.mail_password_file,

@@ -67,7 +67,7 @@ def enqueue(job: Job, keys: MessageKeys, tag: str = job_keys.FLEET_TAG) -> Queue
     body = sign_job(job, keys)
     priority = 0 if job.queue == FIFO_QUEUE else job.priority
     args: list[Any] = [job.job_id, body, job.name, job.queue, priority, int(job.idempotent), job.unique]
-    args += [job.group, max(0, round(job.delay * 1000)), BOOST_MS, job.rate_key]
+    args += [job.group, max(0, round(job.delay * 1000)), BOOST_MS, job.rate_key, job.receiver]
     return QueueCall(job_scripts.ENQUEUE, [job_keys.meta(tag)], args)
 
 

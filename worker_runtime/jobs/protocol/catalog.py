@@ -12,11 +12,14 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from decimal import Decimal
+from hashlib import sha256
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from worker_runtime.jobs.protocol.messages import Job
+from worker_runtime.protocol.bounds import plain_number
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 from worker_runtime.protocol.exchange import Balance, Position
 
@@ -101,16 +104,17 @@ def csv_of(rows: Iterable[OrderRow], *, header: bool) -> bytes:
     if header:
         writer.writerow(columns)
     for row in rows:
-        writer.writerow([_cell(getattr(row, column)) for column in columns])
+        writer.writerow([cell_text(getattr(row, column)) for column in columns])
     return out.getvalue().encode()
 
 
-def _cell(value: object) -> str:
+def cell_text(value: object) -> str:
+    """Returns a value as a cell of a CSV file; none of them is a formula that a spreadsheet would run."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return "true" if value else "false"
-    text = format(value.normalize(), "f") if isinstance(value, Decimal) else str(value)
+    text = plain_number(value) if isinstance(value, Decimal) else str(value)
     # An apostrophe makes it text: a spreadsheet would run it.
     return f"'{text}" if text.startswith(_FORMULA) else text
 
@@ -335,6 +339,27 @@ JOB_KINDS: dict[type[msgspec.Struct], JobKind] = {
 }
 
 
+#: Queues whose jobs all wait for the same server: that of their provider.
+PROVIDER_QUEUES = frozenset({"email", "sms", "whatsapp", "push"})
+#: Queues whose jobs wait for servers of others nearly all the time.
+WAITING_QUEUES = PROVIDER_QUEUES | {"webhook"}
+
+
+def receiver_of(work: msgspec.Struct) -> str:
+    """Returns the server that a job with these arguments waits for; empty if it waits for none."""
+    queue = JOB_KINDS[type(work)].queue
+    if not isinstance(work, DeliverWebhook | PostStatement):
+        return queue if queue in PROVIDER_QUEUES else ""
+    try:
+        parts = urlsplit(work.url)
+        host, port = parts.hostname or "", parts.port or (80 if parts.scheme == "http" else 443)
+    except ValueError:
+        return ""
+    # A name may have any length, and characters that no key has.
+    text = f"{host}:{port}"
+    return text if len(text) <= 128 and not set(text) & set("{} ") else sha256(text.encode()).hexdigest()
+
+
 def make_job(job_id: str, work: msgspec.Struct, **options: Any) -> Job:
     """The job with the arguments `work`; `options` are further fields of `Job`. Raises `MalformedMessage`."""
     kind = JOB_KINDS[type(work)]
@@ -343,4 +368,5 @@ def make_job(job_id: str, work: msgspec.Struct, **options: Any) -> Job:
         msgspec.json.decode(args, type=type(work))  # only decoding checks the bounds
     except msgspec.ValidationError as error:
         raise MalformedMessage(f"arguments of {kind.name}: {error}") from None
-    return Job(job_id=job_id, args=msgspec.Raw(args), **(asdict(kind) | options))
+    fields = {"receiver": receiver_of(work), **asdict(kind), **options}
+    return Job(job_id=job_id, args=msgspec.Raw(args), **fields)

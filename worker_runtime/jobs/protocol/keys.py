@@ -12,6 +12,8 @@ the key of the settings (`queue_lib.lua`).
 | jobs:{tag}:subqueues:<queue> | zset | while there is work | type of job → score of its first job |
 | jobs:{tag}:subqueue:<queue>:<name> | zset | while there is work | job → score |
 | jobs:{tag}:delayed | zset | until due | job → Unix ms |
+| jobs:{tag}:parked | zset | while there is work | queue and receiver with parked jobs → Unix ms of a look |
+| jobs:{tag}:parked:<queue> <receiver> | zset | while there is work | job that has to wait → score |
 | jobs:{tag}:group:<group> | zset | until it ends | jobs of an ordered group; the first one may run |
 | jobs:{tag}:unique:<key> | string | until it ends | the job that has this key |
 | jobs:{tag}:rate:<name>:<key> | string | while it matters | Unix ms at which the next job may run |

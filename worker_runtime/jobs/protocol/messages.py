@@ -107,6 +107,8 @@ class Job(Message, frozen=True, kw_only=True, tag="job"):
     on_failed: str = ""
     #: Jobs of this type with the same key share the rate that the type's settings give.
     rate_key: str = ""
+    #: The server that the job has to wait for. Each runner runs only so many jobs of one receiver at once.
+    receiver: str = ""
     result_ttl: int = RESULT_TTL
 
 
@@ -138,6 +140,7 @@ def encode_job(job: Job) -> bytes:
         if not _NAME_PATTERN.fullmatch(value):
             raise MalformedMessage(f"{field}: 1 to 64 of a-z, 0-9, '_', '.', '-'")
     keys = {"unique": job.unique or "-", "group": job.group or "-", "rate_key": job.rate_key or "-"}
+    keys["receiver"] = job.receiver or "-"
     for field, value in (("job_id", job.job_id), *keys.items()):
         if not _KEY_PATTERN.fullmatch(value):
             raise MalformedMessage(f"{field}: 1 to 128 printable characters, no space, no braces")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import signal
+import socket
 from typing import TYPE_CHECKING
 
 from worker_runtime.jobs.config import MailOutlet
 from worker_runtime.jobs.protocol.catalog import JOB_KINDS, EmailReceipt, SendEmail
 from worker_runtime.jobs.protocol.messages import JobFailed, JobOutcomeUnknown
+from worker_runtime.jobs.types.deadline import TimeIsUp, connect, deadline, resolve
 from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
 
 if TYPE_CHECKING:
     import smtplib
-
-#: Timeouts of one step that all steps before the text may take together. A server of eight addresses of which
-#: none answers would else outlast the job, and nobody would know that no mail had gone out.
-_STEPS = 3
 
 
 class MailRefused(JobFailed, code="MAIL_REFUSED"):
@@ -49,45 +46,50 @@ def _talk(outlet: MailOutlet, to: str, data: bytes | None) -> None:
     import ssl
 
     client: smtplib.SMTP | None = None
-    signal.signal(signal.SIGALRM, _give_up)
-    signal.setitimer(signal.ITIMER_REAL, _STEPS * outlet.timeout)
+
+    class Client(smtplib.SMTP):
+        def _get_socket(self, host: str, port: int, timeout: float) -> socket.socket:
+            nonlocal client
+            client = self  # to be closed, whatever becomes of its greeting
+            self.sock = connect(resolve(host, port))
+            if outlet.security == "tls":
+                secured = trust.wrap_socket(self.sock, server_hostname=host, do_handshake_on_connect=False)
+                self.sock = secured
+                secured.do_handshake()
+            return self.sock
+
+    under_way = False
     try:
-        trust = ssl.create_default_context(cafile=outlet.ca_file or None)
-        if outlet.security == "tls":
-            client = smtplib.SMTP_SSL(outlet.host, outlet.port, timeout=outlet.timeout, context=trust)
-        else:
-            client = smtplib.SMTP(outlet.host, outlet.port, timeout=outlet.timeout)
-        client.ehlo_or_helo_if_needed()
-        if outlet.security == "starttls":
-            client.starttls(context=trust)  # raises when the server has no TLS: nothing goes in clear
-            client.ehlo()
-        if outlet.username:
-            client.login(outlet.username, outlet.password)
-        if data is not None:
-            _check("MAIL", *client.mail(outlet.sender))
-            _check("RCPT", *client.rcpt(to))
-            _check("DATA", *client.docmd("DATA"))
+        with deadline(outlet.timeout):
+            trust = ssl.create_default_context(cafile=outlet.ca_file or None)
+            client = Client(outlet.host, outlet.port)
+            client.ehlo_or_helo_if_needed()
+            if outlet.security == "starttls":
+                client.starttls(context=trust)  # raises when the server has no TLS: nothing goes in clear
+                client.ehlo()
+            if outlet.username:
+                client.login(outlet.username, outlet.password)
+            if data is not None:
+                _check("MAIL", *client.mail(outlet.sender))
+                _check("RCPT", *client.rcpt(to))
+                _check("DATA", *client.docmd("DATA"))
+                under_way = True
+                _send_text(client, data)
     except UnicodeError:  # its text quotes the password
         raise MailRefused("the mail server's name or login is not ASCII") from None
     except smtplib.SMTPResponseException as error:
         raise _mail_error(type(error).__name__, error.smtp_code) from None
     except (smtplib.SMTPNotSupportedError, ssl.SSLCertVerificationError) as error:
         raise MailRefused(f"the server cannot be used: {type(error).__name__}") from None
+    except TimeIsUp:
+        if under_way:
+            raise JobOutcomeUnknown("the server did not confirm the mail in time") from None
+        raise MailDeferred("the server is too slow") from None
     except OSError as error:  # all of smtplib's errors are, too
         raise MailDeferred(type(error).__name__) from None
-    else:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        if data is not None:
-            _send_text(client, data)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         if client is not None:
             client.close()
-
-
-def _give_up(_number: int, _frame: object) -> None:
-    # No OSError: while it tries a server's addresses, the library takes one as a reason to try the next.
-    raise MailDeferred("the server is too slow")
 
 
 def _send_text(client: smtplib.SMTP, data: bytes) -> None:

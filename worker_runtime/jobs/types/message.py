@@ -14,6 +14,7 @@ import msgspec
 from worker_runtime.jobs.config import PostOutlet
 from worker_runtime.jobs.protocol.catalog import JOB_KINDS, MessageReceipt
 from worker_runtime.jobs.protocol.messages import JobFailed, JobOutcomeUnknown
+from worker_runtime.jobs.types.deadline import TimeIsUp, deadline
 from worker_runtime.jobs.types.job_type import JobContext, JobType, RetryLater
 
 #: Bytes of an answer that are read, and seconds of the longest pause that we choose.
@@ -67,8 +68,15 @@ def message_job(provider: MessageProvider) -> JobType:
 
     def send(message: msgspec.Struct, context: JobContext) -> MessageReceipt:
         begun = time.monotonic()
-        request = provider.request(message, context)
-        status, answer, pause = post(request, provider.outlet, repeatable=kind.idempotent)
+        request: ProviderRequest | None = None
+        try:
+            with deadline(provider.outlet.timeout):  # for a login before the message, too
+                request = provider.request(message, context)
+                status, answer, pause = post(request, provider.outlet, repeatable=kind.idempotent)
+        except TimeIsUp:  # outside of a POST
+            if request is not None and not kind.idempotent:
+                raise JobOutcomeUnknown("the provider may have sent the message") from None
+            raise MessageDeferred("the provider is too slow") from None
         if 200 <= status < 300:
             elapsed = round((time.monotonic() - begun) * 1000, 3)
             return MessageReceipt(message_id=provider.message_id(answer)[:200], elapsed_ms=elapsed)

@@ -1,12 +1,12 @@
 """Sends one POST: a webhook to an address that a stranger may have chosen, a message to its provider.
 
-The name is resolved once, the address is checked, and the connection goes to that address: a name that points
-into our own network, now or a moment later, leads nowhere. Redirects are not followed.
+The name is resolved once, its addresses are checked, and the connection goes to one of those: a name that
+points into our own network, now or a moment later, leads nowhere. Redirects are not followed. One deadline
+bounds all of it, from the name's resolution to the answer's end.
 """
 
 import http.client
 import ipaddress
-import socket
 import ssl
 import time
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from worker_runtime.jobs.config import PostOutlet
 from worker_runtime.jobs.protocol.messages import JobFailed
+from worker_runtime.jobs.types.deadline import Address, TimeIsUp, connect, deadline, resolve
 from worker_runtime.jobs.types.job_type import RetryLater
 
 #: Seconds. A longer `Retry-After` of the receiver is ignored.
@@ -52,21 +53,24 @@ class WebhookReply:
 
 
 class _PinnedConnection(http.client.HTTPConnection):
-    """Connects to one address; with `context` over TLS, for the name in the URL."""
+    """Connects to one of these addresses; with `context` over TLS, for the name in the URL."""
 
     def __init__(
-        self, host: str, port: int, target: tuple[str, int], context: ssl.SSLContext | None, timeout: float
+        self, host: str, port: int, addresses: list[Address], context: ssl.SSLContext | None
     ) -> None:
-        super().__init__(host, port, timeout=timeout)
-        self._target = target
+        super().__init__(host, port)
+        self._addresses = addresses
         self._context = context
         self.default_port = 80 if context is None else 443  # it is left out of the header `Host`
 
     def connect(self) -> None:
-        link = socket.create_connection(self._target, timeout=self.timeout)
-        self.sock = link
+        self.sock = connect(self._addresses)
         if self._context is not None:
-            self.sock = self._context.wrap_socket(link, server_hostname=self.host)
+            secured = self._context.wrap_socket(
+                self.sock, server_hostname=self.host, do_handshake_on_connect=False
+            )
+            self.sock = secured  # to be closed, whatever becomes of the handshake
+            secured.do_handshake()
 
 
 def send_post(
@@ -83,28 +87,32 @@ def send_post(
         raise AddressRefused("the URL cannot be read") from None
     if parts.scheme not in ("https", "http") or not host or "@" in parts.netloc:
         raise AddressRefused("an https URL with a host and without a user is needed")
-    target = _target(host, port, plain=parts.scheme == "http", outlet=outlet)
     context = None
     if parts.scheme == "https":
         context = ssl.create_default_context(cafile=outlet.ca_file or None)
-    connection = _PinnedConnection(host, port, target, context, outlet.timeout)
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    connection: _PinnedConnection | None = None
     connected = False
     try:
-        connection.connect()
-        connected = True
-        connection.request("POST", path, body, headers)
-        response = connection.getresponse()
-        pause = _seconds(response.headers.get("Retry-After", ""))
-        return WebhookReply(response.status, pause, response.read(most) if most else b"")
+        with deadline(outlet.timeout):
+            addresses = _addresses(host, port, plain=parts.scheme == "http", outlet=outlet)
+            connection = _PinnedConnection(host, port, addresses, context)
+            connection.connect()
+            connected = True
+            connection.request("POST", path, body, headers)
+            with connection.getresponse() as response:
+                pause = _seconds(response.headers.get("Retry-After", ""))
+                return WebhookReply(response.status, pause, response.read(most) if most else b"")
     except ssl.SSLCertVerificationError as error:
         raise CertificateRefused(error.verify_message) from None
-    except (OSError, http.client.HTTPException) as error:
-        unreachable = ReceiverUnreachable(type(error).__name__)
+    except (OSError, http.client.HTTPException, TimeIsUp) as error:
+        slow = f"it took more than {outlet.timeout:g} s"
+        unreachable = ReceiverUnreachable(slow if isinstance(error, TimeIsUp) else type(error).__name__)
         unreachable.sent = connected
         raise unreachable from None
     finally:
-        connection.close()
+        if connection is not None:
+            connection.close()
 
 
 def _seconds(after: str) -> float | None:
@@ -119,20 +127,23 @@ def _seconds(after: str) -> float | None:
     return pause if pause <= _LONGEST_WAIT else None
 
 
-def _target(host: str, port: int, *, plain: bool, outlet: PostOutlet) -> tuple[str, int]:
+def _addresses(host: str, port: int, *, plain: bool, outlet: PostOutlet) -> list[Address]:
+    """Returns the addresses of the name to which deliveries may go."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        found = resolve(host, port)
     except (OSError, UnicodeError) as error:
         raise ReceiverUnreachable(f"its name: {type(error).__name__}") from None
-    for *_, target in found:
-        address = ipaddress.ip_address(str(target[0]).partition("%")[0])
-        if plain:
-            fits = outlet.allow_private and address.is_loopback
-        else:
-            fits = outlet.allow_private or _is_public(address)
-        if fits:
-            return str(target[0]), port
-    raise AddressRefused("plain http" if plain else "the address is not a public one")
+    allowed = [address for address in found if _is_allowed(address, plain=plain, outlet=outlet)]
+    if not allowed:
+        raise AddressRefused("plain http" if plain else "the address is not a public one")
+    return allowed
+
+
+def _is_allowed(address: Address, *, plain: bool, outlet: PostOutlet) -> bool:
+    ip = ipaddress.ip_address(address[0].partition("%")[0])
+    if plain:
+        return outlet.allow_private and ip.is_loopback
+    return outlet.allow_private or _is_public(ip)
 
 
 def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:

@@ -13,7 +13,7 @@ from sqlalchemy import func, select
 from infra.database.engine import Database
 from infra.database.models import Order, OrderEventRow
 from infra.database.orders.states import OPEN_STATES
-from infra.database.trading.models import Reconciliation
+from infra.database.trading.models import Reconciliation, WebhookCall
 from infra.exchange.client import ExchangeAdmin
 from infra.exchange.records import Incident, IncidentKind, LedgerOrder, LedgerSession
 
@@ -41,41 +41,75 @@ class OurOrder:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OurSignal:
+    """A signal that was stored, as far as it is judged."""
+
+    number: int
+    user_id: str
+    account_id: str
+    lane: str
+    completed: bool
+    order_ids: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Books:
     """Everything that the judge compares: all orders of all users."""
 
     ours: Sequence[OurOrder]
     ledger: Sequence[LedgerOrder]
     sessions: Sequence[LedgerSession] = ()
+    #: In the order in which they were stored.
+    signals: Sequence[OurSignal] = ()
     bans: Sequence[Incident] = field(default_factory=tuple)
     #: Comparisons of the system's own with the broker that found differences and stand open.
     differences: int = 0
 
 
 async def count_unsettled(database: Database) -> int:
-    """Counts the orders that are neither final nor on a person's list."""
+    """Counts the orders that are neither final nor on a person's list, and the signals that wait."""
     async with database.session() as session:
         found = await session.scalar(
             select(func.count()).where(Order.state.in_(OPEN_STATES), Order.attention.is_(None))
         )
-    return int(found or 0)
+        waiting = await session.scalar(
+            select(func.count()).select_from(WebhookCall).where(WebhookCall.completed_at.is_(None))
+        )
+    return int(found or 0) + int(waiting or 0)
 
 
 async def read_books(database: Database, exchange_url: str) -> Books:
     """Reads the books of both sides."""
     async with database.session() as session:
         rows = list(await session.scalars(select(Order).order_by(Order.created_at)))
+        calls = list(
+            await session.scalars(
+                select(WebhookCall).where(WebhookCall.digest.is_not(None)).order_by(WebhookCall.id)
+            )
+        )
         differences = await session.scalar(
             select(func.count()).select_from(Reconciliation).where(Reconciliation.resolved_at.is_(None))
         )
     async with ExchangeAdmin(exchange_url, timeout=_TIMEOUT) as exchange:
         return Books(
             ours=[_ours(row) for row in rows],
+            signals=[_signal(call) for call in calls],
             ledger=await exchange.ledger(),
             sessions=await exchange.sessions(),
             bans=await exchange.incidents(IncidentKind.BANNED),
             differences=int(differences or 0),
         )
+
+
+def _signal(call: WebhookCall) -> OurSignal:
+    return OurSignal(
+        number=call.id,
+        user_id=call.user_id,
+        account_id=call.account_id,
+        lane=call.lane or "",
+        completed=call.completed_at is not None,
+        order_ids=[str(order_id) for order_id in call.order_ids],
+    )
 
 
 def _ours(row: Order) -> OurOrder:

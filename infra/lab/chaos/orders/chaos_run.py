@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from infra.lab.chaos.orders import books
 from infra.lab.chaos.orders.api_clock import ApiClock
 from infra.lab.chaos.orders.books import Books
 from infra.lab.chaos.orders.client import ClientOrder, TradingClients, open_http_client
+from infra.lab.chaos.orders.followups import SignalHook
 from infra.lab.chaos.orders.injector import FaultInjector, start_server
 from infra.lab.chaos.orders.schedule import PlannedFault
 from infra.lab.chaos.orders.shapes import SYMBOLS, OrderShape
@@ -84,8 +85,32 @@ def start_workers(target: Target, users: Sequence[BenchUser]) -> None:
         list(threads.map(one, users))
 
 
+def make_hooks(target: Target, users: Sequence[BenchUser]) -> dict[str, SignalHook]:
+    """Makes a webhook for each user's signals; returns them by user id."""
+    hooks = {}
+    for user in users:
+        connection = RestConnection(target.api_url, user.api_key)
+        try:
+            body = {
+                "account_id": user.account_id,
+                "quantity_unit": "lots",
+                "entry_mode": "delta",
+                "window_s": 3600,
+            }
+            made = connection.call("POST", f"/v1/users/{user.user_id}/webhooks", body)
+            hooks[user.user_id] = SignalHook(made["path"], made["secret"])
+        finally:
+            connection.close()
+    return hooks
+
+
 async def run_chaos(
-    target: Target, users: Sequence[BenchUser], chaos: OrderChaosRun, clock: ApiClock, say: Say
+    target: Target,
+    users: Sequence[BenchUser],
+    chaos: OrderChaosRun,
+    clock: ApiClock,
+    say: Say,
+    hooks: Mapping[str, SignalHook] | None = None,
 ) -> ChaosOutcome:
     """Trades and injects faults, then waits until all is settled.
 
@@ -105,6 +130,7 @@ async def run_chaos(
             prices,
             operator_key=target.stack.admin_key,
             patience=chaos.patience,
+            hooks=hooks,
         )
         injector = FaultInjector(target.stack, users, clients.cancel_working, clock)
         try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from infra.lab.chaos.orders.followups import FollowUpSender
+from infra.lab.chaos.orders.followups import FollowUpSender, SignalHook
 from infra.lab.chaos.orders.shapes import FollowUp, OrderShape
 from infra.lab.target import BenchUser
 from worker_runtime.protocol.errors import LoginLimited, LoginRejected, Parked, RateLimited, TradingHalted
@@ -85,6 +85,7 @@ class TradingClients:
         operator_key: str,
         patience: float = PATIENCE,
         pause: float = PAUSE,
+        hooks: Mapping[str, SignalHook] | None = None,
     ) -> None:
         """`operator_key` is an administrator's: a parked user cannot resume himself."""
         self._answered: dict[tuple[str, str], ClientOrder] = {}
@@ -97,7 +98,13 @@ class TradingClients:
         self._http = http
         self._operator_key = operator_key
         self._follow_ups = FollowUpSender(
-            self._ask, self._record_order, self.counts, wait=WAIT, patience=patience, pause=pause
+            self._ask,
+            self._record_order,
+            self.counts,
+            wait=WAIT,
+            patience=patience,
+            pause=pause,
+            hooks=hooks,
         )
 
     @property

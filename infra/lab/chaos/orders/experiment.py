@@ -86,8 +86,9 @@ def run(
             orchestrator.start_timeout = _ORCHESTRATOR_START
         target = Target(stack)
         traders = target.make_users("chaos", users)
+        hooks = chaos_run.make_hooks(target, traders)
         chaos_run.start_workers(target, traders)
-        aftermath = asyncio.run(chaos_run.run_chaos(target, traders, plan, clock, say))
+        aftermath = asyncio.run(chaos_run.run_chaos(target, traders, plan, clock, say, hooks))
         verdict = judge_orders(aftermath.books, aftermath.placed)
         traces = asyncio.run(_traces(target, aftermath, verdict))
         faults = _faults(stack.exchange.log_path)
@@ -126,6 +127,7 @@ def _figures(aftermath: ChaosOutcome, verdict: OrderVerdict) -> dict[str, Any]:
         "settle_s": round(aftermath.settle_s, 1),
         "bans": len(aftermath.books.bans),
         "differences": aftermath.books.differences,
+        "signals": len(aftermath.books.signals),
         "states": dict(Counter(one.state for one in aftermath.books.ours)),
         "clients": dict(sorted(aftermath.counts.items())),
     }
@@ -140,7 +142,7 @@ def broken(result: dict[str, Any]) -> list[str]:
         (result["lost"], "orders were lost"),
         (result["doubled"], "orders were doubled"),
         (result["mismatched"], "books and ledger differ"),
-        (result["out_of_turn"], "a reversal opened before its close was filled"),
+        (result["out_of_turn"], "a reversal opened before its close was filled, or signals changed places"),
         (result["two_owners"], "two workers served one account"),
         (result["unsettled"], "orders are neither final nor on a person's list"),
         (result["bans"], "the exchange banned somebody"),
@@ -192,9 +194,10 @@ def table(result: dict[str, Any]) -> None:
                 "   ".join(str(result[n]) for n in ("lost", "doubled", "mismatched")),
             ),
             (
-                "reversals out of turn   two owners   bans",
+                "out of turn   two owners   bans",
                 "   ".join(str(result[n]) for n in ("out_of_turn", "two_owners", "bans")),
             ),
+            ("signals, in pairs", str(result["signals"])),
             ("settled by the broker", f"{result['settled_by_broker']:.1%}"),
             ("need a person", f"{result['attention_orders']} ({result['attention']:.1%})"),
             ("neither settled nor on a person's list", str(result["unsettled"])),

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote
 
@@ -19,8 +21,28 @@ from worker_runtime.protocol.messages import PriceType, Side
 SendRequest = Callable[[str, str, BenchUser, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 #: Called with each order that an answer shows.
 RecordAnswer = Callable[[BenchUser, dict[str, Any]], None]
+#: Seconds between the two signals of a pair.
+PAIR_PAUSE = 0.2
 #: How far a changed order's price is from its old one, as a share.
 _STEP = 0.01
+
+
+@dataclass(frozen=True)
+class SignalHook:
+    """A user's webhook."""
+
+    path: str
+    secret: str
+
+    def body(self, action: str, shape: OrderShape, name: str) -> dict[str, Any]:
+        return {
+            "secret": self.secret,
+            "time": datetime.now(UTC).isoformat(),
+            "action": action,
+            "symbol": shape.symbol,
+            "quantity": str(shape.quantity),
+            "id": name,
+        }
 
 
 class FollowUpSender:
@@ -35,7 +57,10 @@ class FollowUpSender:
         wait: float,
         patience: float,
         pause: float,
+        hooks: Mapping[str, SignalHook] | None = None,
     ) -> None:
+        """`hooks`: user id → the user's webhook, where signals go."""
+        self._hooks = hooks or {}
         self._ask = ask
         self._record_order = record_order
         self._counts = counts
@@ -63,6 +88,39 @@ class FollowUpSender:
             case FollowUp.EXIT | FollowUp.REVERSE:
                 path = f"/v1/users/{user.user_id}/accounts/{user.account_id}/intents"
                 await self._send_until_answered(shape, user, path, _intent(shape, order))
+            case FollowUp.SIGNALS:
+                await self._send_pair(shape, user, order)
+
+    async def _send_pair(self, shape: OrderShape, user: BenchUser, order: dict[str, Any]) -> None:
+        hook = self._hooks.get(user.user_id)
+        if hook is None:
+            return
+        sides = ("long", "short") if shape.side is Side.BUY else ("short", "long")
+        first = hook.body(f"{sides[0]}_exit", shape, f"{order['client_order_id']}-1")
+        second = hook.body(f"{sides[1]}_entry", shape, f"{order['client_order_id']}-2")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._send_signal(hook, user, first))
+            await asyncio.sleep(PAIR_PAUSE)
+            group.create_task(self._send_signal(hook, user, second))
+
+    async def _send_signal(self, hook: SignalHook, user: BenchUser, body: dict[str, Any]) -> None:
+        """Sends a signal until it is taken: from then on it is carried out whoever asks."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._patience
+        while True:
+            status, view = await self._ask("POST", hook.path, user, body)
+            for shown in _orders(view):
+                self._record_order(user, shown)
+            if 200 <= status < 300:
+                self._counts[f"signal {'taken' if status == 202 else view.get('outcome') or 'done'}"] += 1
+                return
+            if 400 <= status < 500 and status != 429:
+                self._counts[f"signal refused {view.get('code')}"] += 1
+                return
+            if loop.time() > until:
+                self._counts["signal given up"] += 1
+                return
+            await asyncio.sleep(self._pause)
 
     async def _send_until_answered(
         self, shape: OrderShape, user: BenchUser, path: str, body: dict[str, Any]

@@ -17,7 +17,7 @@ from enum import StrEnum
 
 from infra.exchange.connection import CONNECTION_LOST, HUNG_UP
 from infra.exchange.records import LedgerOrder, LedgerSession
-from infra.lab.chaos.orders.books import Books, OurOrder
+from infra.lab.chaos.orders.books import Books, OurOrder, OurSignal
 from infra.lab.chaos.orders.client import ClientOrder
 from worker_runtime.protocol.messages import CANCELLED_IN_QUEUE, FINAL_ORDER_STATES, OrderState
 
@@ -81,7 +81,7 @@ class OrderHarm(StrEnum):
     DOUBLED = "doubled"
     #: Filled with another quantity or price, or ended in another way, than the books say.
     MISMATCHED = "mismatched"
-    #: A reversal opened its new side before the closing order was filled.
+    #: A reversal opened its new side before the closing order was filled, or a signal overtook another one.
     OUT_OF_TURN = "out_of_turn"
     #: Two sessions of an account at once, or an order of a worker that had been replaced.
     TWO_OWNERS = "two_owners"
@@ -121,6 +121,7 @@ def judge_orders(books: Books, placed: Iterable[ClientOrder]) -> OrderVerdict:
         findings += _compare(ours, at_broker.get(ours.order_id, []))
     findings += _same_tags(books.ledger)
     findings += _reversals(books.ours, at_broker)
+    findings += _signals(books.signals, at_broker)
     findings += _owners(books)
     return OrderVerdict(
         orders=len(books.ours),
@@ -179,6 +180,25 @@ def _reversals(ours: Sequence[OurOrder], at_broker: dict[str, list[LedgerOrder]]
         if close.state != OrderState.FILLED or (began and max(filled, default=0) > min(began)):
             what = f"opened while the closing order {close.order_id} was not filled ({close.state})"
             yield OrderFinding(harm=OrderHarm.OUT_OF_TURN, order_id=opening.order_id, what=what)
+
+
+def _signals(signals: Sequence[OurSignal], at_broker: dict[str, list[LedgerOrder]]) -> Iterable[OrderFinding]:
+    """Finds signals that never ended, and those whose orders came to the broker before an earlier one's."""
+    latest: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for signal in signals:
+        if not signal.completed:
+            yield OrderFinding(
+                harm=OrderHarm.LOST, what=f"signal {signal.number} was stored, and has not ended"
+            )
+            continue
+        received = [order.received_ms for name in signal.order_ids for order in at_broker.get(name, ())]
+        lane = (signal.user_id, signal.account_id, signal.lane)
+        before = latest.get(lane)
+        if received and before is not None and min(received) < before[0]:
+            what = f"signal {signal.number} came to the broker before signal {before[1]}, which came first"
+            yield OrderFinding(harm=OrderHarm.OUT_OF_TURN, order_id=signal.order_ids[0], what=what)
+        if received:
+            latest[lane] = max(before or (0, 0), (max(received), signal.number))
 
 
 def _compare(ours: OurOrder, ledger: Sequence[LedgerOrder]) -> Iterable[OrderFinding]:

@@ -27,11 +27,19 @@ class FollowUp(StrEnum):
     EXIT = "exit"
     #: A position on the other side instead: `short_entry` or `long_entry`.
     REVERSE = "reverse"
+    #: Two signals 0.2 s apart: the position is left, and one on the other side is entered.
+    SIGNALS = "signals"
 
 
 #: How often each comes, of 20: after an order that rests, and after one that fills at once.
 _RESTING = {FollowUp.CANCEL: 12, FollowUp.REPLACE: 5, FollowUp.NOTHING: 3}
-_FILLING = {FollowUp.NOTHING: 14, FollowUp.CLOSE: 2, FollowUp.EXIT: 1, FollowUp.REVERSE: 3}
+_FILLING = {
+    FollowUp.NOTHING: 11,
+    FollowUp.CLOSE: 2,
+    FollowUp.EXIT: 1,
+    FollowUp.REVERSE: 3,
+    FollowUp.SIGNALS: 3,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,13 +85,33 @@ async def test_limits_are_shown_and_changed_one_by_one(whole_api: ServedApi, ber
 async def test_a_webhook_is_made_listed_and_revoked(whole_api: ServedApi, berth: OperatorCommand) -> None:
     user = whole_api.user
     made = await berth(
-        "webhooks", "create", user, "main", "--source", "10.0.0.0/8", "--window", "30", "--json"
+        "webhooks",
+        "create",
+        user,
+        "main",
+        "--quantity-unit",
+        "shares",
+        "--odd",
+        "split",
+        "--source",
+        "10.0.0.0/8",
+        "--window",
+        "30",
+        "--json",
     )
     hook = json.loads(made.out)
     assert (hook["sources"], hook["window_s"]) == (["10.0.0.0/8"], 30)
     listed = (await berth("webhooks", "list", user)).out.splitlines()
-    assert listed[1].split()[:4] == [hook["id"], "main", "10.0.0.0/8", "30"]
+    row = [hook["id"], "main", "shares", "split", "open", "10.0.0.0/8", "30"]
+    assert listed[1].split()[:7] == row
     assert hook["secret"] not in "".join(listed)
+    changed = await berth("webhooks", "change", user, hook["id"], "--odd", "round_down")
+    assert changed.out == f"webhook {hook['id']}: odd round_down\n"
+    assert (await berth("webhooks", "change", user, hook["id"])).code == 2
+    assert (await berth("symbols", "set", "fitx", "txf1!")).out == "FITX means TXF1!\n"
+    assert "TXF1!" in (await berth("symbols", "list")).out
+    assert (await berth("symbols", "forget", "FITX")).code == 0
+    assert (await berth("symbols", "forget", "FITX")).code == 1
     assert (await berth("webhooks", "revoke", user, hook["id"])).out == f"webhook {hook['id']} is revoked\n"
     assert (await berth("webhooks", "revoke", user, "../x")).code == 1
 

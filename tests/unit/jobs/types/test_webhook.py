@@ -151,10 +151,9 @@ def test_the_usual_port_is_not_named_to_the_receiver(tmp_path: Path, monkeypatch
     path = _certificate(tmp_path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(path)
-    connect = socket.create_connection
     with receiving(context) as receiver:
-        there = "127.0.0.1", int(receiver.server_address[1])
-        monkeypatch.setattr(socket, "create_connection", lambda _target, **more: connect(there, **more))
+        there = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", receiver.server_address)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: there)
         deliver("https://127.0.0.1/hook", ca_file=str(path))
         deliver("https://127.0.0.1:8443/hook", ca_file=str(path))
     assert [headers["Host"] for _, headers, _ in receiver.got] == ["127.0.0.1", "127.0.0.1:8443"]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from worker_runtime.process.doorbell import BLOCK_SECONDS, Doorbell
+from worker_runtime.process.doorbell import PATIENT, Doorbell
 from worker_runtime.process.log import Log
 from worker_runtime.process.valkey import Valkey
 
@@ -37,7 +37,7 @@ def listening(server: socket.socket) -> tuple[Doorbell, socket.socket, selectors
     assert bell.run_due()
     link, _ = server.accept()
     assert link.recv(4096) == LISTENS
-    assert 0.0 < bell.left() <= BLOCK_SECONDS + 5.0
+    assert 0.0 < bell.left() <= PATIENT.block + PATIENT.grace
     return bell, link, selector
 
 

@@ -11,7 +11,7 @@ open(KEYS[1])
 local id = ARGV[1]
 local key = P .. 'job:' .. id
 local job = redis.call('HMGET', key, 'name', 'queue', 'attempt', 'unique', 'group', 'state',
-  'runner', 'fence')
+  'runner', 'fence', 'receiver')
 local state = job[6]
 if not state then return 'unknown' end
 if state == 'running' then
@@ -27,6 +27,7 @@ if state == 'failed' then
 end
 if state == 'waiting' then
   redis.call('ZREM', P .. 'subqueue:' .. job[2] .. ':' .. job[1], id)
+  if job[9] then redis.call('ZREM', P .. 'parked:' .. job[2] .. ' ' .. job[9], id) end
   update_subqueue(job[2], job[1])
 elseif state == 'delayed' then
   redis.call('ZREM', P .. 'delayed', id)

@@ -12,6 +12,7 @@
 -- ARGV[9] delay, ms
 -- ARGV[10] ms of waiting that one step of priority is worth, unless the settings say otherwise
 -- ARGV[11] rate key, or '': jobs of a type with the same key share the rate of that type
+-- ARGV[12] receiver, or '': the server that the job has to wait for
 --
 -- The score is the time (µs, growing) less the priority's worth. A job that waits long enough overtakes a higher
 -- priority, so nothing starves.
@@ -30,7 +31,7 @@ local position = sequence(us, meta[1])
 local score = position + delay * 1000 - ARGV[5] * (meta[2] or ARGV[10]) * 1000
 local fields = {'body', ARGV[2], 'name', ARGV[3], 'queue', queue, 'priority', ARGV[5], 'idempotent', ARGV[6],
   'score', score, 'due', now + delay, 'queued_at', now, 'attempt', 0, 'crashes', 0, 'state', 'waiting'}
-local optional = {unique = ARGV[7], group = ARGV[8], rate = ARGV[11]}
+local optional = {unique = ARGV[7], group = ARGV[8], rate = ARGV[11], receiver = ARGV[12] or ''}
 for field, value in pairs(optional) do
   if value ~= '' then
     fields[#fields + 1] = field

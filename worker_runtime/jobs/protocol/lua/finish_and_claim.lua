@@ -13,7 +13,9 @@
 -- ARGV[8] types that are brief, comma separated
 -- ARGV[9] seconds that a failed job is kept
 -- ARGV[10] ms of waiting that one step of priority is worth, unless the settings say otherwise
--- ARGV[11…] the ends, seven values each:
+-- ARGV[11] jobs of one receiver that this runner may hold at once; 0: no limit
+-- ARGV[12] the receivers of the jobs that it holds, JSON: receiver → number; '' for none
+-- ARGV[13…] the ends, seven values each:
 --   job id
 --   fencing number of the claim
 --   'done', 'failed', 'cancelled' or 'retry'
@@ -29,9 +31,12 @@
 -- A type may have a rate for each of its rate keys (GCRA). A job that comes too early is given a time of its own,
 -- once, and waits for it among the delayed jobs, so that no claim looks at it before.
 --
+-- A job may name its receiver: the server of a stranger, which may be slow. A runner holds only so many jobs of one
+-- receiver. Those beyond are parked, out of the way of others, until it has room for one of that receiver.
+--
 -- A runner may prefetch: claim plain jobs beyond its free slots, but none behind a job that is not plain.
--- A job is plain if its type is brief and has no limit or rate, and if it may run twice, has no group and no unique
--- key, and has seen no crash. So nobody waits for its end, and a job that kills its runners takes no others with it.
+-- A job is plain if its type is brief and has no limit or rate, and if it may run twice, has no group, no unique
+-- key and no receiver, and has seen no crash. So nobody waits for its end, and a job that kills its runners takes no others with it.
 --
 -- The ends may be repeated, also by a claim that arrives late. Returns what became of each end: 'done', 'failed',
 -- 'cancelled', 'retry', or 'gone' if the caller no longer holds it (another runner took it over, or it has ended
@@ -42,6 +47,7 @@
 open(KEYS[1])
 local runner, number, node, wanted, others, queues = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5] == '1', ARGV[6]
 local prefetch, brief, retention, boost = tonumber(ARGV[7]), ARGV[8], ARGV[9], ARGV[10]
+local receiver_limit, receivers = tonumber(ARGV[11]), ARGV[12]
 
 -- Ends one run if the runner still holds it. The fencing number decides, together with the runner, because fencing
 -- numbers start again when Valkey has lost its data. A repeat does nothing. If someone has cancelled the job, a
@@ -76,8 +82,10 @@ end
 
 -- Few calls, because each costs about 3 us: one call reads all settings of a subqueue.
 local HALT, HALT_RUNNER, HALT_QUEUE, WEIGHT, LIMIT, NODE_LIMIT, RATE = 1, 2, 3, 4, 5, 6, 7
--- Jobs that one claim may put off for their rate: more would hold up the server.
+-- Jobs that one claim may put off for their rate or receiver: more would hold up the server.
 local MAX_PUT_OFF = 200
+-- Receivers with parked jobs that one claim looks at.
+local MAX_RECEIVERS = 50
 
 local function claim()
   local entry = P .. 'runner:' .. runner
@@ -110,6 +118,41 @@ local function claim()
     end
     if not set[NODE_LIMIT] then return true end
     return tonumber(redis.call('HGET', P .. 'running:' .. name, node) or 0) < tonumber(set[NODE_LIMIT])
+  end
+
+  local receiving = receivers ~= '' and cjson.decode(receivers) or {}
+
+  local function receiver_is_full(receiver)
+    return receiver_limit > 0 and (receiving[receiver] or 0) >= receiver_limit
+  end
+
+  -- Parks a job whose receiver has as many jobs here as it may have.
+  local function park(id, queue, receiver, score)
+    local place = queue .. ' ' .. receiver
+    redis.call('ZADD', P .. 'parked:' .. place, score, id)
+    redis.call('ZADD', P .. 'parked', 'NX', now, place)
+    put_off = put_off + 1
+  end
+
+  -- Brings parked jobs back to their subqueues, as many as this runner has room for. The receivers that were looked at
+  -- come last the next time.
+  local function unpark()
+    for _, place in ipairs(redis.call('ZRANGE', P .. 'parked', 0, MAX_RECEIVERS - 1)) do
+      local queue, receiver = string.match(place, '^(%S+) (%S+)$')
+      if served['*'] or served[queue] then
+        local room = wanted
+        if receiver_limit > 0 then room = math.min(room, receiver_limit - (receiving[receiver] or 0)) end
+        if room > 0 then
+          local back = redis.call('ZPOPMIN', P .. 'parked:' .. place, room)
+          for at = 1, #back, 2 do
+            local job = redis.call('HMGET', P .. 'job:' .. back[at], 'name', 'state')
+            if job[2] == 'waiting' then push_job(back[at], queue, job[1], back[at + 1]) end
+          end
+          if redis.call('EXISTS', P .. 'parked:' .. place) == 0 then redis.call('ZREM', P .. 'parked', place) end
+        end
+        if redis.call('ZSCORE', P .. 'parked', place) then redis.call('ZADD', P .. 'parked', now, place) end
+      end
+    end
   end
 
   -- True if the job comes too early for its rate. It is delayed until the time that it is given.
@@ -152,16 +195,22 @@ local function claim()
     local first = redis.call('ZPOPMIN', subqueue)
     local id = first[1]
     local key = P .. 'job:' .. id
-    local job = redis.call('HMGET', key, 'body', 'attempt', 'crashes', 'due', 'idempotent', 'group', 'unique')
+    local job = redis.call('HMGET', key, 'body', 'attempt', 'crashes', 'due', 'idempotent', 'group', 'unique',
+      'receiver')
     local limited = set[LIMIT] or set[NODE_LIMIT]
     local plain = is_brief[name] and not limited and not set[RATE] and job[3] == '0' and job[5] == '1'
-      and not job[6] and not job[7]
+      and not job[6] and not job[7] and not job[8]
     if not plain then
       all_plain = false
       if prefetching then
         redis.call('ZADD', subqueue, first[2], id)
         return nil
       end
+    end
+    if job[8] and receiver_is_full(job[8]) then
+      park(id, queue, job[8], first[2])
+      update_subqueue(queue, name)
+      return nil
     end
     catch_up(queue, tonumber(pass), ready)
     update_subqueue(queue, name, redis.call('ZINCRBY', P .. 'ready', 1 / (set[WEIGHT] or 1), queue))
@@ -177,6 +226,7 @@ local function claim()
     if limited then redis.call('HSET', key, 'limited', 1) end
     redis.call('SADD', P .. 'held:' .. runner, id)
     count(name, node, 1)
+    if job[8] then receiving[job[8]] = (receiving[job[8]] or 0) + 1 end
     return {id, job[1], fence, job[2] + 1, tonumber(job[3]), math.max(0, now - tonumber(job[4])), plain and 1 or 0}
   end
 
@@ -202,6 +252,7 @@ local function claim()
     return nil
   end
 
+  if wanted > 0 and redis.call('EXISTS', P .. 'parked') == 1 then unpark() end
   local reply = {'empty', due}
   while #reply - 2 < wanted + prefetch do
     local prefetching = #reply - 2 >= wanted
@@ -222,7 +273,7 @@ local function claim()
 end
 
 local reply = {}
-for at = 11, #ARGV, 7 do reply[#reply + 1] = finish(unpack(ARGV, at, at + 6)) end
+for at = 13, #ARGV, 7 do reply[#reply + 1] = finish(unpack(ARGV, at, at + 6)) end
 reply[#reply + 1] = wanted + prefetch > 0 and claim()
 write_counts()
 return reply

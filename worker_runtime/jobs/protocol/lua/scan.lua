@@ -3,6 +3,7 @@
 -- KEYS[1] settings   jobs:{tag}:meta
 -- ARGV[1] jobs that are read in each subqueue; those behind them are only counted
 --
+-- Parked jobs wait for their receiver: they are counted, and their age is not that of the queue.
 -- Returns {delayed jobs, failed jobs, runners, {queue, priority or '' for jobs only counted, jobs, ms since the oldest
 -- was due}, …}.
 open(KEYS[1])
@@ -33,5 +34,9 @@ for _, queue in ipairs(redis.call('ZRANGE', P .. 'ready', 0, -1)) do
     if behind > 0 then count('', behind, 0) end
   end
   for _, entry in ipairs(order) do reply[#reply + 1] = entry end
+end
+for _, place in ipairs(redis.call('ZRANGE', P .. 'parked', 0, -1)) do
+  local parked = redis.call('ZCARD', P .. 'parked:' .. place)
+  if parked > 0 then reply[#reply + 1] = {string.match(place, '^%S+'), 'parked', parked, 0} end
 end
 return reply

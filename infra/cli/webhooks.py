@@ -1,0 +1,228 @@
+"""`berth webhooks …` and `berth symbols …`: where signals come in, and what names of symbols in them mean."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from infra.cli.options import (
+    AccountId,
+    CommandAnswer,
+    OfUser,
+    api_command,
+    command_group,
+    list_answer,
+)
+
+if TYPE_CHECKING:
+    from infra.cli.rest import OperatorApi
+
+webhooks_app = command_group("Addresses for signals, through the REST API.")
+symbols_app = command_group("Names of symbols in signals (docs/how-to/receive-signals.md).")
+
+
+class Unit(StrEnum):
+    SHARES = "shares"
+    LOTS = "lots"
+
+
+class Odd(StrEnum):
+    SPLIT = "split"
+    REFUSE = "refuse"
+    ROUND_DOWN = "round_down"
+
+
+class Mode(StrEnum):
+    OPEN = "open"
+    DELTA = "delta"
+
+
+class Rounding(StrEnum):
+    SAFE = "safe"
+    REFUSE = "refuse"
+
+
+WebhookId = Annotated[str, typer.Argument(metavar="ID", help="Of the webhook, as `list` shows it.")]
+UnitOption = Annotated[
+    Unit | None, typer.Option(help="What a quantity of stocks counts. TradingView sends shares.")
+]
+OddOption = Annotated[Odd | None, typer.Option(help="What becomes of shares beyond full lots.")]
+ModeOption = Annotated[
+    Mode | None, typer.Option(help="An entry's quantity: what is opened, or all that is traded.")
+]
+RoundingOption = Annotated[Rounding | None, typer.Option(help="A limit price between two ticks.")]
+
+
+@api_command(webhooks_app, "list")
+def list_webhooks(api: OperatorApi, user: OfUser) -> CommandAnswer:
+    """List a user's webhooks, revoked ones too."""
+    rows = api.get("users", user, "webhooks")["webhooks"]
+    for row in rows:
+        row["unit"] = row["quantity_unit"] or "unconfirmed"
+    columns = "id, account: account_id, unit, odd, entries: entry_mode, sources, window (s): window_s"
+    return list_answer(
+        rows, f"{columns}, made (UTC): created_at, revoked (UTC): revoked_at", none="no webhook"
+    )
+
+
+@api_command(webhooks_app)
+def create(
+    api: OperatorApi,
+    user: OfUser,
+    account: AccountId,
+    quantity_unit: UnitOption = None,
+    odd: OddOption = None,
+    entry_mode: ModeOption = None,
+    price_rounding: RoundingOption = None,
+    source: Annotated[
+        list[str] | None, typer.Option(help="Address or network that may post; else all.")
+    ] = None,
+    window: Annotated[
+        int, typer.Option(min=1, max=3600, help="Seconds that a signal's time may differ from ours.")
+    ] = 60,
+) -> CommandAnswer:
+    """Make an address for signals, and print it and its secret this once.
+
+    An account of stocks needs --quantity-unit.
+    """
+    body: dict[str, Any] = {"account_id": account, "sources": source or [], "window_s": window}
+    body |= _settings(quantity_unit, odd, entry_mode, price_rounding)
+    made = api.post("users", user, "webhooks", **body).body
+    return CommandAnswer(made, f"webhook {made['id']}\npath {made['path']}\nsecret {made['secret']}")
+
+
+@api_command(webhooks_app)
+def change(
+    api: OperatorApi,
+    user: OfUser,
+    webhook: WebhookId,
+    quantity_unit: UnitOption = None,
+    odd: OddOption = None,
+    entry_mode: ModeOption = None,
+    price_rounding: RoundingOption = None,
+) -> CommandAnswer:
+    """Change what a webhook's quantities count and how its orders are made, for signals from now on."""
+    body = _settings(quantity_unit, odd, entry_mode, price_rounding)
+    if not body:
+        raise typer.BadParameter("name at least one setting to change")
+    row = api.patch("users", user, "webhooks", webhook, **body).body
+    shown = ", ".join(f"{name} {row[name]}" for name in body)
+    return CommandAnswer(row, f"webhook {webhook}: {shown}")
+
+
+@api_command(webhooks_app)
+def pause(api: OperatorApi, user: OfUser, webhook: WebhookId) -> CommandAnswer:
+    """Pause a webhook: its signals are refused until it is resumed."""
+    row = api.post("users", user, "webhooks", webhook, "pause").body
+    return CommandAnswer(row, f"webhook {webhook} is paused")
+
+
+@api_command(webhooks_app)
+def resume(api: OperatorApi, user: OfUser, webhook: WebhookId) -> CommandAnswer:
+    """Resume a paused webhook."""
+    row = api.post("users", user, "webhooks", webhook, "resume").body
+    return CommandAnswer(row, f"webhook {webhook} takes signals again")
+
+
+@api_command(webhooks_app)
+def rotate(
+    api: OperatorApi,
+    user: OfUser,
+    webhook: WebhookId,
+    overlap: Annotated[
+        float, typer.Option(min=0, max=2_592_000, help="Seconds for which the secret before still counts.")
+    ] = 86_400,
+) -> CommandAnswer:
+    """Give a webhook a new secret, and print it this once."""
+    row = api.post("users", user, "webhooks", webhook, "rotate", overlap_s=overlap).body
+    return CommandAnswer(row, f"webhook {webhook}\nsecret {row['secret']}")
+
+
+@api_command(webhooks_app)
+def calls(
+    api: OperatorApi,
+    user: OfUser,
+    webhook: WebhookId,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="Calls to show, at most.")] = 50,
+) -> CommandAnswer:
+    """List what came to a webhook lately, the newest first, and what became of it."""
+    rows = api.get("users", user, "webhooks", webhook, "calls", limit=limit)["calls"]
+    for row in rows:
+        row["orders"] = len(row["order_ids"])
+    columns = "id, when (UTC): received_at, action, symbol, quantity, state, outcome, orders, ms: answered_ms"
+    return list_answer(rows, f"{columns}, reason", none="no call")
+
+
+@api_command(webhooks_app, "test")
+def try_signal(
+    api: OperatorApi,
+    user: OfUser,
+    webhook: WebhookId,
+    signal: Annotated[str, typer.Argument(metavar="JSON", help="The signal, such as TradingView sends it.")],
+    position: Annotated[
+        int | None, typer.Option(help="The position to plan from; else the broker is asked.")
+    ] = None,
+) -> CommandAnswer:
+    """Check and plan a signal as if it came now, and place nothing."""
+    try:
+        words = json.loads(signal)
+    except ValueError as error:
+        raise typer.BadParameter(f"the signal is not JSON: {error}") from None
+    body: dict[str, Any] = {"signal": words}
+    if position is not None:
+        body["position"] = position
+    view = api.post("users", user, "webhooks", webhook, "test", **body).body
+    plan = view["plan"]
+    lines = [f"{view['symbol']}: {plan['outcome']}" + (f" ({plan['note']})" if plan["note"] else "")]
+    if plan["before"] is not None:
+        lines.append(f"position {plan['before']} -> {plan['after']} {view['unit']}")
+    for order in plan["orders"]:
+        kind = "close" if order["closes"] else "open"
+        price = order["price"] or order["price_type"]
+        lines.append(f"{kind}: {order['side']} {order['quantity']} at {price}, lot {order['lot']}")
+    return CommandAnswer(view, "\n".join(lines))
+
+
+@api_command(webhooks_app)
+def revoke(api: OperatorApi, user: OfUser, webhook: WebhookId) -> CommandAnswer:
+    """Revoke a webhook: from now on nothing is taken there."""
+    done = api.delete("users", user, "webhooks", webhook).body
+    return CommandAnswer(done, f"webhook {webhook} is revoked")
+
+
+def _settings(
+    unit: Unit | None, odd: Odd | None, mode: Mode | None, rounding: Rounding | None
+) -> dict[str, Any]:
+    given = {"quantity_unit": unit, "odd": odd, "entry_mode": mode, "price_rounding": rounding}
+    return {name: value.value for name, value in given.items() if value is not None}
+
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="As it comes in signals, in any case.")]
+
+
+@api_command(symbols_app, "list")
+def list_symbols(api: OperatorApi) -> CommandAnswer:
+    """List names that operators gave to symbols."""
+    rows = api.get("symbols")["symbols"]
+    return list_answer(rows, "name, symbol, by: actor, when (UTC): at", none="no name")
+
+
+@api_command(symbols_app, "set")
+def set_symbol(
+    api: OperatorApi,
+    name: Name,
+    symbol: Annotated[str, typer.Argument(metavar="SYMBOL", help="Such as 2330, TXFL6 or TXF1!.")],
+) -> CommandAnswer:
+    """Give a name a meaning, for signals that come from now on."""
+    row = api.put("symbols", name, symbol=symbol).body
+    return CommandAnswer(row, f"{row['name']} means {row['symbol']}")
+
+
+@api_command(symbols_app)
+def forget(api: OperatorApi, name: Name) -> CommandAnswer:
+    """Forget a name: from now on it means what it means without the table."""
+    done = api.delete("symbols", name).body
+    return CommandAnswer(done, f"{name.upper()} has no meaning of its own any more")

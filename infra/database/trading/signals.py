@@ -1,0 +1,405 @@
+"""The queue of signals: written before they are answered, carried out one at a time for each lane.
+
+`WebhookCall` describes states and order. A process that carries a signal out holds it by a lease; each of its
+orders is written only while it does (`require_lease`), so two processes never place by two plans.
+"""
+
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import and_, delete, func, or_, select, update
+from sqlalchemy.dialects.postgresql import distinct_on, insert
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import aliased
+
+from infra.database import audit
+from infra.database.locks import seconds_from_now, wait_for_turn
+from infra.database.trading.models import Webhook, WebhookCall, WebhookDelivery
+from worker_runtime.protocol.errors import BerthError, from_code
+
+#: Characters of a call's text, and of a reason.
+MAX_TEXT, MAX_REASON = 2000, 500
+#: Calls of a webhook that were refused before they became signals, and that are kept.
+KEPT_REFUSALS = 200
+#: What the release before this one answers to a repeat of a signal that this one has: come again.
+BARRED = "WEBHOOK_BUSY: a newer release carries this signal out"
+
+QUEUED, RUNNING, DONE, REFUSED = "queued", "running", "done", "refused"
+_WAITS = WebhookCall.completed_at.is_(None)
+
+
+class LeaseLost(BerthError, code="SIGNAL_LEASE_LOST", retryable=True):
+    """Another process carries this signal out."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Signals of one lane are carried out one at a time."""
+
+    user_id: str
+    account_id: str
+    name: str
+
+    @property
+    def columns(self) -> dict[str, str]:
+        return {"user_id": self.user_id, "account_id": self.account_id, "lane": self.name}
+
+
+def lane_of(call: WebhookCall) -> Lane:
+    return Lane(call.user_id, call.account_id, call.lane or "")
+
+
+async def find_signal(session: AsyncSession, webhook_id: uuid.UUID, digest: str) -> WebhookCall | None:
+    return await session.scalar(
+        select(WebhookCall).filter_by(webhook_id=webhook_id, digest=digest, test=False)
+    )
+
+
+async def get_call(session: AsyncSession, call_id: int) -> WebhookCall | None:
+    return await session.get(WebhookCall, call_id, populate_existing=True)
+
+
+async def add_signal(
+    session: AsyncSession, webhook: Webhook, lane: Lane, digest: str, *, lasts: float, **columns: Any
+) -> WebhookCall | None:
+    """Puts a signal into its lane, to be begun within `lasts` seconds; None if it was there before.
+
+    The lane's lock is held from before the id is drawn until the commit, so ids are in the order of commits.
+    Raises what the release before answered to the same signal.
+    """
+    await wait_for_turn(session, f"signals {lane.user_id} {lane.account_id} {lane.name}")
+    row = insert(WebhookCall).values(
+        **lane.columns,
+        **columns,
+        webhook_id=webhook.id,
+        digest=digest,
+        state=QUEUED,
+        deadline_at=seconds_from_now(lasts),
+    )
+    call: WebhookCall | None = await session.scalar(
+        row.on_conflict_do_nothing().returning(WebhookCall).execution_options(populate_existing=True)
+    )
+    if call is not None:
+        await _bar_release_before(session, webhook.id, digest)
+    return call
+
+
+async def _bar_release_before(session: AsyncSession, webhook_id: uuid.UUID, digest: str) -> None:
+    """Keeps a process of the release before from the signal; its own refusal of it stays what it is."""
+    barred = insert(WebhookDelivery).values(webhook_id=webhook_id, digest=digest, refused=BARRED)
+    nothing_done = and_(
+        WebhookDelivery.refused.is_(None),
+        WebhookDelivery.held_until.is_(None),
+        WebhookDelivery.order_id.is_(None),
+    )
+    done = await session.scalar(
+        barred.on_conflict_do_update(
+            index_elements=["webhook_id", "digest"], set_={"refused": BARRED}, where=nothing_done
+        ).returning(WebhookDelivery.digest)
+    )
+    if done is None:
+        before = await session.get(WebhookDelivery, (webhook_id, digest))
+        if before is not None and before.refused == BARRED:
+            return
+        if before is not None and before.refused is not None:
+            raise refusal_of(before.refused)
+        raise from_code("WEBHOOK_BUSY", "a process of the release before carries this signal out")
+
+
+def refusal_of(refused: str) -> BerthError:
+    """Returns the error that was recorded as `CODE: sentence`."""
+    code, _, detail = refused.partition(": ")
+    return from_code(code, detail)
+
+
+async def refused_before(session: AsyncSession, webhook_id: uuid.UUID, digest: str) -> BerthError | None:
+    """Returns what the release before refused this signal with, if it did."""
+    before = await session.get(WebhookDelivery, (webhook_id, digest))
+    if before is None or before.refused in (None, BARRED):
+        return None
+    return refusal_of(before.refused or "")
+
+
+async def count_repeat(session: AsyncSession, call_id: int) -> None:
+    await session.execute(update(WebhookCall).filter_by(id=call_id).values(repeats=WebhookCall.repeats + 1))
+
+
+async def note_answer(session: AsyncSession, call_id: int) -> WebhookCall | None:
+    """Records that the sender gets its answer now; returns the call as it is, which the answer has to show.
+
+    From then on a refusal goes into the audit trail, since the sender does not see it.
+    """
+    since = func.extract("epoch", func.clock_timestamp() - WebhookCall.received_at) * 1000
+    answered = (
+        update(WebhookCall)
+        .filter_by(id=call_id)
+        .values(answered_ms=func.coalesce(WebhookCall.answered_ms, func.least(func.round(since), 2**31 - 1)))
+        .returning(WebhookCall)
+        .execution_options(populate_existing=True, synchronize_session=False)
+    )
+    call: WebhookCall | None = await session.scalar(answered)
+    return call
+
+
+async def add_refusal(
+    session: AsyncSession, webhook: Webhook, error: BerthError, *, source: str, body: str | None
+) -> None:
+    """Records a call that became no signal, and forgets the oldest of them beyond `KEPT_REFUSALS`."""
+    now = func.clock_timestamp()
+    session.add(
+        WebhookCall(
+            webhook_id=webhook.id,
+            user_id=webhook.user_id,
+            account_id=webhook.account_id,
+            source=source[:64],
+            body=None if body is None else body[:MAX_TEXT],
+            state=REFUSED,
+            outcome=error.code[:64],
+            reason=error.detail[:MAX_REASON],
+            answered_ms=0,
+            completed_at=now,
+        )
+    )
+    await session.flush()
+    none = WebhookCall.webhook_id == webhook.id, WebhookCall.digest.is_(None), WebhookCall.test.is_(False)
+    kept = select(WebhookCall.id).where(*none).order_by(WebhookCall.id.desc()).offset(KEPT_REFUSALS).limit(1)
+    last = await session.scalar(kept)
+    if last is not None:
+        await session.execute(delete(WebhookCall).where(*none, WebhookCall.id <= last))
+
+
+@dataclass(frozen=True)
+class HeldSignal:
+    """A signal that this process carries out."""
+
+    call: WebhookCall
+    webhook: Webhook
+    #: Seconds until its deadline, by PostgreSQL's clock.
+    left: float
+    #: Another process had begun it.
+    taken_over: bool
+
+
+async def take_head(session: AsyncSession, lane: Lane, holder: uuid.UUID, lease: float) -> HeldSignal | None:
+    """Leases the first signal of a lane for `lease` seconds, unless somebody holds it or there is none."""
+    first = aliased(WebhookCall)
+    in_lane = (
+        first.user_id == lane.user_id,
+        first.account_id == lane.account_id,
+        first.lane == lane.name,
+        first.completed_at.is_(None),
+    )
+    head = select(func.min(first.id)).where(*in_lane).scalar_subquery()
+    free = or_(
+        WebhookCall.state == QUEUED,
+        WebhookCall.held_until.is_(None),
+        WebhookCall.held_until <= func.clock_timestamp(),
+    )
+    before = aliased(WebhookCall)
+    taken = (
+        update(WebhookCall)
+        .where(WebhookCall.id == head, WebhookCall.id == before.id, _WAITS, free)
+        .values(state=RUNNING, held_by=holder, held_until=seconds_from_now(lease))
+        .returning(
+            WebhookCall,
+            func.extract("epoch", WebhookCall.deadline_at - func.clock_timestamp()),
+            before.state,
+        )
+        .execution_options(populate_existing=True, synchronize_session=False)
+    )
+    row = (await session.execute(taken)).one_or_none()
+    if row is None:
+        return None
+    call, left, state = row
+    webhook = await session.get(Webhook, call.webhook_id)
+    if webhook is None:  # it went with its user
+        await session.execute(delete(WebhookCall).filter_by(id=call.id))
+        return None
+    return HeldSignal(call, webhook, float(left), taken_over=state == RUNNING)
+
+
+async def require_lease(session: AsyncSession, call_id: int, holder: uuid.UUID) -> None:
+    """Keeps the lease from being taken until the transaction ends. Raises `LeaseLost`."""
+    held = select(WebhookCall.id).filter_by(id=call_id, held_by=holder, state=RUNNING)
+    if await session.scalar(held.with_for_update(read=True)) is None:
+        raise LeaseLost
+
+
+async def renew_leases(session: AsyncSession, holders: Collection[uuid.UUID], lease: float) -> None:
+    renewed = update(WebhookCall).where(WebhookCall.held_by.in_(holders), _WAITS)
+    await session.execute(
+        renewed.values(held_until=seconds_from_now(lease)).execution_options(synchronize_session=False)
+    )
+
+
+async def release_leases(session: AsyncSession, holders: Collection[uuid.UUID]) -> None:
+    """Lets another process take these signals over at once: this one is stopping."""
+    released = update(WebhookCall).where(WebhookCall.held_by.in_(holders), _WAITS)
+    await session.execute(
+        released.values(held_until=func.clock_timestamp()).execution_options(synchronize_session=False)
+    )
+
+
+async def note_plan(session: AsyncSession, call_id: int, holder: uuid.UUID, plan: Mapping[str, Any]) -> None:
+    """Stores a signal's plan, before anything of it is placed. Raises `LeaseLost`."""
+    noted = update(WebhookCall).filter_by(id=call_id, held_by=holder, state=RUNNING).values(plan=plan)
+    if await session.scalar(noted.returning(WebhookCall.id)) is None:
+        raise LeaseLost
+
+
+async def note_obstacle(session: AsyncSession, call_id: int, holder: uuid.UUID, reason: str) -> None:
+    """Records what a signal waits for."""
+    noted = update(WebhookCall).filter_by(id=call_id, held_by=holder, state=RUNNING)
+    await session.execute(
+        noted.values(reason=reason[:MAX_REASON]).execution_options(synchronize_session=False)
+    )
+
+
+async def complete_signal(
+    session: AsyncSession,
+    call: WebhookCall,
+    holder: uuid.UUID | None,
+    *,
+    state: str,
+    outcome: str,
+    reason: str = "",
+    order_ids: Sequence[uuid.UUID] = (),
+) -> bool:
+    """Takes a signal out of the queue; False if another process holds it (`holder` None: if one does).
+
+    Of a refusal whose sender was answered before, the audit trail tells.
+    """
+    held = WebhookCall.state == QUEUED if holder is None else WebhookCall.held_by == holder
+    completed = (
+        update(WebhookCall)
+        .where(WebhookCall.id == call.id, _WAITS, held)
+        .values(
+            state=state,
+            outcome=outcome[:64],
+            reason=reason[:MAX_REASON] or None,
+            order_ids=list(order_ids),
+            held_by=None,
+            held_until=None,
+            completed_at=func.clock_timestamp(),
+        )
+        .returning(WebhookCall.answered_ms)
+        .execution_options(synchronize_session=False)
+    )
+    row = (await session.execute(completed)).one_or_none()
+    if row is None:
+        return False
+    if state == REFUSED and row[0] is not None:
+        about = {"id": call.digest or "", "code": outcome, "detail": reason[:MAX_REASON]}
+        await audit.append_entry_once(
+            session, "alerts", "webhook.alert_failed", f"webhook:{call.webhook_id}", **about
+        )
+    return True
+
+
+async def expire_queued(session: AsyncSession, limit: int) -> list[tuple[WebhookCall, WebhookCall]]:
+    """Returns signals whose deadline passed in the queue, each with the one at the head of its lane.
+
+    The head itself is not among them: whoever takes it sees to its end.
+    """
+    head = aliased(WebhookCall)
+    any_call = aliased(WebhookCall)
+    first = (
+        select(func.min(any_call.id))
+        .where(
+            any_call.user_id == head.user_id,
+            any_call.account_id == head.account_id,
+            any_call.lane == head.lane,
+            any_call.completed_at.is_(None),
+        )
+        .correlate(head)
+        .scalar_subquery()
+    )
+    late = aliased(WebhookCall)
+    rows = await session.execute(
+        select(late, head)
+        .join(
+            head,
+            and_(
+                head.user_id == late.user_id,
+                head.account_id == late.account_id,
+                head.lane == late.lane,
+                head.completed_at.is_(None),
+            ),
+        )
+        .where(
+            late.state == QUEUED,
+            late.completed_at.is_(None),
+            late.deadline_at <= func.clock_timestamp(),
+            head.id == first,
+            head.id < late.id,
+        )
+        .order_by(late.id)
+        .limit(limit)
+    )
+    return [(row[0], row[1]) for row in rows]
+
+
+async def lanes_to_work(session: AsyncSession, limit: int) -> list[Lane]:
+    """Returns lanes whose first signal nobody holds."""
+    keys = WebhookCall.user_id, WebhookCall.account_id, WebhookCall.lane
+    heads = (
+        select(*keys, WebhookCall.state, WebhookCall.held_until)
+        .where(_WAITS)
+        .ext(distinct_on(*keys))
+        .order_by(*keys, WebhookCall.id)
+        .subquery()
+    )
+    free = or_(
+        heads.c.state == QUEUED, heads.c.held_until.is_(None), heads.c.held_until <= func.clock_timestamp()
+    )
+    rows = await session.execute(
+        select(heads.c.user_id, heads.c.account_id, heads.c.lane).where(free).limit(limit)
+    )
+    return [Lane(*row) for row in rows]
+
+
+@dataclass(frozen=True, slots=True)
+class PromisedDelivery:
+    """A signal that the release before has promised and no longer carries out."""
+
+    webhook: Webhook
+    digest: str
+    signal: dict[str, Any] | None
+    #: Seconds until its deadline.
+    left: float
+
+
+async def take_promised_delivery(session: AsyncSession) -> PromisedDelivery | None:
+    """Takes over a signal of the release before whose lease has run out, in the caller's transaction.
+
+    That release sees it as barred from the commit on.
+    """
+    abandoned = (
+        select(WebhookDelivery, func.extract("epoch", WebhookDelivery.until - func.clock_timestamp()))
+        .where(WebhookDelivery.held_until <= func.now())
+        .order_by(WebhookDelivery.held_until)
+        .limit(1)
+        .with_for_update(skip_locked=True)
+    )
+    while (row := (await session.execute(abandoned)).one_or_none()) is not None:
+        delivery, left = row
+        delivery.held_until, delivery.refused = None, BARRED
+        await session.flush()
+        webhook = await session.get(Webhook, delivery.webhook_id)
+        if webhook is not None:
+            return PromisedDelivery(
+                webhook, delivery.digest, delivery.alert, 0.0 if left is None else float(left)
+            )
+    return None
+
+
+async def latest_calls(
+    session: AsyncSession, webhook_id: uuid.UUID, limit: int = 200, before: int | None = None
+) -> Sequence[WebhookCall]:
+    """Returns a webhook's last calls, the latest first; `before`: those with a smaller id."""
+    wanted = select(WebhookCall).filter_by(webhook_id=webhook_id).order_by(WebhookCall.id.desc())
+    if before is not None:
+        wanted = wanted.where(WebhookCall.id < before)
+    return (await session.scalars(wanted.limit(limit))).all()

@@ -1,0 +1,225 @@
+"""Orders of a signal: by the table that the docs show, and in shares and lots."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from api.http.errors import OddLotRefused, PriceOffTick
+from api.webhooks.planning import (
+    EntryMode,
+    Meaning,
+    Move,
+    OddLots,
+    OrderNames,
+    OrderPricing,
+    Outcome,
+    PriceRounding,
+    QuantityUnit,
+    SignalAction,
+    SignalPlan,
+    Wish,
+    plan_moves,
+    plan_signal,
+)
+from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
+from worker_runtime.protocol.order_terms import OrderCondition, OrderLot
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "receive-signals.md"
+NAMES = OrderNames(close="s.close", open="s.open")
+_NOTHING = {"nothing to close": Outcome.NOTHING_TO_CLOSE, "nothing to do": Outcome.NOTHING_TO_DO}
+
+
+def rows() -> list[tuple[str, ...]]:
+    part = PAGE.read_text(encoding="utf-8").partition("| position before |")[2].partition("\n\n")[0]
+    lines = part.strip().splitlines()[2:]
+    return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
+
+
+def wish_of(text: str) -> Wish:
+    found = re.fullmatch(r"`(\w+)`(?: (-?\d+))?( reduce_only)?", text)
+    assert found is not None, text
+    action, number = SignalAction(found[1]), int(found[2]) if found[2] else None
+    target = number if action is SignalAction.POSITION else None
+    quantity = None if action is SignalAction.POSITION else number
+    return Wish(action=action, quantity=quantity, target=target, reduce_only=bool(found[3]))
+
+
+def move_of(text: str) -> Move:
+    found = re.fullmatch(r"([+-])(\d+)( \(close\))?", text)
+    assert found is not None, text
+    return Move(Side.BUY if found[1] == "+" else Side.SELL, int(found[2]), closes=bool(found[3]))
+
+
+@pytest.mark.parametrize(("before", "signal", "mode", "orders", "after"), rows())
+def test_each_row_of_the_docs_table_is_what_is_planned(
+    before: str, signal: str, mode: str, orders: str, after: str
+) -> None:
+    modes = list(EntryMode) if mode == "any" else [EntryMode(mode)]
+    for each in modes:
+        moves = plan_moves(wish_of(signal), int(before), each)
+        if orders in _NOTHING:
+            assert (moves.outcome, list(moves.steps)) == (_NOTHING[orders], [])
+        else:
+            assert list(moves.steps) == [move_of(text) for text in orders.split(", ")]
+            assert moves.outcome is Outcome.PLACED
+        assert moves.position_after(int(before)) == int(after)
+
+
+def test_the_table_has_all_actions_and_both_modes() -> None:
+    assert {wish_of(row[1]).action for row in rows()} == set(SignalAction)
+    assert {row[2] for row in rows()} == {"any", "open", "delta"}
+
+
+@pytest.mark.parametrize("held", range(-4, 5))
+@pytest.mark.parametrize("quantity", range(1, 6))
+def test_delta_trades_its_quantity_and_open_opens_it_whatever_is_held(held: int, quantity: int) -> None:
+    for action, sign in ((SignalAction.LONG_ENTRY, 1), (SignalAction.SHORT_ENTRY, -1)):
+        wish = Wish(action=action, quantity=quantity)
+        delta = plan_moves(wish, held, EntryMode.DELTA)
+        assert delta.position_after(held) == held + sign * quantity
+        opened = plan_moves(wish, held, EntryMode.OPEN)
+        same_side = held if held * sign > 0 else 0
+        assert opened.position_after(held) == same_side + sign * quantity
+    for target in (-quantity, 0, quantity):
+        moves = plan_moves(Wish(action=SignalAction.POSITION, target=target), held)
+        assert moves.position_after(held) == target
+        closed = sum(step.quantity for step in moves.steps if step.closes)
+        assert closed <= abs(held)
+
+
+def meaning(wish: Wish, **changes: object) -> Meaning:
+    usual: dict[str, object] = {
+        "symbol": "2330",
+        "unit": QuantityUnit.SHARES,
+        "wish": wish,
+        "mode": EntryMode.OPEN,
+        "odd": OddLots.SPLIT,
+        "rounding": PriceRounding.SAFE,
+        "pricing": OrderPricing(quoted=Decimal("1005.5")),
+        "names": NAMES,
+    }
+    return Meaning(**usual | changes)  # type: ignore[arg-type]
+
+
+def shown(plan: SignalPlan) -> list[tuple[str, str, int, str]]:
+    return [
+        (order.client_order_id, order.side.value, order.quantity, order.pricing.lot.value)
+        for order in plan.orders
+    ]
+
+
+BUY_2300 = Wish(action=SignalAction.BUY, quantity=2300)
+BUY_100 = Wish(action=SignalAction.BUY, quantity=100)
+
+
+def test_shares_become_lots_and_an_odd_lot_with_a_limit_near_the_price() -> None:
+    plan = plan_signal(meaning(BUY_2300), 0)
+    assert shown(plan) == [("s.open", "buy", 2, "common"), ("s.open-odd", "buy", 300, "intraday_odd")]
+    lots, odd = plan.orders
+    assert (lots.pricing.price_type, lots.pricing.time_in_force) == (PriceType.MARKET, TimeInForce.IOC)
+    assert (odd.pricing.price_type, odd.pricing.price) == (PriceType.LIMIT, Decimal(1015))
+    assert odd.pricing.time_in_force is TimeInForce.ROD
+    sold = plan_signal(meaning(Wish(action=SignalAction.SELL, quantity=100)), 0)
+    assert [order.pricing.price for order in sold.orders] == [Decimal("996")]
+
+
+def test_a_hundred_shares_are_never_a_hundred_lots() -> None:
+    assert shown(plan_signal(meaning(BUY_100), 0)) == [("s.open-odd", "buy", 100, "intraday_odd")]
+    rounded = plan_signal(meaning(BUY_100, odd=OddLots.ROUND_DOWN), 0)
+    assert (shown(rounded), rounded.outcome) == ([], Outcome.NOTHING_TO_DO)
+    assert "100 of 100 shares" in rounded.note
+    with pytest.raises(OddLotRefused, match="0 lots and 100 shares"):
+        plan_signal(meaning(BUY_100, odd=OddLots.REFUSE), 0)
+    lots = plan_signal(meaning(BUY_100, unit=QuantityUnit.LOTS), 0)
+    assert shown(lots) == [("s.open", "buy", 100, "common")]
+
+
+@pytest.mark.parametrize("odd", list(OddLots))
+def test_full_lots_in_shares_are_lots_whatever_the_setting(odd: OddLots) -> None:
+    plan = plan_signal(meaning(Wish(action=SignalAction.BUY, quantity=3000), odd=odd), 0)
+    assert shown(plan) == [("s.open", "buy", 3, "common")]
+
+
+def test_rounding_down_names_what_is_left_out() -> None:
+    plan = plan_signal(meaning(BUY_2300, odd=OddLots.ROUND_DOWN), 0)
+    assert shown(plan) == [("s.open", "buy", 2, "common")]
+    assert plan.note == "300 of 2300 shares are no full lot and are not bought"
+
+
+def test_an_odd_lot_of_a_market_signal_without_a_price_is_refused_with_what_to_send() -> None:
+    with pytest.raises(OddLotRefused, match=r'"price": "\{\{close\}\}"'):
+        plan_signal(meaning(BUY_2300, pricing=OrderPricing()), 0)
+
+
+def test_an_odd_lot_of_a_limit_signal_has_its_limit() -> None:
+    limit = OrderPricing(
+        price_type=PriceType.LIMIT, price=Decimal(1005), time_in_force=TimeInForce.ROD, quoted=None
+    )
+    plan = plan_signal(meaning(BUY_2300, pricing=limit), 0)
+    assert [order.pricing.price for order in plan.orders] == [Decimal(1005), Decimal(1005)]
+
+
+@pytest.mark.parametrize("refused", [OrderCondition.MARGIN, OrderCondition.SHORT_SELLING])
+def test_odd_lots_are_for_cash(refused: OrderCondition) -> None:
+    pricing = OrderPricing(condition=refused, quoted=Decimal(100))
+    with pytest.raises(OddLotRefused, match="cash only"):
+        plan_signal(meaning(BUY_2300, pricing=pricing), 0)
+
+
+def test_only_full_lots_trade_at_the_closing_price() -> None:
+    with pytest.raises(OddLotRefused, match="closing price"):
+        plan_signal(meaning(BUY_2300, pricing=OrderPricing(lot=OrderLot.FIXING, quoted=Decimal(9))), 0)
+
+
+def test_a_reversal_in_shares_closes_lots_and_odd_shares_and_opens_both() -> None:
+    plan = plan_signal(meaning(Wish(action=SignalAction.POSITION, target=-1500)), 2300)
+    assert shown(plan) == [
+        ("s.close", "sell", 2, "common"),
+        ("s.close-odd", "sell", 300, "intraday_odd"),
+        ("s.open", "sell", 1, "common"),
+        ("s.open-odd", "sell", 500, "intraday_odd"),
+    ]
+    assert (plan.before, plan.after) == (2300, -1500)
+
+
+def test_a_close_has_the_condition_of_its_position_and_the_entry_its_own() -> None:
+    wish = Wish(action=SignalAction.SHORT_ENTRY, quantity=1000)
+    plan = plan_signal(meaning(wish, pricing=OrderPricing()), 1000, condition=OrderCondition.MARGIN)
+    assert [(one.closes, one.pricing.condition) for one in plan.orders] == [
+        (True, OrderCondition.MARGIN),
+        (False, None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("side", "price", "expected"),
+    [
+        (SignalAction.BUY, "1005.5", "1005"),
+        (SignalAction.SELL, "1005.5", "1010"),
+        (SignalAction.BUY, "1005", "1005"),
+    ],
+)
+def test_a_limit_is_rounded_to_the_tick_that_is_no_worse_or_refused(
+    side: SignalAction, price: str, expected: str
+) -> None:
+    limit = OrderPricing(price_type=PriceType.LIMIT, price=Decimal(price), time_in_force=TimeInForce.ROD)
+    wish = Wish(action=side, quantity=1000)
+    (order,) = plan_signal(meaning(wish, pricing=limit), 0).orders
+    assert order.pricing.price == Decimal(expected)
+    strict = meaning(wish, pricing=limit, rounding=PriceRounding.REFUSE)
+    if price == expected:
+        assert plan_signal(strict, 0).orders[0].pricing.price == Decimal(price)
+    else:
+        with pytest.raises(PriceOffTick, match="between two ticks"):
+            plan_signal(strict, 0)
+
+
+def test_a_plan_is_the_same_after_it_was_stored() -> None:
+    plan = plan_signal(meaning(Wish(action=SignalAction.POSITION, target=-1500)), 2300)
+    stored = SignalPlan.from_json(plan.to_json())
+    assert stored.to_json() == plan.to_json()
+    assert shown(stored) == shown(plan)

@@ -1,0 +1,93 @@
+"""Symbols as charting programs write them; front months; ticks."""
+
+from __future__ import annotations
+
+from datetime import date, datetime, time
+from decimal import Decimal
+
+import pytest
+
+from infra.market.calendar import TAIPEI, Calendar, Hours, load_calendar
+from infra.market.signal_symbols import is_share, lane_of, last_trade, resolve_symbol, round_to_tick
+from worker_runtime.protocol.errors import UnknownSymbol
+
+CALENDAR = load_calendar()
+#: The third Wednesday of November 2026 is the 18th.
+BEFORE = datetime(2026, 11, 18, 13, 29, 59, tzinfo=TAIPEI)
+AFTER = datetime(2026, 11, 18, 13, 30, tzinfo=TAIPEI)
+
+
+def resolved(name: str, at: datetime = BEFORE, **names: str) -> str:
+    return resolve_symbol(name, names, CALENDAR, at)
+
+
+@pytest.mark.parametrize(
+    ("name", "symbol"),
+    [
+        *(("2330", "2330"), ("TWSE:2330", "2330"), ("TPEX:6488", "6488"), ("2330.TW", "2330")),
+        *(("6488.TWO", "6488"), (" twse:2330 ", "2330"), ("TWSE_DLY:2330", "2330"), ("TWSE_DL:0050", "0050")),
+        *(("TXFL6", "TXFL6"), ("TXFR1", "TXFR1"), ("TAIFEX:MXFA7", "MXFA7"), ("TXFZ2026", "TXFL6")),
+        *(("TXF1!", "TXFK6"), ("TAIFEX:TXF1!", "TXFK6"), ("txf1!", "TXFK6"), ("TXF2!", "TXFL6")),
+    ],
+)
+def test_a_symbol_is_what_the_exchange_calls_it(name: str, symbol: str) -> None:
+    assert resolved(name) == symbol
+
+
+def test_the_front_month_ends_with_the_close_of_its_final_settlement_day() -> None:
+    assert (resolved("TXF1!", BEFORE), resolved("TXF2!", BEFORE)) == ("TXFK6", "TXFL6")
+    assert (resolved("TXF1!", AFTER), resolved("TXF2!", AFTER)) == ("TXFL6", "TXFA7")
+    year_end = datetime(2026, 12, 17, 9, tzinfo=TAIPEI)
+    assert (resolved("MXF1!", year_end), resolved("MXF2!", year_end)) == ("MXFA7", "MXFB7")
+
+
+def test_a_final_settlement_day_without_trading_moves_to_the_next_trading_day() -> None:
+    # The third Wednesday of February 2026, the 18th, is in the lunar new year; trading goes on on the 23rd.
+    assert last_trade(2026, 2, CALENDAR) == datetime(2026, 2, 23, 13, 30, tzinfo=TAIPEI)
+    typhoon = Calendar(CALENDAR.holidays, CALENDAR.last, {date(2026, 11, 18): None})
+    assert last_trade(2026, 11, typhoon) == datetime(2026, 11, 19, 13, 30, tzinfo=TAIPEI)
+    assert resolve_symbol("TXF1!", {}, typhoon, AFTER) == "TXFK6"
+    short = Calendar(CALENDAR.holidays, CALENDAR.last, {date(2026, 11, 18): Hours(time(9), time(11))})
+    assert last_trade(2026, 11, short) == datetime(2026, 11, 18, 11, tzinfo=TAIPEI)
+
+
+def test_an_operator_gives_a_name_a_meaning() -> None:
+    names = {"FITX": "TXF1!", "TW:TSMC": "2330"}
+    assert resolve_symbol("fitx", names, CALENDAR, BEFORE) == "TXFK6"
+    assert resolve_symbol("TAIFEX:FITX", names, CALENDAR, BEFORE) == "TXFK6"
+    assert resolve_symbol("TW:TSMC", names, CALENDAR, BEFORE) == "2330"
+
+
+@pytest.mark.parametrize("name", ["NASDAQ:AAPL", "", "TXF3!", "a b", "!!"])
+def test_what_no_exchange_here_has_is_named_with_what_to_do(name: str) -> None:
+    with pytest.raises(UnknownSymbol, match="berth symbols set"):
+        resolved(name)
+
+
+def test_contracts_of_a_product_wait_in_one_line_and_each_share_in_its_own() -> None:
+    assert {lane_of(symbol) for symbol in ("TXFK6", "TXFL6", "TXFR1")} == {"TXF"}
+    assert [lane_of(symbol) for symbol in ("2330", "2337")] == ["2330", "2337"]
+    assert [is_share(symbol) for symbol in ("2330", "0050", "TXFL6")] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("symbol", "price", "bought", "sold"),
+    [
+        ("2330", "1005.5", "1005", "1010"),
+        ("2330", "999.9", "999", "1000"),
+        ("2330", "499.75", "499.5", "500"),
+        ("2330", "99.97", "99.9", "100"),
+        ("2330", "9.999", "9.99", "10"),
+        ("0050", "180.03", "180", "180.05"),
+        ("0050", "49.999", "49.99", "50"),
+        ("TXFL6", "23000.4", "23000", "23001"),
+        ("EXFL6", "1000.04", "1000", "1000.05"),
+        ("TXO20000L6", "10.12345678", "10.1234", "10.1235"),
+        ("2330", "0.001", "0.01", "0.01"),
+    ],
+)
+def test_a_price_is_rounded_to_the_side_that_is_no_worse(
+    symbol: str, price: str, bought: str, sold: str
+) -> None:
+    assert round_to_tick(symbol, Decimal(price), buys=True) == Decimal(bought)
+    assert round_to_tick(symbol, Decimal(price), buys=False) == Decimal(sold)
