@@ -32,6 +32,7 @@ from api.positions import router as positions
 from api.switches import router as switches
 from api.symbols import router as symbols
 from api.users import router as users
+from api.webhook_calls import router as webhook_calls
 from api.webhooks import router as webhooks
 from api.webhooks.schemas import Signal
 from api.workers import router as workers
@@ -65,6 +66,7 @@ ROUTERS = (
     attention.router,
     switches.router,
     webhooks.router,
+    webhook_calls.router,
     symbols.router,
     jobs.router,
     workers.router,

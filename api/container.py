@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 from temporalio.client import Client
 
 from api.fleet.alerts import OperatorAlerts
+from api.fleet.entities import EntityProbe
 from api.fleet.primary import Primary, startup_tasks
 from api.fleet.service import FleetList, MaintenanceTrigger, ReadinessProbe
 from api.http.auth import Authenticator, Caller, Principal
@@ -31,6 +32,7 @@ from api.pools.service import PoolControl, RolloutControl
 from api.positions.closer import Portfolio, PositionCloser
 from api.positions.intents import IntentRunner
 from api.switches.service import SwitchControl
+from api.webhook_calls.service import FailureNotices, SignalTester
 from api.webhooks.queue import SignalQueue
 from api.webhooks.service import SignalReceiver
 from api.workers.answers import AnswerListener, AnswerWaiter
@@ -97,10 +99,15 @@ class Services:
         self.starter = WorkerStarter(temporal, settings)
         self.control = WorkerControl(temporal)
         self.readiness = ReadinessProbe(
-            self.database, self.valkey, self.control, self.schema.require, settings
+            self.database,
+            self.valkey,
+            self.control,
+            self.schema.require,
+            settings,
+            EntityProbe(self.database, temporal, settings),
         )
         self.fleet = FleetList(temporal)
-        self.pools = PoolControl(temporal)
+        self.pools = PoolControl(temporal, self.database)
         self.pool_history = PoolHistory(self.pools, settings.pool)
         self.kept_jobs = KeptJobs(self.database, JobClient(self.valkey, self.message_secrets))
         self.alerts = OperatorAlerts(self.valkey, self.kept_jobs, settings, self.write_metrics)
@@ -155,6 +162,8 @@ class Services:
             require_schema=self.schema.require,
             is_genuine=self.tokens.is_genuine,
         )
+        self.failure_notices = FailureNotices(self.database, self.kept_jobs, self.schema.require)
+        self.signal_tester = SignalTester(self.database, self.signals, self.webhooks.calendar)
 
     @property
     def wrapper(self) -> KeyWrapper:
@@ -207,7 +216,7 @@ async def running_services(settings: Settings, traces: Traces | None = None) -> 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(services.database.close)
         stack.push_async_callback(services.valkey.aclose)
-        await stack.enter_async_context(tasks.running(_wait_then_lead(services, temporal)))
+        await stack.enter_async_context(tasks.running(_wait_then_lead(services)))
         await stack.enter_async_context(tasks.running(watch_connection(temporal, settings)))
         services.outcome_writer.start()
         stack.push_async_callback(services.outcome_writer.close)
@@ -229,14 +238,15 @@ async def running_services(settings: Settings, traces: Traces | None = None) -> 
                 await services.schema.tried.wait()
         stack.push_async_callback(services.signals.close)
         await stack.enter_async_context(tasks.running(services.webhooks.run()))
+        await stack.enter_async_context(tasks.running(services.failure_notices.run()))
         yield services
 
 
-async def _wait_then_lead(services: Services, temporal: Client) -> None:
+async def _wait_then_lead(services: Services) -> None:
     await services.schema.run()
     settings = services.settings
     days = load_calendar(Path(settings.calendar_file) if settings.calendar_file else None)
-    await Primary(settings, temporal, startup_tasks(settings, days)).run()
+    await Primary(settings, startup_tasks(settings, days)).run()
 
 
 async def current_services(request: Request) -> Services:

@@ -80,6 +80,12 @@ FAMILIES = {
     ),
     "berth_event_stream_waiting": _gauge("Events of workers that this group has not handled.", "group"),
     "berth_event_stream_lag_seconds": _gauge("Age of the oldest of them.", "group"),
+    "berth_entities": _gauge(
+        "Long-lived workflows and schedules that are `paused` or `missing`, and those that were `rebuilt` or "
+        "`ended` within the last hour.",
+        "state",
+        "kind",
+    ),
     "berth_maintenance_age_seconds": _gauge("Since the last pass of maintenance began."),
     "berth_maintenance_workers": _gauge("Workers that it scanned."),
     "berth_maintenance_guarded": _gauge("1: it might do nothing, for want of trust."),
@@ -155,6 +161,11 @@ select 'berth_switches_closed', array[split_part(scope, '\\:', 1), state], count
 union all
 select 'berth_differences_open', array[cast(blocks as text)], count(distinct (user_id, account_id))
   from reconciliations where resolved_at is null group by blocks
+union all
+select 'berth_entities', array[state, kind], count(*) from entity_findings
+ where state in ('paused', 'missing')
+    or (state in ('rebuilt', 'ended') and seen_at > clock_timestamp() - interval '1 hour')
+ group by state, kind
 union all
 select 'berth_startup_tasks_open', '{{}}', count(*) from startup_tasks where ended_at is null
 """)  # noqa: S608 - constants of ours

@@ -155,6 +155,8 @@ class Settings(BaseSettings):
     #: `berth up` kills an orchestrator after 15 s.
     stop_grace: float = Field(default=10.0, ge=0)
     move_period: float = Field(default=15.0, gt=0)
+    #: With the second look 10 s later, what somebody ended is back within a minute.
+    entity_period: float = Field(default=45.0, gt=0)
     differences_block: bool = False
     sweep_period: float = Field(default=0.5, gt=0)
     #: Longer than a round with servers that answer slowly: Valkey's socket timeout is 5 s.

@@ -34,8 +34,8 @@ class DrillGroup:
     """Drills that share a system, and the paths that they are about."""
 
     name: str
-    #: A test, a module, or a folder with a slash at its end. Drills below it belong to this entry.
-    tests: str
+    #: Tests, modules, or folders with a slash at their end. Drills below them belong to this entry.
+    tests: tuple[str, ...]
     #: Files, or folders with a slash at their end. A change of the drills' own module counts, too.
     about: tuple[str, ...]
     #: Process-seconds on 2 cores, rounded; they balance the quarters.
@@ -43,23 +43,29 @@ class DrillGroup:
 
     def is_about(self, path: str) -> bool:
         """Returns True if a change of the file at `path` makes this drill run."""
-        own = self.tests.partition("::")[0]
+        modules = [entry.partition("::")[0] for entry in self.tests]
         return any(
-            path == entry or (entry.endswith("/") and path.startswith(entry)) for entry in (own, *self.about)
+            path == entry or (entry.endswith("/") and path.startswith(entry))
+            for entry in (*modules, *self.about)
         )
 
     def includes(self, node_id: str) -> bool:
         """Returns True if the test belongs to this entry."""
-        if self.tests.endswith("/"):
-            return node_id.startswith(self.tests)
-        return node_id == self.tests or node_id.startswith((f"{self.tests}::", f"{self.tests}["))
+        return any(
+            node_id.startswith(entry if entry.endswith("/") else (f"{entry}::", f"{entry}["))
+            or node_id == entry
+            for entry in self.tests
+        )
 
+
+BENCHES = "tests/integration/bench/test_bench.py"
+UP = "tests/integration/local/test_up.py"
 
 #: The first entry that includes a drill counts.
 DRILLS = (
     DrillGroup(
         "compose",
-        "tests/compose/",
+        ("tests/compose/",),
         (
             ".dockerignore",
             "compose.yaml",
@@ -71,14 +77,61 @@ DRILLS = (
         400,
     ),
     DrillGroup(
-        "benches",
-        "tests/integration/bench/test_bench.py",
-        ("infra/lab/bench/", "infra/lab/target.py", "infra/lab/figures.py"),
-        300,
+        "benches of jobs",
+        (
+            f"{BENCHES}::test_jobs_are_measured_beside_the_peers_and_the_floors",
+            f"{BENCHES}::test_tiers_are_measured_beside_a_flood",
+        ),
+        ("infra/lab/bench/jobs/",),
+        60,
+    ),
+    DrillGroup(
+        "benches of fleets",
+        (
+            f"{BENCHES}::test_memory_is_measured_of_idle_workers_and_of_an_active_one",
+            f"{BENCHES}::test_users_at_rest_are_measured_beside_a_workflow_that_polls",
+            f"{BENCHES}::test_a_pass_of_maintenance_cleans_up_what_was_planted",
+        ),
+        ("infra/lab/bench/fleet/", "infra/lab/bench/memory.py"),
+        80,
+    ),
+    DrillGroup(
+        "benches under a quota",
+        (
+            f"{BENCHES}::test_leases_of_a_throttled_runner_are_counted_beside_the_naive_ones",
+            f"{BENCHES}::test_renewals_of_a_throttled_worker_are_counted_beside_the_naive_ones",
+        ),
+        ("infra/lab/bench/starvation/",),
+        50,
+    ),
+    DrillGroup(
+        "benches of checkouts",
+        (
+            f"{BENCHES}::test_two_checkouts_take_turns",
+            f"{BENCHES}::test_a_folder_that_is_no_checkout_is_refused",
+            f"{BENCHES}::test_a_checkout_that_does_not_start_ends_the_bench",
+        ),
+        ("infra/lab/bench/beside.py",),
+        50,
+    ),
+    DrillGroup(
+        "benches of orders and claims",
+        (BENCHES,),
+        (
+            "infra/lab/bench/aims.py",
+            "infra/lab/bench/claim.py",
+            "infra/lab/bench/claim_race/",
+            "infra/lab/bench/flood.py",
+            "infra/lab/bench/order.py",
+            "infra/lab/bench/recovery.py",
+            "infra/lab/bench/waits.py",
+            "infra/lab/target.py",
+        ),
+        120,
     ),
     DrillGroup(
         "kill steps beside an order's way",
-        "tests/chaos/test_steps.py",
+        ("tests/chaos/test_steps.py",),
         (
             "activities/events/recorder.py",
             "activities/orders/",
@@ -92,13 +145,13 @@ DRILLS = (
     ),
     DrillGroup(
         "rolling hosts",
-        "tests/chaos/test_drill.py",
+        ("tests/chaos/test_drill.py",),
         ("activities/rollout/", "infra/launchers/process.py", "infra/node/", "workflows/rollout/"),
         120,
     ),
     DrillGroup(
         "lost host",
-        "tests/chaos/test_host_lost.py",
+        ("tests/chaos/test_host_lost.py",),
         (
             "activities/claims/stop.py",
             "activities/events/mark_watcher.py",
@@ -108,19 +161,19 @@ DRILLS = (
     ),
     DrillGroup(
         "late lists",
-        "tests/chaos/test_late_lists.py",
+        ("tests/chaos/test_late_lists.py",),
         ("activities/claims/", "activities/maintenance/", "infra/launchers/process.py"),
         60,
     ),
     DrillGroup(
         "restore",
-        "tests/integration/local/test_restore.py",
+        ("tests/integration/local/test_restore.py",),
         ("infra/recovery/", "infra/database/migrations/"),
         150,
     ),
     DrillGroup(
         "two releases",
-        "tests/integration/local/test_two_releases.py",
+        ("tests/integration/local/test_two_releases.py",),
         (
             "activities/orchestrator/",
             "infra/database/migrations/",
@@ -131,55 +184,70 @@ DRILLS = (
     ),
     DrillGroup(
         "versions of the orchestrator",
-        "tests/e2e/test_versions.py",
+        ("tests/e2e/test_versions.py",),
         ("activities/orchestrator/", "workflows/entity.py", "workflows/sandbox.py"),
         150,
     ),
     DrillGroup(
         "key rotation",
-        "tests/e2e/test_key_rotation.py",
+        ("tests/e2e/test_key_rotation.py",),
         ("infra/cli/keys.py", "infra/vault/"),
         60,
     ),
     DrillGroup(
         "histories",
-        "tests/e2e/test_histories.py",
+        ("tests/e2e/test_histories.py",),
         ("infra/temporal/codec.py", "infra/temporal/codec_server.py", "workflows/rollout/"),
         60,
     ),
     DrillGroup(
         "traces",
-        "tests/e2e/test_traces.py",
+        ("tests/e2e/test_traces.py",),
         ("infra/tracing.py",),
         50,
     ),
     DrillGroup(
         "pages in a browser",
-        "tests/e2e/test_page.py",
+        ("tests/e2e/test_page.py",),
         ("api/page/",),
         200,
     ),
     DrillGroup(
         "damaged files",
-        "tests/integration/local/test_damage.py",
+        ("tests/integration/local/test_damage.py",),
         ("infra/local/",),
         60,
     ),
     DrillGroup(
+        "down, and a start that is interrupted",
+        (
+            f"{UP}::test_down_stops_a_running_up_and_ends_what_a_killed_one_left",
+            f"{UP}::test_a_start_that_is_interrupted_leaves_nothing_behind",
+        ),
+        ("infra/cli/stack.py", "infra/local/steps.py", "infra/local/process.py"),
+        60,
+    ),
+    DrillGroup(
+        "ways of the documents",
+        ("tests/ways/",),
+        ("docs/how-it-works/",),
+        60,
+    ),
+    DrillGroup(
         "fleet of Valkey users",
-        "tests/e2e/test_worker_users.py",
+        ("tests/e2e/test_worker_users.py",),
         ("infra/valkey/", "activities/events/pump.py", "infra/lab/bench/fleet/simulated/"),
         60,
     ),
     DrillGroup(
         "trading day",
-        "tests/workflow/days/test_trading_day.py",
+        ("tests/workflow/days/test_trading_day.py",),
         ("workflows/morning/", "infra/market/", "tests/workflow/days/moved_system.py"),
         60,
     ),
     DrillGroup(
         "year",
-        "tests/workflow/days/test_year.py",
+        ("tests/workflow/days/test_year.py",),
         (
             "workflows/reports/",
             "infra/market/",

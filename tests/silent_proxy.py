@@ -18,7 +18,8 @@ class _Pair:
 
     def __init__(self, near: asyncio.StreamWriter, far: asyncio.StreamWriter) -> None:
         self.near, self.far = near, far
-        self.silent = False
+        #: Whether what the client sends is lost, and what the server replies.
+        self.deaf = self.silent = False
 
     def abort(self) -> None:
         self.near.transport.abort()
@@ -44,16 +45,16 @@ class SilentProxy:
     def address(self) -> str:
         return f"{HOST}:{self.port}"
 
-    def silence(self, *, new: bool = False) -> int:
+    def silence(self, *, new: bool = False, replies_only: bool = False) -> int:
         """Silences all present connections for ever, with `new` also those to come, until `heal`.
 
-        Returns how many there were.
+        With `replies_only` the server still hears what these are told. Returns how many there were.
         """
 
         async def silence() -> int:
             self._silences_new = new
             for pair in self._pairs:
-                pair.silent = True
+                pair.silent, pair.deaf = True, not replies_only
             return len(self._pairs)
 
         return asyncio.run_coroutine_threadsafe(silence(), self._loop).result(10)
@@ -97,20 +98,24 @@ class SilentProxy:
             writer.transport.abort()
             return
         pair = _Pair(writer, far)
-        pair.silent = self._silences_new
+        pair.silent = pair.deaf = self._silences_new
         self._pairs.add(pair)
         try:
-            await asyncio.gather(self._pump(pair, reader, far), self._pump(pair, far_reader, writer))
+            await asyncio.gather(
+                self._pump(pair, reader, far, asks=True), self._pump(pair, far_reader, writer, asks=False)
+            )
         except asyncio.CancelledError:  # the proxy ends
             return
         finally:
             self._pairs.discard(pair)
             pair.abort()
 
-    async def _pump(self, pair: _Pair, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, pair: _Pair, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, asks: bool
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
-                if not pair.silent:
+                if not (pair.deaf if asks else pair.silent):
                     writer.write(data)
         if pair.silent:  # the end of a silent connection is not passed on, either
             await asyncio.Future[None]()

@@ -174,6 +174,14 @@ async def count_pool(request: pm.CountPool) -> pm.PoolCount:
     return await _call(LIFECYCLE_QUEUE, "count_pool", request, pm.PoolCount, limits, "count the pool")
 
 
+async def keep_pool(request: pm.KeepPool) -> pm.KeptPool:
+    """One statement in PostgreSQL. An operator may wait for it, so the first repeats come quickly."""
+    limits = _Limits(_OUTAGE, each=_STATEMENT)
+    return await _call(
+        LIFECYCLE_QUEUE, "keep_pool", request, pm.KeptPool, limits, "keep what operators have set"
+    )
+
+
 async def launch_pool_worker(request: pm.LaunchPoolWorker) -> m.Launched:
     """Returns when the worker is ready. One attempt: the pool backs off and takes a new token.
 

@@ -12,7 +12,12 @@ from typing import Any, NoReturn, TypeVar
 from temporalio import workflow
 from temporalio.common import WorkflowIDReusePolicy
 from temporalio.converter import value_to_type
-from temporalio.exceptions import ChildWorkflowError, WorkflowAlreadyStartedError
+from temporalio.exceptions import (
+    ChildWorkflowError,
+    FailureError,
+    WorkflowAlreadyStartedError,
+    is_cancelled_exception,
+)
 
 from workflows.morning.messages import MorningPlan
 from workflows.reports.messages import StatementsPlan
@@ -63,6 +68,13 @@ async def wait_until(condition: Callable[[], bool], seconds: float | None, summa
     except TimeoutError:
         return False
     return True
+
+
+def raise_cancellation(error: FailureError) -> None:
+    """Ends a run that somebody cancelled while it waited for an activity; it would else go on as if nothing
+    had happened, and end only if the cancellation met it between two activities."""
+    if is_cancelled_exception(error) and workflow.patched("a cancellation ends the run"):
+        raise error
 
 
 def continue_as_new(given: object) -> NoReturn:

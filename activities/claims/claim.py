@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 
 import structlog
 from redis.asyncio import Redis
@@ -17,7 +18,7 @@ from activities.pool.launch import COLD_PREFIX
 from activities.rollout.canary import CanaryRegistry
 from infra.database.accounts import record_logins, split_rejected
 from infra.database.engine import Database
-from infra.database.models import StoredCredentials
+from infra.database.models import StoredCredentials, WorkerLaunch, WorkerSession
 from infra.database.orders import listing as open_orders_table
 from infra.database.trading import switches
 from infra.database.users import UserNotFound
@@ -57,6 +58,8 @@ class _ClaimedWorker:
     accounts: Sequence[StoredCredentials] = ()
     open_orders: list[PlaceOrder] = field(default_factory=list)
     crashes: tuple[float, ...] = ()
+    #: The assignment whose worker keeps its user.
+    adopted: WorkerSession | None = None
     #: Why an account, or each, may not log in.
     rejection: BerthError | None = None
 
@@ -81,6 +84,10 @@ class ClaimActivities:
             await self._canaries.failed(request.pool, request.failed[-1], request.user_id)
         claimed = await self._assign(request)
         found, worker = claimed.found, claimed.worker
+        if claimed.adopted is not None:
+            return _adopted(claimed, claimed.adopted)
+        if found.status == "none":
+            return m.ClaimResult(status=m.ClaimStatus.NONE)
         if claimed.crashes and not worker.epoch:
             return m.ClaimResult(status=m.ClaimStatus.BACK_OFF, crashes=claimed.crashes)
         if found.status == "empty":
@@ -141,8 +148,7 @@ class ClaimActivities:
                     "pool_entry_refused", worker_id=error.worker_id, pool=request.pool, reason=str(error)
                 )
                 await entries.discard_entry(self.client, request.pool, error.worker_id, request.claim_id)
-        empty = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id=request.claim_id, pool=request.pool)
-        return _ClaimedWorker(found=entries.PoolEntry(status="empty"), worker=empty)
+        return _ClaimedWorker(found=entries.PoolEntry(status="empty"), worker=_nobody(request))
 
     async def _assign_once(
         self, request: m.ClaimRequest, avoided: str, refused: Collection[str]
@@ -160,13 +166,19 @@ class ClaimActivities:
                     pool=request.pool,
                     crash_limit=BACK_OFF_FROM if request.check_crashes else 0,
                     crash_window=m.CRASH_WINDOW,
+                    adopt_only=request.adopt_only,
                 )
             except UserNotFound:
                 assigned = worker_sessions.AssignmentResult(epoch=0)
             epoch = assigned.epoch
+            adopted = await self._adopt(session, request, assigned)
+            if adopted is not None:
+                return adopted
             gone = await self._to_end_first(request, assigned)
             if gone is not None:
                 return _ClaimedWorker(found=entries.PoolEntry(status="gone"), worker=gone)
+            if request.adopt_only:
+                return _ClaimedWorker(found=entries.PoolEntry(status="none"), worker=_nobody(request))
             accounts: Sequence[StoredCredentials] = ()
             open_orders: list[PlaceOrder] = []
             rejection: BerthError | None = None
@@ -196,7 +208,9 @@ class ClaimActivities:
             )
             if found.status in ("claimed", "again"):
                 worker = await self._take(session, worker, found)
-        return _ClaimedWorker(found, worker, accounts, open_orders, assigned.crashes, rejection)
+        return _ClaimedWorker(
+            found, worker, accounts, open_orders, crashes=assigned.crashes, rejection=rejection
+        )
 
     async def _take(
         self, session: AsyncSession, worker: m.WorkerRef, found: entries.PoolEntry
@@ -214,6 +228,38 @@ class ClaimActivities:
             kind = "warm" if worker.warm else "cold"
             CLAIM_SECONDS.labels(worker.pool, kind).observe(launched.waited)
         return replace(worker, task_id=launched.task_id, version=launched.version)
+
+    async def _adopt(
+        self, session: AsyncSession, request: m.ClaimRequest, assigned: worker_sessions.AssignmentResult
+    ) -> _ClaimedWorker | None:
+        """The worker that the user has already, though no run of the workflow knows it; None: none goes on.
+
+        Somebody ended the run that claimed it, or reset it to an earlier event. A worker that was connected
+        is adopted even if Valkey shows no mark: the workflow asks its launcher. One that was not has to show
+        that it lives.
+        """
+        other = assigned.unended
+        if other is None or not assigned.adoptable:
+            return None
+        worker_id, user = other.worker_id or "", request.user_id
+        alive = other.connected_at is not None or await entries.is_alive(
+            self.client, other.pool, worker_id, user, other.epoch
+        )
+        if not alive:
+            return None
+        launched = await session.get(WorkerLaunch, worker_id)
+        worker = m.WorkerRef(
+            worker_id=worker_id,
+            task_id=other.task_id or (launched and launched.task_id) or "",
+            epoch=other.epoch,
+            claim_id=other.claim_id,
+            pool=other.pool,
+            version=launched.version if launched else "",
+            warm=bool(other.warm),
+        )
+        log.warning("worker_adopted", user_id=user, worker_id=worker_id, epoch=other.epoch)
+        found = entries.PoolEntry(status="adopted")
+        return _ClaimedWorker(found, worker, crashes=assigned.crashes, adopted=other)
 
     async def _to_end_first(
         self, request: m.ClaimRequest, assigned: worker_sessions.AssignmentResult
@@ -302,6 +348,24 @@ def _no_account(request: m.ClaimRequest, claimed: _ClaimedWorker) -> m.ClaimResu
     error = claimed.rejection or (errors.UnknownAccount() if claimed.worker.epoch else unknown)
     return m.ClaimResult(
         status=m.ClaimStatus.FAILED, failure_code=error.code, failure_detail=error.detail, retryable=False
+    )
+
+
+def _nobody(request: m.ClaimRequest) -> m.WorkerRef:
+    return m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id=request.claim_id, pool=request.pool)
+
+
+def _adopted(claimed: _ClaimedWorker, assignment: WorkerSession) -> m.ClaimResult:
+    claimed_at, connected_at = assignment.claimed_at, assignment.connected_at
+    if connected_at is None and claimed_at is not None:
+        # The event of its connect may be lost.
+        connected_at = claimed_at if datetime.now(UTC) - claimed_at > worker_sessions.LONG_CLAIMED else None
+    return m.ClaimResult(
+        status=m.ClaimStatus.ADOPTED,
+        worker=claimed.worker,
+        claimed_at=claimed_at.timestamp() if claimed_at else 0.0,
+        connected_at=connected_at.timestamp() if connected_at else 0.0,
+        crashes=claimed.crashes,
     )
 
 

@@ -264,8 +264,8 @@ class HealthActivity(_WorkerAccess):
         Only the orchestrator writes that key. A flushed Valkey has lost it, and the worker takes no order
         until it is there again. The workflow decides what a running worker without a mark means.
         """
-        running = await self._running(request.worker)
-        if running is not False:
+        running, over = await asyncio.gather(self._running(request.worker), self._is_over(request.worker))
+        if running is not False and not over:
             await self._restore_owner(request)
         mark, metadata, now_ms = await valkey.read_mark(self.client, request.user_id)
         generation = await self.client.get(keys.GENERATION)
@@ -278,6 +278,7 @@ class HealthActivity(_WorkerAccess):
             found = {"last_activity_ms": str(time.time_ns() // 1_000_000)}
         return m.WorkerHealth(
             unreported=running is False,
+            over=over,
             in_flight=not marked and await self._in_flight(request),
             marked=marked,
             running=running,
@@ -285,6 +286,19 @@ class HealthActivity(_WorkerAccess):
             generation=valkey.text_of(generation),
             worker_state=found.get("state", ""),
         )
+
+    async def _is_over(self, worker: m.WorkerRef) -> bool:
+        """Whether somebody has ended the assignment, as far as PostgreSQL answers.
+
+        A worker that announced its own end is still to be ended by its workflow.
+        """
+        try:
+            row = await self.database.fetch(worker_sessions.latest_session, claim_id=worker.claim_id)
+        except DatabaseUnavailable:
+            return False
+        if row is None or row.ended_at is None:
+            return False
+        return not (row.end_reason or "").startswith((worker_sessions.CLOSED_BY_WORKER, m.WAS_GONE))
 
     async def _in_flight(self, request: m.CheckWorker) -> bool:
         user, worker = request.user_id, request.worker

@@ -11,7 +11,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from temporalio.client import Client
 from temporalio.service import RPCError
 
-from activities.events.recorder import CLOSED_BY_WORKER
 from activities.pool import entries
 from infra import tasks
 from infra.database.engine import Database, DatabaseUnavailable
@@ -147,7 +146,9 @@ class ExitWatcher:
         if row is None:
             self._lost[pool] = ended.worker_id
             self._losing.set()
-        elif row.ended_at is None or (row.end_reason or "").startswith((CLOSED_BY_WORKER, m.WAS_GONE)):
+        elif row.ended_at is None or (row.end_reason or "").startswith(
+            (worker_sessions.CLOSED_BY_WORKER, m.WAS_GONE)
+        ):
             lost = m.WorkerLostSignal(
                 task_id=ended.task_id,
                 worker_id=ended.worker_id,
@@ -160,4 +161,6 @@ class ExitWatcher:
                 # The assignment of a worker without workflow would else stay open for ever.
                 reason = f"{ended.reason}, no workflow"[:200]
                 async with self.database.session() as session:
-                    await worker_sessions.end_session(session, claim_id=row.claim_id, reason=reason)
+                    await worker_sessions.end_session(
+                        session, claim_id=row.claim_id, reason=reason, crashed=not lost.planned
+                    )

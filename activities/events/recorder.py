@@ -38,8 +38,6 @@ from worker_runtime.protocol.messages import (
 from worker_runtime.protocol.requests import BooksCompared, ControlMessage
 from workflows.user_worker import messages as m
 
-#: Begins the reason of an end that the worker itself reported.
-CLOSED_BY_WORKER = "worker closed: "
 #: Begins the reason for which a person has to look at an order.
 LATE_NEWS = "a worker that is long gone has news of it"
 
@@ -125,7 +123,7 @@ class Recorder:
         if event.kind == WorkerEventKind.CONNECTED:
             await worker_sessions.set_connected(session, claim_id=row.claim_id, at=event.at_ms / 1000)
         else:
-            reason = f"{CLOSED_BY_WORKER}{event.detail}"[:200]
+            reason = f"{worker_sessions.CLOSED_BY_WORKER}{event.detail}"[:200]
             await worker_sessions.end_session(session, claim_id=row.claim_id, reason=reason)
 
     async def _trace(self, events: Sequence[OrderEvent], fresh: Collection[str]) -> None:

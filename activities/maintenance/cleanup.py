@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import structlog
 from redis.asyncio import Redis
-from temporalio.client import Client, WorkflowExecutionStatus, WorkflowQueryFailedError
+from temporalio.client import Client, WorkflowQueryFailedError
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities.claims.stop import EndConfirmer
@@ -23,6 +23,7 @@ from infra.database.workers import assignments
 from infra.database.workers.passes import Suspect
 from infra.launchers.port import Launcher
 from infra.temporal.client import CALL
+from infra.temporal.executions import read_execution
 from infra.worker_task import StopFailed
 from worker_runtime.protocol import keys
 from workflows import names
@@ -123,8 +124,11 @@ class AnomalyCleaner:
         """Whether the user's workflow knows this worker, and was signalled; True if it cannot be queried."""
         handle = self._temporal.get_workflow_handle(names.user_worker_id(one.user_id))
         try:
-            if (await handle.describe(rpc_timeout=CALL)).status != WorkflowExecutionStatus.RUNNING:
+            run = await read_execution(self._temporal, handle.id)
+            if run is None or not run.is_open:
                 return False
+            if run.is_paused:  # it does nothing until somebody resumes it
+                return True
             view = await handle.query("view", result_type=m.UserWorkerView, rpc_timeout=CALL)
             worker = view.worker
             if worker is None or worker.worker_id != one.worker_id:

@@ -1,4 +1,4 @@
-"""Lists workflow runs that failed for good, which stand in no table but Temporal's.
+"""Lists workflow runs that failed for good, or that somebody ended: they are in no table but Temporal's.
 
 Such a letter is dropped when another run of the workflow has followed, and when Temporal has forgotten it.
 """
@@ -14,16 +14,22 @@ from temporalio.client import Client, WorkflowExecution, WorkflowFailureError
 from infra.database.dead_letters import DeadLetter, DeadLetterRow, put_letter
 from infra.database.engine import Database
 from infra.temporal.client import CALL, unless_missing
+from infra.temporal.executions import read_execution
 from workflows import names
 
 #: Seconds between two rounds.
 PERIOD = 60.0
 #: Runs that are read: the newest. What a pass of maintenance left, the next one does.
 MOST_RUNS = 500
-RUNS = (
+_FAILED = (
     'ExecutionStatus IN ("Failed", "TimedOut")'
     f' AND WorkflowType != "{names.MAINTENANCE}" AND WorkflowType != "{names.MAINTENANCE_BATCH}"'
 )
+#: Somebody ended them by hand, and nobody starts them again. Pools, users and orders come back by themselves.
+_ENDED = 'ExecutionStatus IN ("Terminated", "Canceled") AND WorkflowType IN ({})'.format(
+    ", ".join(f'"{kind}"' for kind in (names.MORNING, names.STATEMENTS, names.DAILY_REPORT, names.ROLLOUT))
+)
+RUNS = f"({_FAILED}) OR ({_ENDED})"
 
 log = structlog.get_logger()
 
@@ -51,8 +57,7 @@ class FailureCollector:
         found: dict[DeadLetter, WorkflowExecution] = {}
         runs = [run async for run in self._temporal.list_workflows(RUNS, limit=self._most_runs)]
         for run in runs:
-            handle = self._temporal.get_workflow_handle(run.id)
-            last = await unless_missing(handle.describe(rpc_timeout=CALL))  # or it was deleted meanwhile
+            last = await read_execution(self._temporal, run.id)  # None: it was deleted meanwhile
             if last is not None and last.run_id == run.run_id:
                 user_id = run.typed_search_attributes.get(names.SA_USER, "")
                 letter = DeadLetter(

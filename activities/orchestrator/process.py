@@ -30,6 +30,7 @@ from activities.orchestrator.deployment import Deployment
 from activities.orchestrator.mover import WorkflowMover
 from activities.orchestrator.promotion import Promotion, build_id
 from activities.orchestrator.queues import OrchestratorResources, hosted_queues, make_worker, open_resources
+from activities.orchestrator.restorer import EntityRestorer
 from activities.orders.sweeper import OrderSweeper
 from activities.pool.sizing import ANSWERS, LONGEST, ensure_pool
 from activities.pool.snapshot import HostProvisioner, PoolSnapshots
@@ -158,7 +159,8 @@ async def _serve(temporal: Client, parts: OrchestratorResources, stopping: async
             mover = WorkflowMover(
                 parts.database, deployment, promotion, rate=settings.move_rate, period=settings.move_period
             )
-            loops = [*loops, mover.run]
+            restorer = EntityRestorer(parts.database, temporal, starter, settings)
+            loops = [*loops, mover.run, restorer.run]
         for worker in workers:
             await stack.enter_async_context(worker)
         async with run_in_background(loops):

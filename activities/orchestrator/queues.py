@@ -119,9 +119,9 @@ async def open_resources(settings: Settings) -> AsyncIterator[OrchestratorResour
         )
 
 
-#: A run whose history cannot be replayed fails; otherwise it would stand still for ever. It is started anew:
-#: the pool at the next check of an orchestrator, a user's worker with the next order, an order's verification
-#: by the sweeper. (No release does this to runs of another one: versions are pinned.)
+#: A run whose history cannot be replayed fails; otherwise it would stand still for ever. The restorer starts
+#: it anew, and it goes on with what PostgreSQL knows. (No release does this to runs of another one: versions
+#: are pinned.)
 FAIL_ON = [NondeterminismError]
 #: The SDK passes on a heartbeat at most this often; its own choice, four fifths of the timeout, would leave
 #: an activity of ours one second of standstill out of five.
@@ -231,6 +231,7 @@ def lifecycle_activities(parts: OrchestratorResources) -> Activities:
         reloading.reload_credentials,
         TimelineActivity(parts.database).record_timeline,
         pool.count_pool,
+        pool.keep_pool,
         pool.shrink_pool,
     ]
 

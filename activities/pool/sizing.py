@@ -5,7 +5,7 @@ And the start of the pool's workflow, with the policy of the settings.
 
 import asyncio
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import time as clock_time
 from datetime import timedelta
 from typing import Any
@@ -16,12 +16,13 @@ from redis.asyncio import Redis
 from temporalio import activity
 from temporalio.client import Client
 from temporalio.common import WorkflowIDConflictPolicy
+from temporalio.converter import value_to_type
 
 from activities.heartbeat import beating
 from activities.pool import entries
 from activities.pool.launch import POOL_PREFIX, worker_id_of
 from infra.database.engine import Database
-from infra.database.workers import launches
+from infra.database.workers import launches, pools
 from infra.database.workers import sessions as worker_sessions
 from infra.launchers.port import Launcher
 from infra.market import windows
@@ -143,6 +144,14 @@ class PoolActivities:
         now, before = time.monotonic(), self._silent_since.get(pool, {})
         known = self._silent_since[pool] = {worker: before.get(worker, now) for worker in silent}
         return {worker for worker, since in known.items() if now - since > launch_timeout}
+
+    @activity.defn
+    async def keep_pool(self, request: pm.KeepPool) -> pm.KeptPool:
+        """Writes what operators have set for the pool; returns what PostgreSQL has then: it may be newer."""
+        number = request.kept.number
+        row = await self._database.fetch(pools.keep_pool, request.pool, number, asdict(request.kept))
+        kept: pm.KeptPool = value_to_type(pm.KeptPool, row.settings)
+        return replace(kept, number=row.number)
 
     @activity.defn
     async def shrink_pool(self, request: pm.StopPoolWorkers) -> int:

@@ -63,6 +63,30 @@ CONDITIONS = (
     Condition("berth_jobs_oldest_seconds", {}, 300, 0, "jobs in the queue {queue} wait for long"),
     Condition("berth_pool_waiting", {}, 0, 60, "{value:.0f} users wait: the pool {pool} is empty"),
     Condition("berth_startup_tasks_open", {}, 0, 1800, "{value:.0f} one-time tasks are not done"),
+    Condition(
+        "berth_entities",
+        {"state": "rebuilt"},
+        0,
+        0,
+        "{value:.0f} of kind {kind} had been ended in Temporal, and were rebuilt: `berth servers`",
+    ),
+    Condition(
+        "berth_entities", {"state": "paused"}, 0, 0, "{value:.0f} of kind {kind} are paused: `berth servers`"
+    ),
+    Condition(
+        "berth_entities",
+        {"state": "missing"},
+        0,
+        0,
+        "{value:.0f} of kind {kind} are gone and could not be rebuilt yet: `berth servers`",
+    ),
+    Condition(
+        "berth_entities",
+        {"state": "ended"},
+        0,
+        0,
+        "{value:.0f} runs were ended in Temporal, and nobody starts them again: `berth servers`",
+    ),
     Condition("berth_users", {"state": "Parked"}, 0, 0, "{value:.0f} users are parked", "temporal"),
 )
 

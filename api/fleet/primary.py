@@ -1,4 +1,4 @@
-"""The primary: one of all API processes, which runs one-time tasks and sees to it that the schedules exist.
+"""The primary: one of all API processes, which runs one-time tasks.
 
 Among the processes of a host it holds an exclusive `flock`, which the kernel frees when it dies; among hosts
 PostgreSQL's advisory lock, on a connection of its own. A process learns late that it lost that lock, so what
@@ -19,25 +19,21 @@ from pathlib import Path
 import structlog
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-from temporalio.client import Client
-from temporalio.service import RPCError
 
 from infra.database import reports, startup
 from infra.database.engine import DatabaseUnavailable, outage_of
-from infra.database.locks import SILENCE, lead
+from infra.database.locks import lead
 from infra.database.startup import PRIMARY_LOCK, StartupTask
 from infra.market.calendar import TAIPEI, Calendar
 from infra.processes import try_lock
 from infra.settings import Settings
-from infra.temporal.schedules import ensure_schedules
 
 #: Seconds between two tries of a process that waits: with a connect (10 ms) they are the gap after a death.
 #: On each host one process tries PostgreSQL's lock. And until a process that lost PostgreSQL tries again.
 FILE_STANDBY, LOCK_STANDBY, RETRY = 0.1, 0.2, 1.0
 #: Seconds between two signs of life on the lock's connection, well within `SILENCE`.
 SIGN_OF_LIFE = 5.0
-#: Seconds between two rounds: missing schedules, and tasks that failed. The first comes a round after the
-#: start: an orchestrator makes the schedules when it starts.
+#: Seconds between two rounds of tasks that failed.
 ROUND = 60.0
 
 log = structlog.get_logger()
@@ -77,7 +73,6 @@ class Primary:
     """A background loop of each API process. The schema must be up to date."""
 
     settings: Settings
-    temporal: Client
     tasks: Sequence[StartupTask]
     period: float = ROUND
 
@@ -109,7 +104,6 @@ class Primary:
                 await asyncio.sleep(min(SIGN_OF_LIFE, self.period))
                 async with connection.begin():
                     await connection.execute(text("select 1"))
-            await self._restore_schedules()
 
     async def _finish(self, connection: AsyncConnection, task: StartupTask) -> None:
         """All steps that are left of a task. One that fails is tried again in the next round."""
@@ -123,10 +117,3 @@ class Primary:
             if not isinstance(error, TimeoutError) and outage_of(error) is not None:
                 raise
             log.exception("startup_task_failed", task=task.name)
-
-    async def _restore_schedules(self) -> None:
-        try:
-            async with asyncio.timeout(SILENCE / 2):
-                await ensure_schedules(self.temporal, self.settings, keep=True)
-        except (RPCError, RuntimeError, TimeoutError) as error:
-            log.warning("schedules_not_checked", reason=str(error)[:200])

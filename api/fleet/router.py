@@ -37,7 +37,7 @@ async def show_fleet(call: Call) -> schemas.FleetView:
 
 @router.get("/fleet/primary", summary="Show the primary among the API processes")
 async def show_primary(call: Call) -> schemas.PrimaryView:
-    """Which process runs one-time tasks and sees to the schedules, and the tasks so far. For operators."""
+    """Which process runs one-time tasks, and the tasks so far. For operators."""
     async with call.database.session(autocommit=True) as session:
         holder, tasks = await startup.read_holder(session), await startup.list_startup_tasks(session)
     return schemas.PrimaryView.model_validate({**holder._asdict(), "tasks": tasks})
@@ -47,7 +47,8 @@ async def show_primary(call: Call) -> schemas.PrimaryView:
 async def list_servers(call: Call) -> schemas.ServerList:
     """PostgreSQL, Valkey, Temporal and the paper exchange, as this process reaches them; orchestrators, by
     their last poll (one that died is `up` for 90 s at most); the launcher, as the last pass of maintenance
-    met it. For operators."""
+    met it. And the pool's workflow, the schedules, and workflows that somebody ended or paused in Temporal:
+    what is ended is rebuilt within a minute. For operators."""
     return schemas.ServerList(servers=await call.services.readiness.list_servers())
 
 

@@ -115,14 +115,15 @@ class AliveView(View):
 class ServerView(View):
     """A server, as this process meets it, or as others met it last."""
 
-    state: Literal["up", "down", "unknown"]
+    state: Literal["up", "down", "unknown", "paused"]
     ms: float | None = Field(default=None, description="Milliseconds that its answer to us took.")
     reason: str = Field(default="", description="Why it is not up; or what it serves.")
     seen_at: datetime | None = Field(default=None, description="When others met it; null: we, just now.")
 
 
 class ServerList(View):
-    """Every server by its name, and each task queue that no orchestrator serves."""
+    """Every server by its name, each task queue that no orchestrator serves, the pool's workflow, schedules,
+    and other workflows that were found paused or ended."""
 
     servers: dict[str, ServerView]
 

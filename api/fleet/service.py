@@ -27,6 +27,7 @@ from temporalio.client import (
 from temporalio.common import WorkflowIDConflictPolicy
 from temporalio.service import RPCError, RPCStatusCode
 
+from api.fleet.entities import EntityProbe
 from api.fleet.schemas import FleetPage, FleetRowView, ServerView
 from api.fleet.schemas import ReadinessView as View
 from api.http.errors import InvalidRequest, NoMaintenance, OrchestratorUnavailable
@@ -222,6 +223,7 @@ class ReadinessProbe:
     control: WorkerControl
     require_schema: Callable[[], None]
     settings: Settings
+    entities: EntityProbe
 
     async def check(self) -> View:
         found = await asyncio.gather(
@@ -237,6 +239,8 @@ class ReadinessProbe:
         found = dict((await self.check()).dependencies)
         if found["temporal"].state == "up":
             found |= await self._orchestrators()
+        if found["temporal"].state == found["postgresql"].state == "up":
+            found |= await self.entities.list_entities()
         if found["postgresql"].state == "up":
             async with self.database.session(autocommit=True) as session:
                 last = await passes.pass_summary(session)

@@ -38,6 +38,10 @@ class NoPool(NotFound, code="NO_POOL"):
     """There is no such pool."""
 
 
+class PoolRebuilding(BerthError, code="POOL_REBUILDING", retryable=True):
+    """The pool's workflow was ended in Temporal; an orchestrator rebuilds it within a minute."""
+
+
 class PoolChanged(BerthError, code="POOL_CHANGED", status=409):
     """Somebody else has changed the pool; read it again."""
 
@@ -151,6 +155,14 @@ class ValkeyUnavailable(BerthError, code="VALKEY_UNAVAILABLE", retryable=True):
 
 class WebhookUnknown(NotFound, code="WEBHOOK_UNKNOWN"):
     """There is no such webhook, or it was revoked."""
+
+
+class WebhookPaused(BerthError, code="WEBHOOK_PAUSED", status=409):
+    """This webhook is paused and takes no signals. Resume it, then send the signal again."""
+
+
+class WebhookExpired(BerthError, code="WEBHOOK_EXPIRED", status=410):
+    """This webhook has expired and takes no signals. Give it a later expiry, or make another one."""
 
 
 class WebhookSecretWrong(Forbidden, code="WEBHOOK_SECRET_WRONG"):

@@ -17,7 +17,7 @@ from starlette.types import Scope
 
 from api.http import errors
 from api.http.rights import ALL, RIGHTS, Role
-from infra.database.engine import DatabaseUnavailable
+from infra.database.engine import DatabaseUnavailable, OutcomeUnconfirmed
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.errors import BerthError
 
@@ -214,6 +214,7 @@ def add_common(operation: dict[str, Any], method: str, path: str) -> None:
         kinds += [errors.BodyTooLarge, errors.BodyTooSlow]
     if roles := RIGHTS.get(f"{method.upper()} {path}"):
         kinds += [errors.Unauthenticated, errors.InvalidRequest, DatabaseUnavailable, BerthError]
+        kinds += [OutcomeUnconfirmed] * (method.upper() not in ("GET", "HEAD"))
         kinds += [errors.Forbidden] * (roles != ALL)
         kinds += [errors.NotFound] * ("{user_id}" in path and Role.USER in roles)
     for kind in kinds:

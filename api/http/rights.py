@@ -44,6 +44,12 @@ RIGHTS: Mapping[str, frozenset[Role]] = {
     f"GET {_USER}/webhooks": ALL,
     f"PATCH {_USER}/webhooks/{{webhook_id}}": OWNERS,
     f"DELETE {_USER}/webhooks/{{webhook_id}}": ALL,
+    f"POST {_USER}/webhooks/{{webhook_id}}/pause": ALL,
+    f"POST {_USER}/webhooks/{{webhook_id}}/resume": OWNERS,
+    f"POST {_USER}/webhooks/{{webhook_id}}/rotate": OWNERS,
+    f"POST {_USER}/webhooks/{{webhook_id}}/test": ALL,
+    f"GET {_USER}/webhooks/{{webhook_id}}/calls": ALL,
+    f"GET {_USER}/webhooks/{{webhook_id}}/calls.csv": ALL,
     # Names of symbols in signals
     "GET /symbols": ALL,
     "PUT /symbols/{name}": STAFF,

@@ -14,6 +14,7 @@ from api.http.rights import Role
 from api.orders.schemas import AwareTime
 from infra.database import api_keys, audit, images, users
 from infra.database.api_keys import ApiKeyNotFound
+from infra.database.trading import webhooks as stored_webhooks
 from infra.database.users import UserNotFound
 
 #: Printable ASCII: without spaces, and with them.
@@ -65,6 +66,13 @@ class NewApiKeyView(View):
     role: Role
     api_key: str
     expires_at: datetime | None
+
+
+class RevokedApiKeyView(ApiKeyView):
+    """A key that was revoked, and the webhooks that it had made."""
+
+    webhooks_revoked: int
+    webhooks_left: int = Field(description="They still take signals.")
 
 
 class ApiKeyList(View):
@@ -179,12 +187,23 @@ async def rotate_api_key(key_id: UUID, body: RotationRequest, call: Call) -> New
 
 
 @router.delete("/{key_id}", summary="Revoke an API key", responses=problems.responses(ApiKeyNotFound))
-async def revoke_api_key(key_id: UUID, call: Call, reason: Reason = "requested") -> ApiKeyView:
-    """No API process takes it any more, and its event streams end. For administrators."""
+async def revoke_api_key(
+    key_id: UUID,
+    call: Call,
+    reason: Reason = "requested",
+    webhooks: Annotated[bool, Query(description="Revoke the webhooks that it has made, too.")] = False,
+) -> RevokedApiKeyView:
+    """No API process takes it any more, and its event streams end. For administrators.
+
+    A webhook that the key has made outlives it, unless `webhooks` is given: the answer counts them.
+    """
     async with call.database.session() as session:
         key = await api_keys.revoke_api_key(session, key_id)
+        revoked = await stored_webhooks.revoke_made_by(session, key_id, actor=call.actor) if webhooks else 0
+        left = await stored_webhooks.count_made_by(session, key_id)
         audit.append_entry(session, call.actor, "api_key.revoked", f"key:{key_id}", reason=reason)
-    return ApiKeyView.model_validate(key)
+    shown = ApiKeyView.model_validate(key).model_dump()
+    return RevokedApiKeyView(**shown, webhooks_revoked=revoked, webhooks_left=left)
 
 
 @image_router.get("", summary="List allowed images")

@@ -19,7 +19,12 @@ router = APIRouter(prefix="/pools/{pool}", tags=["pools"])
 
 PoolName = Annotated[str, Path(pattern=ID_PATTERN, max_length=64, examples=["default"])]
 
-_POOL_PROBLEMS = (errors.NoPool, errors.TemporalUnavailable, errors.OrchestratorUnavailable)
+_POOL_PROBLEMS = (
+    errors.NoPool,
+    errors.PoolRebuilding,
+    errors.TemporalUnavailable,
+    errors.OrchestratorUnavailable,
+)
 
 
 @router.get("", summary="Look at a pool", responses=problems.responses(*_POOL_PROBLEMS))

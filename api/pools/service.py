@@ -8,7 +8,6 @@ from datetime import timedelta
 
 from temporalio.client import (
     Client,
-    WorkflowExecutionStatus,
     WorkflowFailureError,
     WorkflowQueryRejectedError,
     WorkflowUpdateFailedError,
@@ -17,14 +16,18 @@ from temporalio.client import (
 from temporalio.common import QueryRejectCondition, WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.exceptions import ApplicationError, WorkflowAlreadyStartedError
 
+from api.fleet.entities import missing_pool
 from api.http.errors import NoPool, NoRollout, OrchestratorUnavailable, PoolChanged, RolloutUnderWay
+from infra.database.engine import Database
 from infra.temporal.client import temporal_errors
+from infra.temporal.executions import explain_end, read_execution
 from worker_runtime.protocol.errors import BerthError
 from workflows.names import BULK_QUEUE, ROLLOUT, rollout_id, worker_pool_id
 from workflows.rollout.messages import ENDED, AbortRollout, Release, RolloutInput, RolloutPhase, RolloutView
 from workflows.worker_pool.messages import POOL_CHANGED, PoolView
 from workflows.worker_pool.policy import PoolPolicyInvalid
 
+HALF_WAY = "The pool may be half way: start it again, or the one to the version before."
 #: For one answer. A count, or a query of a large pool, may hold the workflow's task up.
 TIMEOUT = timedelta(seconds=10)
 _REFUSALS: dict[str | None, type[BerthError]] = {
@@ -35,32 +38,40 @@ _REFUSALS: dict[str | None, type[BerthError]] = {
 
 @dataclass(frozen=True, eq=False)
 class PoolControl:
-    """Every method raises `NoPool`, `TemporalUnavailable`, `OrchestratorUnavailable`."""
+    """Every method raises `NoPool`, `PoolRebuilding`, `TemporalUnavailable`, `OrchestratorUnavailable`."""
 
     client: Client
+    database: Database
 
     async def view(self, pool: str) -> PoolView:
         handle = self.client.get_workflow_handle(worker_pool_id(pool))
         try:
-            with temporal_errors(missing=_no_pool(pool)):
+            with temporal_errors(missing=NoPool()):
                 view: PoolView = await handle.query(
                     "view",
                     result_type=PoolView,
                     reject_condition=QueryRejectCondition.NOT_OPEN,
                     rpc_timeout=TIMEOUT,
                 )
-        except WorkflowQueryRejectedError:  # ended by hand: a pool never ends by itself
-            raise _no_pool(pool) from None
+        except (NoPool, WorkflowQueryRejectedError):  # ended by hand: a pool never ends by itself
+            raise await self._missing(pool) from None
         return view
+
+    async def _missing(self, pool: str) -> BerthError:
+        with temporal_errors(server_only=True):
+            found = await missing_pool(self.client, self.database, pool)
+        return found or NoPool(f"there is no pool {pool}")
 
     async def update(self, pool: str, name: str, *args: object) -> PoolView:
         """`name`: `set_policy`, `pause`, `resume` or `drain`. Also raises
         `PoolPolicyInvalid`, `PoolChanged`."""
         handle = self.client.get_workflow_handle(worker_pool_id(pool))
         try:
-            with temporal_errors(missing=_no_pool(pool)):
+            with temporal_errors(missing=NoPool()):
                 async with asyncio.timeout(TIMEOUT.total_seconds()):
                     view: PoolView = await handle.execute_update(name, args=args, result_type=PoolView)
+        except NoPool:
+            raise await self._missing(pool) from None
         except (TimeoutError, WorkflowUpdateRPCTimeoutOrCancelledError):
             raise OrchestratorUnavailable from None
         except WorkflowUpdateFailedError as failed:
@@ -71,10 +82,6 @@ class PoolControl:
             # It closed under the update, or is still on a release without it: a moment later it is not.
             raise OrchestratorUnavailable(f"the pool did not take it: {cause}") from None
         return view
-
-
-def _no_pool(pool: str) -> NoPool:
-    return NoPool(f"there is no pool {pool}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,13 +125,16 @@ class RolloutControl:
         handle = self.client.get_workflow_handle(rollout_id(pool), result_type=RolloutView)
         try:
             with temporal_errors(missing=_no_rollout(pool)):
-                status = (await handle.describe(rpc_timeout=TIMEOUT)).status
-                if status == WorkflowExecutionStatus.COMPLETED:
+                run = await read_execution(self.client, handle.id)
+                if run is None:
+                    raise _no_rollout(pool)
+                if run.end == "completed":
                     # Not queried: the release that ran it may be gone, and its result says the same.
                     ended: RolloutView = await handle.result(rpc_timeout=TIMEOUT)
                     return ended
-                if status != WorkflowExecutionStatus.RUNNING:
-                    raise NoRollout(f"the last rollout of pool {pool} was ended by hand, and left no result")
+                if not run.is_open:
+                    why = await explain_end(self.client, handle.id, run)
+                    raise NoRollout(f"the last rollout of pool {pool} was {why}. {HALF_WAY}")
                 view: RolloutView = await handle.query("view", result_type=RolloutView, rpc_timeout=TIMEOUT)
         except WorkflowFailureError:
             raise OrchestratorUnavailable("the rollout did not answer") from None

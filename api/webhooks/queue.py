@@ -316,6 +316,19 @@ class SignalQueue:
             await self._positions.require_quiet(*run.where, holdings.since)
         return plan
 
+    async def plan_from_position(
+        self, user_id: str, account_id: str, meaning: Meaning, *, held: int | None, until: float
+    ) -> SignalPlan:
+        """Plans a signal without placing anything: from the position `held`, or from what the broker reports.
+
+        `until` is an instant on `time.monotonic`. Raises what a signal is refused with.
+        """
+        if meaning.wish.is_plain or held is not None:
+            return plan_signal(meaning, held or 0)
+        holdings = await self._positions.read_holdings(user_id, account_id, until)
+        position, condition = _held(meaning, holdings)
+        return plan_signal(meaning, position, condition=condition)
+
     async def _place(self, run: SignalRun, plan: SignalPlan, orders: Sequence[PlannedOrder]) -> None:
         """Writes orders together and sends them. Raises why one of them never reached the broker."""
         call, symbol = run.call, run.meaning.symbol

@@ -3,12 +3,12 @@
 from typing import Annotated, Any
 from uuid import UUID
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from api.container import Call, InServices, VisibleUserId
 from api.http import errors, problems
-from api.http.fields import view_response
+from api.http.fields import Rows, view_response
 from api.orders.router import REFUSALS
 from api.orders.schemas import OrderView
 from api.webhooks import schemas
@@ -30,7 +30,9 @@ Token = Annotated[str, Path(description="The webhook's token.", max_length=256)]
     "/users/{user_id}/webhooks",
     status_code=201,
     summary="Create a webhook",
-    responses=problems.responses(UserNotFound, accounts.AccountNotFound, errors.InvalidRequest),
+    responses=problems.responses(
+        UserNotFound, accounts.AccountNotFound, errors.InvalidRequest, webhooks.WebhookLimitReached
+    ),
 )
 async def create_webhook(
     user_id: VisibleUserId, body: schemas.WebhookRequest, call: Call
@@ -41,8 +43,14 @@ async def create_webhook(
         await users.get_user(session, user_id)
         await accounts.require_account(session, user_id, body.account_id)
         await _require_unit(session, user_id, body.account_id, body.quantity_unit)
+        await webhooks.require_room(session, user_id)
         row, secret = await webhooks.create_webhook(
-            session, token, user_id=user_id, actor=call.actor, **body.model_dump(mode="json")
+            session,
+            token,
+            user_id=user_id,
+            actor=call.actor,
+            made_by=UUID(call.caller.key_id),
+            **_columns_of(body),
         )
     shown = schemas.WebhookView.model_validate(row).model_dump()
     path = f"/v1/webhooks/{token}/signals"
@@ -50,10 +58,16 @@ async def create_webhook(
 
 
 @router.get("/users/{user_id}/webhooks", summary="List webhooks")
-async def list_webhooks(user_id: VisibleUserId, call: Call) -> schemas.WebhookList:
-    """A user's webhooks, also those that were revoked."""
-    rows = await call.database.fetch(webhooks.webhooks_of_user, user_id)
-    return schemas.WebhookList(webhooks=[schemas.WebhookView.model_validate(row) for row in rows])
+async def list_webhooks(
+    user_id: VisibleUserId,
+    call: Call,
+    limit: Rows = 100,
+    cursor: Annotated[UUID | None, Query(description="`next_cursor` of the page before.")] = None,
+) -> schemas.WebhookList:
+    """A user's webhooks, the newest first, also those that were revoked."""
+    rows = await call.database.fetch(webhooks.webhooks_of_user, user_id, after=cursor, limit=limit + 1)
+    shown = [schemas.WebhookView.model_validate(row) for row in rows[:limit]]
+    return schemas.WebhookList(webhooks=shown, next_cursor=shown[-1].id if len(rows) > limit else None)
 
 
 @router.delete("/users/{user_id}/webhooks/{webhook_id}", summary="Revoke a webhook")
@@ -74,7 +88,7 @@ async def change_webhook(
     user_id: VisibleUserId, webhook_id: UUID, body: schemas.WebhookChange, call: Call
 ) -> schemas.WebhookView:
     """Sets what its quantities count and how its orders are made, for signals that come from now on."""
-    changes = body.model_dump(mode="json", exclude_none=True)
+    changes = _columns_of(body)
     async with call.database.session() as session:
         if "quantity_unit" in changes:
             row = await webhooks.get_webhook(session, user_id, webhook_id)
@@ -85,6 +99,62 @@ async def change_webhook(
     if row is None:
         raise errors.NotFound
     return schemas.WebhookView.model_validate(row)
+
+
+@router.post("/users/{user_id}/webhooks/{webhook_id}/pause", summary="Pause a webhook")
+async def pause_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> schemas.WebhookView:
+    """Refuses its signals with `WEBHOOK_PAUSED` until it is resumed; those already taken are carried out."""
+    return await _set_pause(call, user_id, webhook_id, pause=True)
+
+
+@router.post("/users/{user_id}/webhooks/{webhook_id}/resume", summary="Resume a webhook")
+async def resume_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> schemas.WebhookView:
+    """Takes signals again. Those that were refused meanwhile are not carried out."""
+    return await _set_pause(call, user_id, webhook_id, pause=False)
+
+
+async def _set_pause(call: Call, user_id: str, webhook_id: UUID, *, pause: bool) -> schemas.WebhookView:
+    async with call.database.session() as session:
+        row = await webhooks.change_webhook(
+            session,
+            user_id,
+            webhook_id,
+            actor=call.actor,
+            action="webhook.paused" if pause else "webhook.resumed",
+            paused_at=await webhooks.database_time(session) if pause else None,
+        )
+    if row is None:
+        raise errors.NotFound
+    return schemas.WebhookView.model_validate(row)
+
+
+@router.post(
+    "/users/{user_id}/webhooks/{webhook_id}/rotate",
+    summary="Rotate a webhook's secret",
+    responses=problems.responses(errors.NotFound, errors.WebhookUnknown),
+)
+async def rotate_webhook(
+    user_id: VisibleUserId, webhook_id: UUID, body: schemas.SecretRotationRequest, call: Call
+) -> schemas.RotatedWebhookView:
+    """Makes a new secret, shown this once. The one before counts for `overlap_s` seconds more."""
+    async with call.database.session() as session:
+        row, secret = await webhooks.rotate_secret(
+            session, user_id, webhook_id, overlap_s=body.overlap_s, actor=call.actor
+        )
+    if row is None:
+        raise errors.NotFound
+    if not secret:
+        raise errors.WebhookUnknown("the webhook was revoked")
+    shown = schemas.WebhookView.model_validate(row).model_dump()
+    return schemas.RotatedWebhookView(**shown, secret=secret)
+
+
+def _columns_of(body: schemas.WebhookRequest | schemas.WebhookChange) -> dict[str, Any]:
+    """Returns what is given, as the table's columns have it."""
+    columns = body.model_dump(mode="json", exclude_none=True)
+    if body.expires_at is not None:
+        columns["expires_at"] = body.expires_at
+    return columns
 
 
 async def _require_unit(
@@ -111,6 +181,8 @@ _SIGNAL_RESPONSES: dict[int | str, dict[str, Any]] = {
         errors.InvalidRequest,
         errors.WebhookUnknown,
         errors.WebhookSecretWrong,
+        errors.WebhookPaused,
+        errors.WebhookExpired,
         errors.SourceNotAllowed,
         errors.AlertOutdated,
         errors.WebhookBusy,

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from hashlib import sha256
 from ipaddress import ip_network
@@ -19,6 +19,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -60,6 +61,15 @@ _MODE = (
 _ROUNDING = "A limit price between two ticks: `safe` lowers a buy's and raises a sale's, `refuse` refuses it."
 
 
+_EXPIRY = "After this time it takes no signals."
+
+
+def _in_future(at: datetime | None) -> datetime | None:
+    if at is not None and at <= datetime.now(UTC):
+        raise ValueError("expires_at has passed")
+    return at
+
+
 StockUnit = Annotated[QuantityUnit, Field(json_schema_extra={"enum": ["shares", "lots"]})]
 
 
@@ -85,6 +95,12 @@ class WebhookRequest(Body):
         default=60, ge=1, le=3600, description="Seconds that a signal's own time may differ from ours."
     )
     label: PlainText = Field(default="", max_length=128, description="What you call it.")
+    expires_at: AwareDatetime | None = Field(default=None, description=_EXPIRY)
+
+    @field_validator("expires_at")
+    @classmethod
+    def _expires_later(cls, at: datetime | None) -> datetime | None:
+        return _in_future(at)
 
     @model_validator(mode="after")
     def _unit_is_of_stocks(self) -> Self:
@@ -100,6 +116,12 @@ class WebhookChange(Body):
     entry_mode: EntryMode | None = Field(default=None, description=_MODE)
     price_rounding: PriceRounding | None = Field(default=None, description=_ROUNDING)
     label: PlainText | None = Field(default=None, max_length=128, description="What you call it.")
+    expires_at: AwareDatetime | None = Field(default=None, description=_EXPIRY)
+
+    @field_validator("expires_at")
+    @classmethod
+    def _expires_later(cls, at: datetime | None) -> datetime | None:
+        return _in_future(at)
 
     @model_validator(mode="after")
     def _something_changes(self) -> Self:
@@ -126,6 +148,12 @@ class WebhookView(View):
     sources: list[str]
     window_s: int
     created_at: datetime
+    expires_at: datetime | None = Field(default=None, description=_EXPIRY)
+    paused_at: datetime | None = Field(default=None, description="Since when it takes no signals.")
+    previous_secret_until: datetime | None = Field(
+        default=None, description="Until then the secret before the last rotation counts, too."
+    )
+    made_by: UUID | None = Field(default=None, description="The API key that made it, where that is known.")
     revoked_at: datetime | None
 
 
@@ -141,6 +169,21 @@ class WebhookList(View):
     """A user's webhooks, the newest first."""
 
     webhooks: list[WebhookView]
+    next_cursor: UUID | None = None
+
+
+class SecretRotationRequest(Body):
+    """How long the secret before still counts."""
+
+    overlap_s: float = Field(
+        default=86_400, ge=0, le=30 * 86_400, allow_inf_nan=False, description="Seconds; 0: it ends at once."
+    )
+
+
+class RotatedWebhookView(WebhookView):
+    """A webhook with its new secret, which is shown this once."""
+
+    secret: str = Field(description="Goes into the body of every signal.")
 
 
 #: Actions that open something, and so have to say how much.

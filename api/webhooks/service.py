@@ -84,8 +84,9 @@ class SignalReceiver:
         """Stores a signal and waits for its end as long as its sender does; a repeat gets the first outcome.
 
         `peer` is who is connected, `forwarded` the values of X-Forwarded-For. Raises `WebhookUnknown`,
-        `WebhookBusy`, `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`,
-        `AlertOutdated`, `UnknownSymbol`, and why the signal was refused.
+        `WebhookBusy`, `WebhookPaused`, `WebhookExpired`, `SourceNotAllowed`, `BodyTooLarge`,
+        `InvalidRequest`, `WebhookSecretWrong`, `AlertOutdated`, `UnknownSymbol`, and what the signal
+        was refused for.
         """
         began = time.monotonic()
         webhook = await self._find(token)
@@ -94,6 +95,7 @@ class SignalReceiver:
         try:
             signal = _checked_signal(webhook, source, body)
             self._count(webhook)
+            _require_open(webhook)
             received = await self._interpret(signal, webhook)
             found = await self._find_before(webhook, received)
             if found is None:
@@ -319,6 +321,14 @@ def shown_body(body: bytes) -> str:
         if isinstance(words, dict):
             text = json.dumps({name: value for name, value in words.items() if name != "secret"})
     return _SECRET_LIKE.sub("…", text).replace("\0", "")[: signals.MAX_TEXT]
+
+
+def _require_open(webhook: Webhook) -> None:
+    """Raises `WebhookPaused` or `WebhookExpired`."""
+    if webhook.expires_at is not None and webhook.expires_at <= datetime.now(UTC):
+        raise errors.WebhookExpired(f"this webhook expired at {webhook.expires_at:%Y-%m-%d %H:%M} UTC")
+    if webhook.paused_at is not None:
+        raise errors.WebhookPaused
 
 
 def _checked_signal(webhook: Webhook, source: str, body: bytes) -> Signal:

@@ -276,7 +276,22 @@ def rotate_key(
 
 
 @api_command(keys_app, "revoke")
-def revoke_key(api: OperatorApi, key_id: KeyId, reason: Reason = "requested") -> CommandAnswer:
+def revoke_key(
+    api: OperatorApi,
+    key_id: KeyId,
+    reason: Reason = "requested",
+    webhooks: Annotated[
+        bool, typer.Option("--webhooks", help="Revoke the webhooks that it has made, too.")
+    ] = False,
+) -> CommandAnswer:
     """Revoke an API key: no API process takes it any more, and its event streams end."""
-    gone = api.delete("api-keys", key_id, reason=reason).body
-    return CommandAnswer(gone, f"{gone['role']}'s key {gone['prefix']}… is revoked")
+    gone = api.delete("api-keys", key_id, reason=reason, webhooks=webhooks).body
+    said = f"{gone['role']}'s key {gone['prefix']}… is revoked"
+    if gone["webhooks_revoked"]:
+        said += f", and {gone['webhooks_revoked']} webhooks that it had made"
+    if gone["webhooks_left"]:
+        said += (
+            f"; {gone['webhooks_left']} webhooks that it had made still take signals:"
+            " give --webhooks to revoke them, too"
+        )
+    return CommandAnswer(gone, said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -110,6 +111,79 @@ def change(
     row = api.patch("users", user, "webhooks", webhook, **body).body
     shown = ", ".join(f"{name} {row[name]}" for name in body)
     return CommandAnswer(row, f"webhook {webhook}: {shown}")
+
+
+@api_command(webhooks_app)
+def pause(api: OperatorApi, user: OfUser, webhook: WebhookId) -> CommandAnswer:
+    """Pause a webhook: its signals are refused until it is resumed."""
+    row = api.post("users", user, "webhooks", webhook, "pause").body
+    return CommandAnswer(row, f"webhook {webhook} is paused")
+
+
+@api_command(webhooks_app)
+def resume(api: OperatorApi, user: OfUser, webhook: WebhookId) -> CommandAnswer:
+    """Resume a paused webhook."""
+    row = api.post("users", user, "webhooks", webhook, "resume").body
+    return CommandAnswer(row, f"webhook {webhook} takes signals again")
+
+
+@api_command(webhooks_app)
+def rotate(
+    api: OperatorApi,
+    user: OfUser,
+    webhook: WebhookId,
+    overlap: Annotated[
+        float, typer.Option(min=0, max=2_592_000, help="Seconds for which the secret before still counts.")
+    ] = 86_400,
+) -> CommandAnswer:
+    """Give a webhook a new secret, and print it this once."""
+    row = api.post("users", user, "webhooks", webhook, "rotate", overlap_s=overlap).body
+    return CommandAnswer(row, f"webhook {webhook}\nsecret {row['secret']}")
+
+
+@api_command(webhooks_app)
+def calls(
+    api: OperatorApi,
+    user: OfUser,
+    webhook: WebhookId,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="Calls to show, at most.")] = 50,
+) -> CommandAnswer:
+    """List what came to a webhook lately, the newest first, and what became of it."""
+    rows = api.get("users", user, "webhooks", webhook, "calls", limit=limit)["calls"]
+    for row in rows:
+        row["orders"] = len(row["order_ids"])
+    columns = "id, when (UTC): received_at, action, symbol, quantity, state, outcome, orders, ms: answered_ms"
+    return list_answer(rows, f"{columns}, reason", none="no call")
+
+
+@api_command(webhooks_app, "test")
+def try_signal(
+    api: OperatorApi,
+    user: OfUser,
+    webhook: WebhookId,
+    signal: Annotated[str, typer.Argument(metavar="JSON", help="The signal, such as TradingView sends it.")],
+    position: Annotated[
+        int | None, typer.Option(help="The position to plan from; else the broker is asked.")
+    ] = None,
+) -> CommandAnswer:
+    """Check and plan a signal as if it came now, and place nothing."""
+    try:
+        words = json.loads(signal)
+    except ValueError as error:
+        raise typer.BadParameter(f"the signal is not JSON: {error}") from None
+    body: dict[str, Any] = {"signal": words}
+    if position is not None:
+        body["position"] = position
+    view = api.post("users", user, "webhooks", webhook, "test", **body).body
+    plan = view["plan"]
+    lines = [f"{view['symbol']}: {plan['outcome']}" + (f" ({plan['note']})" if plan["note"] else "")]
+    if plan["before"] is not None:
+        lines.append(f"position {plan['before']} -> {plan['after']} {view['unit']}")
+    for order in plan["orders"]:
+        kind = "close" if order["closes"] else "open"
+        price = order["price"] or order["price_type"]
+        lines.append(f"{kind}: {order['side']} {order['quantity']} at {price}, lot {order['lot']}")
+    return CommandAnswer(view, "\n".join(lines))
 
 
 @api_command(webhooks_app)

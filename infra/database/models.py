@@ -363,6 +363,39 @@ class WorkerScript(Base):
     seen_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
+class PoolRow(Base):
+    """What operators have set for a pool. Its workflow writes it, and reads it when it was started anew."""
+
+    __tablename__ = "pools"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    #: Grows with each change: an older state never overwrites a newer one.
+    number: Mapped[int] = mapped_column(BigInteger)
+    #: `workflows.worker_pool.messages.KeptPool` as a plain dict.
+    settings: Mapped[dict[str, Any]]
+    changed_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class EntityFinding(Base):
+    """A long-lived workflow or schedule that was found missing or paused, and what came of it."""
+
+    __tablename__ = "entity_findings"
+    __table_args__ = (Index("entity_findings_by_time", "seen_at"),)
+
+    #: The workflow's id, or `schedule:` and the schedule's.
+    entity: Mapped[str] = mapped_column(String(160), primary_key=True)
+    #: `pool`, `user`, `order`, `schedule`, or `run` of a schedule or rollout.
+    kind: Mapped[str] = mapped_column(String(32))
+    #: `missing`, `paused`, `rebuilt`, `ended` (nobody starts it again), `resumed`.
+    state: Mapped[str] = mapped_column(String(16))
+    #: Such as "terminated: by hand".
+    reason: Mapped[str]
+    #: Since when it is in this state.
+    since: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    #: When it was last seen in this state.
+    seen_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
 class AuditEntry(Base):
     """Append-only: a trigger refuses UPDATE and DELETE. No secret in it."""
 

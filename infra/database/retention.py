@@ -52,6 +52,7 @@ PURGED = {
     "worker_scripts": ("worker_history_days", "seen_at < least(:before, now() - interval '90 days')"),
     "maintenance_passes": ("dead_letter_days", "began_at < :before"),
     "dead_letters": ("dead_letter_days", "last_at < :before"),
+    "entity_findings": ("dead_letter_days", "seen_at < :before"),
     "kept_jobs": ("dead_letter_days", "ended_at < :before and outcome is not null"),
 }
 

@@ -180,7 +180,7 @@ async def _ensure(client: Client, schedule_id: str, wanted: Schedule | None, kee
 async def make_schedules(client: Client, settings: Settings) -> None:
     """A background loop: makes the schedules once, as soon as Temporal answers.
 
-    What is missing later is made again by the primary among the API processes.
+    What is missing later is made again by the restorer (`activities/orchestrator/restorer.py`).
     """
     while True:
         try:

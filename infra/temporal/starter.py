@@ -18,7 +18,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from infra.settings import Settings
 from infra.tasks import SharedTasks
-from infra.temporal.client import DOWN, OrchestratorUnavailable, TemporalUnavailable, error_of_rpc
+from infra.temporal.client import CALL, DOWN, OrchestratorUnavailable, TemporalUnavailable, error_of_rpc
 from worker_runtime.protocol.errors import BerthError, Draining, PoolExhausted, WorkerUnavailable, from_code
 from workflows.names import LIFECYCLE_QUEUE, USER_WORKER, user_worker_id
 from workflows.user_worker.messages import ActiveWorker, EnsureActive, UserWorkerInput, UserWorkerSettings
@@ -92,6 +92,23 @@ class WorkerStarter:
             return
         # Shielded: another caller may wait for the same task.
         await asyncio.shield(self.ensure(user_id, mark_missing=True))
+
+    async def adopt(self, user_id: str, pool: str) -> None:
+        """Starts the user's workflow for the worker that the user has; one that runs goes on.
+
+        Without such a worker it ends at once. Raises `RPCError`.
+        """
+        given = UserWorkerInput(user_id=user_id, pool=pool, settings=self._settings, adopt=True)
+        await self._client.start_workflow(
+            USER_WORKER,
+            given,
+            id=user_worker_id(user_id),
+            task_queue=LIFECYCLE_QUEUE,
+            id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
+            id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE,
+            static_summary=f"worker of user {user_id}",
+            rpc_timeout=CALL,
+        )
 
     async def close(self) -> None:
         """Cancels the calls under way; the workflows go on without us."""

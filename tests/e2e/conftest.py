@@ -244,7 +244,12 @@ def running_house() -> Iterator[House]:
         address = f"127.0.0.1:{metrics}"
         with house_of(
             lambda folder: LocalStack(
-                folder, pool_target=POOL, connect_timeout=5.0, metrics_address=address, **VERIFY
+                folder,
+                pool_target=POOL,
+                connect_timeout=5.0,
+                metrics_address=address,
+                entity_period=2.0,
+                **VERIFY,
             )
         ) as house:
             yield house

@@ -22,7 +22,7 @@ from tests.drills import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-FEW = tuple(DrillGroup(f"d{number}", f"tests/d{number}/", (f"src/{number}/",), 10) for number in range(8))
+FEW = tuple(DrillGroup(f"d{number}", (f"tests/d{number}/",), (f"src/{number}/",), 10) for number in range(8))
 YEAR = "tests/workflow/days/test_year.py"
 
 
@@ -64,8 +64,10 @@ def checkout(tmp_path: Path) -> Checkout:
 
 
 def test_each_drill_of_the_table_has_its_tests_and_its_paths() -> None:
-    paths = [path for drill in DRILLS for path in (drill.tests.partition("::")[0], *drill.about)]
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    paths = [path for drill in DRILLS for path in (*drill.tests, *drill.about)]
+    assert [path for path in paths if not (ROOT / path.partition("::")[0]).exists()] == []
+    named = [entry.split("::") for drill in DRILLS for entry in drill.tests if "::" in entry]
+    assert [test for path, test in named if f"def {test}(" not in (ROOT / path).read_text()] == []
     assert len({drill.name for drill in DRILLS}) == len(DRILLS)
 
 
@@ -119,9 +121,9 @@ def test_the_log_names_each_drill_with_its_reason() -> None:
 
 def test_a_drill_is_found_by_its_folder_its_module_or_its_test() -> None:
     drills = (
-        DrillGroup("test", "tests/a/test_x.py::test_long", (), 1),
-        DrillGroup("module", "tests/a/test_x.py", (), 1),
-        DrillGroup("folder", "tests/b/", (), 1),
+        DrillGroup("test", ("tests/a/test_x.py::test_long",), (), 1),
+        DrillGroup("module", ("tests/a/test_x.py",), (), 1),
+        DrillGroup("folder", ("tests/b/",), (), 1),
     )
     names = {
         "tests/a/test_x.py::test_long[one]": "test",

@@ -13,7 +13,7 @@ from infra.local.stack import LocalStack
 from tests.e2e.conftest import House
 from tests.ways.tracing import Tracer, files_of, tracing
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(300)]
 
 MANY = 60
 #: Claims are fewer: each takes a worker.

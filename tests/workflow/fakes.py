@@ -217,6 +217,8 @@ class FakePool:
         #: Launches that go well, and whose answers nobody gets.
         self.lost_replies = 0
         self.counts = 0
+        #: What PostgreSQL keeps of the pool.
+        self.kept: pm.KeptPool | None = None
         #: No count ends until it is set.
         self.may_count = asyncio.Event()
         self.may_count.set()
@@ -267,8 +269,14 @@ class FakePool:
             self.ready.pop()
         return request.count
 
+    @activity.defn
+    async def keep_pool(self, request: pm.KeepPool) -> pm.KeptPool:
+        if self.kept is None or request.kept.number > self.kept.number:
+            self.kept = request.kept
+        return self.kept
+
     def activities(self) -> list[Callable[..., Any]]:
-        return [self.count_pool, self.launch_pool_worker, self.shrink_pool]
+        return [self.count_pool, self.keep_pool, self.launch_pool_worker, self.shrink_pool]
 
 
 @asynccontextmanager

@@ -29,9 +29,9 @@ class Listening(NamedTuple):
 
 
 #: For what nobody waits for: a claim, which is repeated, and jobs.
-PATIENT = Listening(20.0, 5.0)
+PATIENT = Listening(20, 5.0)
 #: For a user's requests: a connection that died silently costs an order 2 s at most.
-PROMPT = Listening(1.0, 0.6)
+PROMPT = Listening(1, 0.6)
 #: Signal that asks the zygote to fork a job runner.
 JOB_RUNNER_WANTED = signal.SIGUSR1
 _CONNECT_TIMEOUT = 0.25

@@ -14,7 +14,7 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import carried_state, continue_as_new, copied_fields, wait_until
+    from workflows.entity import carried_state, continue_as_new, copied_fields, raise_cancellation, wait_until
     from workflows.order import messages as om
     from workflows.order.state import FollowedOrder, OrderStep
 
@@ -73,6 +73,7 @@ class OrderWorkflow:
         try:
             seen = await calls.verify_order(request)
         except FailureError as error:
+            raise_cancellation(error)
             seen = om.Verified(
                 finding=om.VerificationFinding.UNASKED, code="NOT_VERIFIED", detail=calls.cause(error)
             )

@@ -14,7 +14,7 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import carried_state, continue_as_new, read_payload, wait_until
+    from workflows.entity import carried_state, continue_as_new, raise_cancellation, read_payload, wait_until
     from workflows.rollout import messages as rm
     from workflows.rollout.state import RolloutState, RolloutStep
 
@@ -104,6 +104,7 @@ class RolloutWorkflow:
             self._check_failed = ""
             await self._apply(step)
         except FailureError as error:  # nothing is known: nothing is changed
+            raise_cancellation(error)
             self._check_failed = calls.cause(error)
 
     async def _apply(self, step: RolloutStep) -> None:

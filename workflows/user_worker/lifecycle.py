@@ -4,7 +4,7 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
@@ -89,6 +89,9 @@ class WorkerLifecycle:
         self.reload_cause = ""
         #: The worker has to be checked.
         self.suspect = False
+        #: What this run knows of its worker may be old: it was adopted, or the run was reset to an earlier
+        #: event. It is checked before a caller gets it.
+        self.unsure = False
         #: What the watcher said when it saw the mark expire; None: it did not.
         self.unmarked: m.WorkerUnmarked | None = None
         #: Why the worker cannot get its broker back, as it reported; empty: it did not.
@@ -136,6 +139,21 @@ class WorkerLifecycle:
     def assigned(self, worker: m.WorkerRef) -> None:
         """The claim found its worker, which may have sent events already."""
         self.state = self.state.assigned(worker)
+        self._take_early_events()
+
+    def adopted(self, worker: m.WorkerRef, crashes: Sequence[float]) -> None:
+        """The user has a worker already, though this run did not claim it."""
+        self.state = self.state.adopted(worker, crashes, self.now())
+        self.unsure = True
+        self._take_early_events()
+
+    def was_reset(self, seed: int) -> None:
+        """Somebody reset the run to an earlier event."""
+        self.unsure = True
+        self.suspect = self.suspect or self.state.serving
+        self.timeline.branch(seed)
+
+    def _take_early_events(self) -> None:
         early, self._early = self._early, []
         for event in early:
             self.take_event(event)

@@ -67,6 +67,8 @@ class UserWorkerInput:
     user_id: str
     pool: str = "default"
     settings: UserWorkerSettings = field(default_factory=UserWorkerSettings)
+    #: The run was started anew for a worker that PostgreSQL knows; it ends if there is none.
+    adopt: bool = False
     #: Set by continue-as-new only: `workflows.user_worker.state.UserWorkerState` as a plain dict.
     carried: dict[str, Any] | None = None
 
@@ -233,6 +235,8 @@ class ClaimRequest:
     check_crashes: bool = False
     #: Versions of the workers that failed earlier claims of this start, the last one last.
     failed: tuple[str, ...] = ()
+    #: Only a worker that the user has already: nothing is claimed.
+    adopt_only: bool = False
 
 
 class ClaimStatus(StrEnum):
@@ -242,6 +246,10 @@ class ClaimStatus(StrEnum):
     EMPTY = "empty"  # no ready worker in the pool: launch one
     GONE = "gone"  # this claim's worker is dead or was released: take a new claim id
     BACK_OFF = "back_off"  # nothing was claimed: `ClaimResult.crashes` tells why
+    #: The user has a worker already, of a run that somebody ended: it keeps its user. Without `connected_at`
+    #: it may still be logging in.
+    ADOPTED = "adopted"
+    NONE = "none"  # with `adopt_only`: the user has no worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +261,7 @@ class ClaimResult:
     failure_code: str = ""
     failure_detail: str = ""
     retryable: bool = True
-    #: Unix seconds of the user's recent crashes, as PostgreSQL knows them (status `back_off`).
+    #: Unix seconds of the user's recent crashes, as PostgreSQL knows them (status `back_off` or `adopted`).
     crashes: tuple[float, ...] = ()
 
 
@@ -330,6 +338,8 @@ class WorkerHealth:
     unreported: bool = False
     #: It has an order in hand, and its lease may not have ended.
     in_flight: bool = False
+    #: By PostgreSQL its assignment is over: the workflow was reset to an earlier event.
+    over: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,7 @@
 """The start of a user's worker: claim or launch, then log in, with limited tries for each."""
 
+from dataclasses import replace
+
 from temporalio import workflow
 from temporalio.exceptions import FailureError
 
@@ -20,18 +22,37 @@ class CrashedTooOften(Exception):
     """The user's workers crashed so often that a person has to look."""
 
 
+class NothingToAdopt(Exception):
+    """The user has no worker that a run that was started anew could go on with."""
+
+
 class _StartHeldBack(Exception):
     """Workers of the user's earlier runs crashed recently; nothing was claimed yet."""
 
 
-async def start_worker(life: WorkerLifecycle) -> None:
-    """Returns when the user is Active. After `StartFailed` a worker may be left to be stopped."""
+class _NoWorker(Exception):
+    """The claim was to adopt a worker only, and the user has none."""
+
+
+async def start_worker(life: WorkerLifecycle, *, adopt_only: bool = False) -> None:
+    """Returns when the user is Active. After `StartFailed` a worker may be left to be stopped.
+
+    With `adopt_only`, raises `NothingToAdopt` if the user has no worker, and no caller needs one meanwhile.
+    """
     why, tries = "", 0
     failed: tuple[str, ...] = ()
     while tries < CLAIM_TRIES:
+        adopts = adopt_only and life.start is None
+        if adopt_only and tries and adopts:
+            raise NothingToAdopt
         life.state = life.state.claimed(str(workflow.uuid4()), life.now())
         try:
-            result = await _connect(life, await _claim(life, failed))
+            result = await _connect(life, await _claim(life, failed, adopt_only=adopts))
+        except _NoWorker:
+            if life.start is None:
+                raise NothingToAdopt from None
+            life.state = life.state.failed("no worker to adopt", life.now())
+            continue
         except _StartHeldBack:
             await _wait_out_backoff(life)
             continue
@@ -67,10 +88,17 @@ async def _wait_out_backoff(life: WorkerLifecycle) -> None:
         await life.pause(left, "until a user whose workers crashed starts again")
 
 
-async def _claim(life: WorkerLifecycle, failed: tuple[str, ...]) -> m.ClaimResult:
-    """A worker for the present claim id: from the pool, or launched."""
+async def _claim(
+    life: WorkerLifecycle, failed: tuple[str, ...], *, adopt_only: bool = False
+) -> m.ClaimResult:
+    """A worker for the present claim id: the one that the user has, or from the pool, or launched."""
     state = life.state
-    result = await _try_claim(life, failed)
+    result = await _try_claim(life, failed, adopt_only=adopt_only)
+    if result.status == m.ClaimStatus.NONE:
+        raise _NoWorker
+    if result.status == m.ClaimStatus.ADOPTED and result.worker is not None:
+        life.adopted(result.worker, result.crashes)
+        return result
     if result.status == m.ClaimStatus.EMPTY:
         life.show()
         launch = m.LaunchForClaim(
@@ -97,7 +125,9 @@ async def _claim(life: WorkerLifecycle, failed: tuple[str, ...]) -> m.ClaimResul
     return result
 
 
-async def _try_claim(life: WorkerLifecycle, failed: tuple[str, ...]) -> m.ClaimResult:
+async def _try_claim(
+    life: WorkerLifecycle, failed: tuple[str, ...], *, adopt_only: bool = False
+) -> m.ClaimResult:
     state = life.state
     request = m.ClaimRequest(
         user_id=state.user_id,
@@ -106,6 +136,7 @@ async def _try_claim(life: WorkerLifecycle, failed: tuple[str, ...]) -> m.ClaimR
         connect_timeout=state.settings.connect_timeout,
         check_crashes=not state.crashes_known,
         failed=failed,
+        adopt_only=adopt_only,
     )
     try:
         result = await calls.claim_worker(request, state.settings.claim_timeout)
@@ -124,6 +155,9 @@ async def _connect(life: WorkerLifecycle, result: m.ClaimResult) -> m.ClaimResul
     """Waits for the login, and repeats one that may succeed."""
     attempt = 1
     life.state = life.state.connecting(attempt, life.now())
+    if result.status == m.ClaimStatus.ADOPTED:
+        connected = result.connected_at > 0.0
+        result = replace(result, status=m.ClaimStatus.ACTIVE if connected else m.ClaimStatus.CONNECTING)
     try:
         if result.status == m.ClaimStatus.CONNECTING:
             life.show()

@@ -204,6 +204,10 @@ class UserWorkerState(m.UserWorkerFacts):
             raise IllegalTransition("two workers for one user (one-owner)")
         return replace(self, worker=worker)
 
+    def adopted(self, worker: m.WorkerRef, crashes: Sequence[float], now: float) -> UserWorkerState:
+        """The user has this worker already, from a run that somebody ended."""
+        return replace(self.assigned(worker), claim_id=worker.claim_id)._counting(crashes, now)
+
     def stopped(self) -> UserWorkerState:
         """The worker is confirmed to have stopped."""
         if self.serving:

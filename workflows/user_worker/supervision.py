@@ -39,6 +39,8 @@ class WorkerDecision:
     replace: str = ""
     #: The cause of that is the infrastructure.
     outage: bool = False
+    #: Its assignment is over, and the user may have another worker: that one is adopted.
+    over: bool = False
     #: It cannot get its broker back, for this reason: it ends, and so does the run.
     give_up: str = ""
     #: Nobody used it for the idle timeout.
@@ -48,6 +50,8 @@ class WorkerDecision:
 
 
 KEEP = WorkerDecision()
+#: The run was reset to an event before the end of its worker.
+OVER = WorkerDecision(replace="its assignment is over", over=True)
 
 
 async def check_suspect(life: WorkerLifecycle) -> WorkerDecision:
@@ -59,10 +63,15 @@ async def check_suspect(life: WorkerLifecycle) -> WorkerDecision:
     (no-healthy-kill).
     """
     unmarked, life.unmarked = life.unmarked, None
-    life.suspect = False
+    life.suspect, unsure, life.unsure = False, life.unsure, False
     health = await _read_health(life)
     if not life.state.serving:
         return KEEP
+    if health is not None and health.over:
+        return OVER
+    reconnects = unsure and health is not None and health.worker_state == S.RECONNECTING
+    if reconnects and life.state.state == S.ACTIVE:
+        life.state = life.state.reconnecting("it was reconnecting when it was adopted", life.now())
     if health is not None and health.running is False:
         return WorkerDecision(replace=m.WAS_GONE, outage=health.unreported)
     if health is None or health.marked or health.in_flight:
@@ -80,6 +89,8 @@ async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
     state, now = life.state, life.now()
     if not state.serving:
         return KEEP
+    if health is not None and health.over:
+        return OVER
     last = max(state.last_activity, health.last_activity if health else 0.0)
     if health is None or (not health.marked and health.running is not False):
         life.state = state.checked(now + CHECK_AGAIN, now)
@@ -102,6 +113,8 @@ async def check_quiet(life: WorkerLifecycle) -> WorkerDecision:
     state, now = life.state, life.now()
     if not state.serving or not state.move_at:
         return KEEP
+    if health is not None and health.over:
+        return OVER
     if now >= state.move_by:
         return WorkerDecision(move=True)
     if health is None or not health.marked:

@@ -106,9 +106,14 @@ class Timeline:
     def __init__(self, user_id: str, carried: Mapping[str, Any] | None = None) -> None:
         self._user_id = user_id
         left = dict(carried or {})
+        self._branch: str = left.get("branch", "")
         self._number: int = left.get("number", 0)
         self._pending = [value_to_type(m.Transition, item) for item in left.get("pending", [])]
         self._task: asyncio.Task[None] | None = None
+
+    def branch(self, seed: int) -> None:
+        """The run was reset to an earlier event: its next numbers were used before."""
+        self._branch = f"{seed & (2**64 - 1):x}"
 
     def record(self, before: UserWorkerState, after: UserWorkerState) -> None:
         if (before.state, before.since) == (after.state, after.since):
@@ -141,7 +146,8 @@ class Timeline:
         return self._task is None
 
     def carried(self) -> dict[str, Any]:
-        return {"number": self._number, "pending": [asdict(item) for item in self._pending]}
+        pending = [asdict(item) for item in self._pending]
+        return {"number": self._number, "pending": pending, "branch": self._branch}
 
     async def _write(self) -> None:
         # Lets the callers be answered first.
@@ -150,6 +156,8 @@ class Timeline:
             while self._pending:
                 batch = tuple(self._pending[:BATCH_MAX])
                 chain = workflow.info().first_execution_run_id
+                if self._branch:
+                    chain = f"{chain}-{self._branch}"
                 request = m.RecordTimeline(user_id=self._user_id, chain=chain, transitions=batch)
                 await calls.record_timeline(request)
                 self._pending = [item for item in self._pending if item.number > batch[-1].number]

@@ -21,7 +21,7 @@ with workflow.unsafe.imports_passed_through():
 
 from workflows.user_worker import supervision
 from workflows.user_worker.lifecycle import SharedFuture, StartFailed, WorkerLifecycle
-from workflows.user_worker.startup import CrashedTooOften, start_worker
+from workflows.user_worker.startup import CrashedTooOften, NothingToAdopt, start_worker
 from workflows.user_worker.visibility import Timeline
 
 #: Characters of a reason that somebody gives.
@@ -44,6 +44,14 @@ class UserWorkerWorkflow:
             timeline = Timeline(given.user_id, given.carried.get("timeline"))
             self._life = WorkerLifecycle(carried, timeline, given.carried.get("stop"))
         self._resume = False
+        #: The run was started anew, and has not looked yet whether the user has a worker.
+        self._adopt = given.adopt and given.carried is None
+        workflow.register_random_seed_callback(self._reset)
+
+    def _reset(self, seed: int) -> None:
+        """Somebody reset the run to an earlier event: what it knows may be over. PostgreSQL tells."""
+        self._life.was_reset(seed)
+        self._adopt = self._life.state.state == S.POOL_IDLE
 
     @workflow.run
     async def run(self, given: m.UserWorkerInput) -> None:
@@ -185,7 +193,7 @@ class UserWorkerWorkflow:
             life.stop
             or life.shutdown
             or (state.serving and urgent)
-            or (state.state == S.POOL_IDLE and life.start)
+            or (state.state == S.POOL_IDLE and (life.start or self._adopt))
             or (state.state == S.PARKED and self._resume)
             or life.reload
             or self._may_renew()
@@ -228,7 +236,7 @@ class UserWorkerWorkflow:
         elif state.state == S.PARKED and self._resume:
             self._resume = False
             life.state = state.resumed(life.now())
-        elif state.state == S.POOL_IDLE and life.start:
+        elif state.state == S.POOL_IDLE and (life.start or self._adopt):
             await self._begin()
         elif life.reload:
             await supervision.serve_reload(life, life.reload)
@@ -243,7 +251,7 @@ class UserWorkerWorkflow:
     async def _follow(self, decision: supervision.WorkerDecision) -> None:
         life = self._life
         if decision.replace:
-            await self._replace(decision.replace, outage=decision.outage)
+            await self._replace(decision.replace, outage=decision.outage, over=decision.over)
         elif decision.give_up:
             await self._give_up(decision.give_up)
         elif decision.idle:
@@ -255,27 +263,31 @@ class UserWorkerWorkflow:
     async def _begin(self) -> None:
         """Starts a worker; when that fails for good, the run ends."""
         life = self._life
+        adopt, self._adopt = self._adopt, False
         try:
-            await start_worker(life)
+            await start_worker(life, adopt_only=adopt)
         except CrashedTooOften:
             self._park()
+        except NothingToAdopt:
+            await self._drain("the user has no worker", reopen=True)
         except StartFailed as failed:
             failure = failed.failure
             life.state = life.state.failed(f"{failure.code}: {failure.detail}", life.now())
             life.settle_start(failure)
             await self._drain(life.shutdown or failure.code, reopen=False)
         else:
-            life.suspect = False
-            life.settle_start(life.answer())
+            life.suspect = life.unsure
+            if not life.unsure:
+                life.settle_start(life.answer())
 
-    async def _replace(self, reason: str, *, outage: bool) -> None:
+    async def _replace(self, reason: str, *, outage: bool, over: bool = False) -> None:
         """A new worker for one that died in service. Its end is confirmed first (one-owner).
 
-        An end that somebody asked for is no crash. One that the infrastructure caused makes the next start
-        wait, and parks nobody.
+        An end that somebody asked for is no crash, nor one that an earlier run has settled (`over`). One that
+        the infrastructure caused makes the next start wait, and parks nobody.
         """
         life = self._life
-        planned = life.ended_as_planned
+        planned = life.ended_as_planned or over
         if planned:
             life.state = life.state.failed(reason, life.now())
         else:

@@ -73,6 +73,31 @@ class SetRelease:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptPool:
+    """What operators have set for a pool, and its last good release: PostgreSQL keeps it, too."""
+
+    #: Grows with each change: the newer of two counts.
+    number: int = 0
+    policy: PoolPolicy = field(default_factory=PoolPolicy)
+    configured: PoolPolicy | None = None
+    revision: int = 0
+    paused: bool = False
+    draining: bool = False
+    version: str = ""
+    image: str = ""
+    #: Version and image; None: not known.
+    good_release: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepPool:
+    """Activity `keep_pool`: writes this to PostgreSQL, and returns what PostgreSQL has if that is newer."""
+
+    pool: str
+    kept: KeptPool
+
+
+@dataclass(frozen=True, kw_only=True)
 class CountPool:
     pool: str
     #: Tokens of the launches under way: their workers are left out of the count.

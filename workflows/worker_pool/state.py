@@ -93,6 +93,10 @@ class PoolState(PoolFigures):
     image: str = ""
     #: Version and image of the last release of which a worker became ready; None: not known.
     good_release: tuple[str, str] | None = None
+    #: Number of the last change of what PostgreSQL keeps of the pool (`KeptPool`).
+    kept_number: int = 0
+    #: Takes the place of the run's id in tokens; empty: the run was never reset.
+    token_base: str = ""
 
     @property
     def release(self) -> Release:

@@ -4,6 +4,9 @@ It counts the workers after every claim, launch or end of a worker, when a windo
 `check_period`. A count leaves out the workers of launches under way, so that each is counted once
 (exact-pool): missing = wanted - ready - starting - launches under way. A launch whose outcome is unknown
 stays under way until it is settled under its own token.
+
+What operators have set is kept in PostgreSQL, too. A run that was started anew, because somebody ended the
+one before, begins with that, and so does one that was reset to an earlier event.
 """
 
 import asyncio
@@ -15,7 +18,7 @@ from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.entity import carried_state, continue_as_new, copied_fields, wait_until
+    from workflows.entity import carried_state, continue_as_new, copied_fields, raise_cancellation, wait_until
     from workflows.worker_pool import messages as pm
     from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, check_policy
     from workflows.worker_pool.state import BACKOFF_MAX, REPORT_AFTER, PoolState, pool_details
@@ -24,6 +27,10 @@ from workflows import calls
 
 #: Most free workers that one call stops: each may take its grace of some seconds.
 SHRINK_MAX = 50
+#: Seconds that an operator's change waits until PostgreSQL has it, or until a new run knows what it has.
+KEEP_PATIENCE = 5.0
+#: The patch since which PostgreSQL keeps what operators have set.
+KEEPING = "what operators set is kept in PostgreSQL"
 #: Events after which the run continues as new, when no launch is under way.
 LONG = 500
 
@@ -40,6 +47,14 @@ class WorkerPoolWorkflow:
         self._uncounted = 0
         self._renew = False
         self._shown = ""
+        #: Whether this run knows what PostgreSQL keeps: one that continues another does.
+        self._known = given.carried is not None
+        self._was_reset = False
+        #: What was last compared with the state, and the number under which PostgreSQL has it; -1: not known.
+        self._compared = self._keepable()
+        self._written = -1
+        self._keeping: asyncio.Task[None] | None = None
+        workflow.register_random_seed_callback(self._reset)
         #: Shown by the SDK's metrics, which leave out replays.
         self._wanted = workflow.metric_meter().create_gauge("berth_pool_wanted", "Free workers wanted.")
 
@@ -48,11 +63,13 @@ class WorkerPoolWorkflow:
         workflow.upsert_search_attributes([names.SA_POOL.value_set(given.pool)])
         while True:
             self._changed = False
+            self._keep_changes()
+            await self._until_known()
             await self._count()
             self._show()
             if self._due_to_renew():
                 await workflow.wait_condition(
-                    lambda: not self._in_flight and workflow.all_handlers_finished()
+                    lambda: not self._in_flight and self._keeping is None and workflow.all_handlers_finished()
                 )
                 continue_as_new(replace(self._given, carried=asdict(self._state)))
             pause = self._seconds_until_count()
@@ -75,22 +92,29 @@ class WorkerPoolWorkflow:
         self._renew = self._changed = True
 
     @workflow.update(name="set_target")
-    def set_target(self, wanted: pm.SetTarget) -> pm.PoolView:
-        return self._resize(replace(self._given.policy, target=wanted.target))
+    async def set_target(self, wanted: pm.SetTarget) -> pm.PoolView:
+        await self._until_known(required=True)
+        return await self._resize(replace(self._given.policy, target=wanted.target))
 
     @set_target.validator
     def _check_target(self, wanted: pm.SetTarget) -> None:
         _refuse_invalid(replace(self._given.policy, target=wanted.target))
 
     @workflow.update(name="set_policy")
-    def set_policy(self, wanted: pm.SetPolicy) -> pm.PoolView:
+    async def set_policy(self, wanted: pm.SetPolicy) -> pm.PoolView:
+        if not self._known:
+            await self._until_known(required=True)
+            self._refuse_changed(wanted)
         if wanted.from_settings:
             self._given = replace(self._given, configured=wanted.policy)
-        return self._resize(wanted.policy)
+        return await self._resize(wanted.policy)
 
     @set_policy.validator
     def _check_policy(self, wanted: pm.SetPolicy) -> None:
         _refuse_invalid(wanted.policy)
+        self._refuse_changed(wanted)
+
+    def _refuse_changed(self, wanted: pm.SetPolicy) -> None:
         revision = self._given.revision
         if wanted.revision not in (None, revision):
             raise ApplicationError(
@@ -99,35 +123,39 @@ class WorkerPoolWorkflow:
                 non_retryable=True,
             )
 
-    def _resize(self, policy: PoolPolicy) -> pm.PoolView:
+    async def _resize(self, policy: PoolPolicy) -> pm.PoolView:
         self._given = replace(self._given, policy=policy, revision=self._given.revision + 1)
         self._state = replace(self._state.without_failures(), resized=True)
         self._changed = True
-        return self.view()
+        return await self._kept_view()
 
     @workflow.update(name="set_release")
-    def set_release(self, wanted: pm.SetRelease) -> pm.PoolView:
+    async def set_release(self, wanted: pm.SetRelease) -> pm.PoolView:
+        await self._until_known(required=True)
         self._state = self._state.with_release(wanted.release, wanted.surge)
         self._changed = True
-        return self.view()
+        return await self._kept_view()
 
     @workflow.update(name="pause")
-    def pause(self) -> pm.PoolView:
+    async def pause(self) -> pm.PoolView:
+        await self._until_known(required=True)
         self._state = replace(self._state, paused=True, draining=False)
-        return self.view()
+        return await self._kept_view()
 
     @workflow.update(name="drain")
-    def drain(self) -> pm.PoolView:
+    async def drain(self) -> pm.PoolView:
+        await self._until_known(required=True)
         self._state = replace(self._state, paused=False, draining=True)
         self._changed = True
-        return self.view()
+        return await self._kept_view()
 
     @workflow.update(name="resume")
-    def resume(self) -> pm.PoolView:
+    async def resume(self) -> pm.PoolView:
         """Also forgets failed launches, so that it tries again at once."""
+        await self._until_known(required=True)
         self._state = replace(self._state.without_failures(), paused=False, draining=False)
         self._changed = True
-        return self.view()
+        return await self._kept_view()
 
     @workflow.query(name="view")
     def view(self) -> pm.PoolView:
@@ -142,6 +170,92 @@ class WorkerPoolWorkflow:
                 "target": given.policy.target,
             }
         )
+
+    # --- what PostgreSQL keeps ------------------------------------------------------------------------
+
+    def _keepable(self) -> pm.KeptPool:
+        given, state = self._given, self._state
+        return pm.KeptPool(
+            policy=given.policy,
+            configured=given.configured,
+            revision=given.revision,
+            paused=state.paused,
+            draining=state.draining,
+            version=state.version,
+            image=state.image,
+            good_release=state.good_release,
+        )
+
+    def _reset(self, seed: int) -> None:
+        """The run begins anew at an earlier event: its state is old, and its next tokens were used before."""
+        self._known, self._was_reset, self._changed = False, True, True
+        self._state = replace(self._state, token_base=f"{seed & (2**64 - 1):x}")
+
+    def _keep_changes(self) -> None:
+        """Starts writing what changed since the last time, in the background."""
+        if not workflow.patched(KEEPING):
+            self._known = True
+            return
+        keepable = self._keepable()
+        if self._known and keepable != self._compared:
+            self._compared = keepable
+            self._state = replace(self._state, kept_number=self._state.kept_number + 1)
+        if self._keeping is None and not (self._known and self._written == self._state.kept_number):
+            self._keeping = asyncio.create_task(self._keep())
+
+    async def _keep(self) -> None:
+        try:
+            while not (self._known and self._written == self._state.kept_number):
+                number, was_reset = self._state.kept_number, self._was_reset
+                request = pm.KeepPool(pool=self._given.pool, kept=replace(self._keepable(), number=number))
+                kept = await calls.keep_pool(request)
+                if kept.number > number and self._state.kept_number == number:
+                    self._take_over(kept)
+                self._written = kept.number
+                if self._was_reset == was_reset:
+                    self._known, self._was_reset = True, False
+        except FailureError as error:  # after an hour; the next count begins it again
+            why = f"what operators set is not kept: {calls.cause(error)}"
+            self._state = replace(self._state, last_failure=why)
+        finally:
+            self._keeping = None
+            self._changed = True
+
+    def _take_over(self, kept: pm.KeptPool) -> None:
+        """An earlier run of the pool, or one that this run was reset behind, knew more."""
+        given = self._given
+        if self._was_reset or given.configured in (None, kept.configured):
+            given = replace(given, policy=kept.policy, configured=kept.configured, revision=kept.revision)
+        else:  # the settings changed while there was no run: they replace what an operator had set
+            given = replace(given, revision=kept.revision + 1)
+        self._given = given
+        self._state = replace(
+            self._state,
+            paused=kept.paused,
+            draining=kept.draining,
+            version=kept.version,
+            image=kept.image,
+            good_release=kept.good_release,
+            kept_number=kept.number,
+        )
+        self._compared = replace(kept, number=0)
+        workflow.logger.info("pool_settings_recalled", extra={"pool": given.pool, "number": kept.number})
+
+    async def _until_known(self, *, required: bool = False) -> None:
+        """Waits until this run knows what PostgreSQL keeps. With `required`, fails if that takes long."""
+        known = self._known or await wait_until(
+            lambda: self._known, KEEP_PATIENCE, "until the pool's settings are read"
+        )
+        if required and not known:
+            raise ApplicationError("the pool was started anew, and PostgreSQL does not answer")
+
+    async def _kept_view(self) -> pm.PoolView:
+        """Answers when PostgreSQL has the change, or after some seconds: it is in force at once anyway."""
+        self._keep_changes()
+        if self._keeping is not None:
+            number = self._state.kept_number
+            await wait_until(lambda: self._written >= number, KEEP_PATIENCE, "until the change is kept")
+        return self.view()
 
     # --- counts and launches --------------------------------------------------------------------------
 
@@ -159,6 +273,7 @@ class WorkerPoolWorkflow:
         try:
             count = await calls.count_pool(request)
         except FailureError as error:  # nothing is known: nothing is launched
+            raise_cancellation(error)
             self._uncounted += 1
             resized = resized or self._state.resized
             self._state = replace(self._state, resized=resized, last_failure=f"count: {calls.cause(error)}")
@@ -181,10 +296,12 @@ class WorkerPoolWorkflow:
             self._launch()
 
     def _token(self) -> str:
-        """The same in a replay, and never used again: the first run's id stays over continue-as-new."""
+        """The same in a replay, and never used again: the first run's id stays over continue-as-new, and the
+        base that a reset gives does, too."""
         number = self._state.number
         self._state = replace(self._state, number=number + 1)
-        return f"{self._given.pool}-{workflow.info().first_execution_run_id}-{number}"
+        base = self._state.token_base or workflow.info().first_execution_run_id
+        return f"{self._given.pool}-{base}-{number}"
 
     def _launch(self) -> None:
         unsettled = self._state.unsettled
@@ -206,6 +323,7 @@ class WorkerPoolWorkflow:
             if self._state.failures_reported:
                 workflow.logger.info("pool_launches_recovered", extra={"pool": self._given.pool})
             self._state = self._state.launched(request.release)
+            self._keep_changes()
         except FailureError as error:
             self._failed(token, error, seen)
         finally:
@@ -256,6 +374,7 @@ class WorkerPoolWorkflow:
             )
             self._state = replace(self._state, ready=max(0, self._state.ready - stopped))
         except FailureError as error:
+            raise_cancellation(error)
             self._state = replace(self._state, last_failure=f"shrink: {calls.cause(error)}")
 
     def _seconds_until_count(self) -> float:

@@ -1,16 +1,20 @@
 """The sweeper's schedule: which orders it has to check, and when again. `Order.verify_at` holds all of it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import bindparam, func, literal_column, update
+from sqlalchemy import bindparam, func, literal_column, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.locks import lease_due, seconds_from_now
 from infra.database.models import Order
+from worker_runtime.protocol.messages import OrderState
 
 #: `verify_at` of an order that a person wants checked: before all others.
 ASKED = func.to_timestamp(0)
+#: States in which no worker has reported anything: the sweeper itself recovers them.
+_QUEUEABLE = (OrderState.ACCEPTED.value, OrderState.QUEUED.value)
 _TAKE = lease_due(Order.verify_at).returning(
     Order,
     literal_column("due.verify_at") == ASKED,
@@ -42,6 +46,23 @@ async def take_due_orders(session: AsyncSession, *, most: int, lease: float, gra
         for order, asked, overdue, remaining in rows
         if order.verify_at is not None
     ]
+
+
+async def followed_orders(session: AsyncSession, seconds: float) -> list[str]:
+    """Returns orders that are not final, and that nobody checks within the next `seconds`: their workflow
+    follows them."""
+    later = seconds_from_now(bindparam("seconds"))
+    wanted = select(Order.id).where(Order.verify_at > later, Order.state.not_in(_QUEUEABLE))
+    return [str(order) for order in await session.scalars(wanted, {"seconds": seconds})]
+
+
+async def make_due(session: AsyncSession, orders: Collection[str]) -> int:
+    """Has the sweeper check these orders now, unless they are final or were due anyway; returns how many."""
+    due = update(Order).where(Order.id.in_(orders), Order.verify_at > func.now())
+    changed = await session.scalars(
+        due.values(verify_at=func.now()).returning(Order.id).execution_options(synchronize_session=False)
+    )
+    return len(changed.all())
 
 
 async def postpone(session: AsyncSession, due: DueOrder, seconds: float) -> None:

@@ -3,23 +3,36 @@
 import secrets
 import uuid
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from hmac import compare_digest
 from typing import Any
 
-from sqlalchemy import func, select, update
+from sqlalchemy import func, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
+from infra.database.locks import wait_for_turn
 from infra.database.models import BrokerAccount
 from infra.database.trading.models import Webhook
 from infra.database.users import UserDisabled, is_disabled
+from worker_runtime.protocol.errors import BerthError
 
 #: Marks the token hash of a webhook that this release made or changed. The release before looks for the plain
 #: hash, does not find it, and answers WEBHOOK_UNKNOWN: it would take 100 shares for 100 lots. Contract: the
 #: release after this one may look for marked hashes only, once no plain one is left.
 MARK = "10:"
+
+
+#: Webhooks in use that a user may have. Each is an address that places orders.
+MAX_WEBHOOKS = 20
+_IN_USE = Webhook.revoked_at.is_(None) & or_(
+    Webhook.expires_at.is_(None), Webhook.expires_at > func.clock_timestamp()
+)
+
+
+class WebhookLimitReached(BerthError, code="WEBHOOK_LIMIT", status=409):
+    """The user has as many webhooks as a user may have."""
 
 
 def _hash(text: str) -> str:
@@ -86,10 +99,81 @@ def has_secret(webhook: Webhook, secret: str) -> bool:
     return compare_digest(webhook.secret_hash, given) | compare_digest(previous or "", given)
 
 
-async def webhooks_of_user(session: AsyncSession, user_id: str) -> list[Webhook]:
-    """Returns all webhooks of a user, revoked ones too, the newest first."""
-    rows = select(Webhook).filter_by(user_id=user_id).order_by(Webhook.created_at.desc(), Webhook.id)
-    return list(await session.scalars(rows))
+async def webhooks_of_user(
+    session: AsyncSession, user_id: str, *, after: uuid.UUID | None = None, limit: int | None = None
+) -> list[Webhook]:
+    """Returns webhooks of a user, revoked ones too, the newest first.
+
+    `after` is the id of the last webhook of the page before.
+    """
+    place = tuple_(Webhook.created_at, Webhook.id)
+    rows = select(Webhook).filter_by(user_id=user_id)
+    if after is not None:
+        last = select(Webhook.created_at, Webhook.id).filter_by(id=after, user_id=user_id).scalar_subquery()
+        rows = rows.where(place < last)
+    return list(
+        await session.scalars(rows.order_by(Webhook.created_at.desc(), Webhook.id.desc()).limit(limit))
+    )
+
+
+async def require_room(session: AsyncSession, user_id: str) -> None:
+    """Raises `WebhookLimitReached` if the user has `MAX_WEBHOOKS` that are in use.
+
+    Two that are made at the same time wait for each other.
+    """
+    await wait_for_turn(session, f"webhooks {user_id}")
+    in_use = select(func.count()).select_from(Webhook).where(Webhook.user_id == user_id, _IN_USE)
+    if (await session.scalar(in_use) or 0) >= MAX_WEBHOOKS:
+        raise WebhookLimitReached(
+            f"{user_id} has {MAX_WEBHOOKS} webhooks; revoke one that is not needed any more"
+        )
+
+
+async def rotate_secret(
+    session: AsyncSession, user_id: str, webhook_id: uuid.UUID, *, overlap_s: float, actor: str
+) -> tuple[Webhook | None, str]:
+    """Gives a webhook a new secret, which is returned; the one before counts for `overlap_s` seconds more.
+
+    Returns no webhook if the user has none of this id. A revoked one stays as it is.
+    """
+    secret = secrets.token_urlsafe(32)
+    row = await get_webhook(session, user_id, webhook_id)
+    if row is None or row.revoked_at is not None:
+        return row, ""
+    now = await database_time(session)
+    row = await change_webhook(
+        session,
+        user_id,
+        webhook_id,
+        actor=actor,
+        action="webhook.rotated",
+        secret_hash=_hash(secret),
+        previous_secret_hash=row.secret_hash,
+        previous_secret_until=now + timedelta(seconds=overlap_s),
+    )
+    return row, secret
+
+
+async def count_made_by(session: AsyncSession, key_id: uuid.UUID) -> int:
+    """Counts the webhooks in use that an API key has made."""
+    made = select(func.count()).select_from(Webhook).where(Webhook.made_by == key_id, _IN_USE)
+    return await session.scalar(made) or 0
+
+
+async def revoke_made_by(session: AsyncSession, key_id: uuid.UUID, *, actor: str) -> int:
+    """Revokes the webhooks that an API key has made; returns how many."""
+    made = select(Webhook.user_id, Webhook.id).where(Webhook.made_by == key_id, _IN_USE)
+    rows = (await session.execute(made)).all()
+    for user_id, webhook_id in rows:
+        await revoke_webhook(session, user_id, webhook_id, actor=actor)
+    return len(rows)
+
+
+async def database_time(session: AsyncSession) -> datetime:
+    """Returns the time by PostgreSQL's clock."""
+    now: datetime | None = await session.scalar(select(func.clock_timestamp()))
+    assert now is not None  # noqa: S101 - it always answers
+    return now
 
 
 async def get_webhook(session: AsyncSession, user_id: str, webhook_id: uuid.UUID) -> Webhook | None:

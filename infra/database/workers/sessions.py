@@ -33,6 +33,9 @@ from infra.database.users import UserNotFound
 #: In SQL: an assignment whose worker may still run.
 HAS_WORKER = (WorkerSession.ended_at.is_(None), WorkerSession.worker_id.is_not(None))
 
+#: Beginning of the reason of an end that the worker itself announced.
+CLOSED_BY_WORKER = "worker closed: "
+
 
 def at_unix(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
@@ -51,6 +54,9 @@ class AssignmentResult:
     ended: bool = False
     #: Another assignment of the user whose worker may still run; nothing was assigned (one-owner).
     unended: WorkerSession | None = None
+    #: That assignment is the user's latest, was never fenced, and the user may have a worker: a run that was
+    #: started anew goes on with its worker.
+    adoptable: bool = False
 
 
 async def next_control_number(session: AsyncSession) -> int:
@@ -77,11 +83,13 @@ async def assign_epoch(
     pool: str,
     crash_limit: int = 0,
     crash_window: float = 0.0,
+    adopt_only: bool = False,
 ) -> AssignmentResult:
     """Assigns the next epoch of the user to this claim; a repeat gets the same epoch.
 
-    Assigns nothing after `crash_limit` crashes within `crash_window` seconds (see `_recent_crashes`), or
-    while the worker of another claim was not confirmed to have ended. Raises `UserNotFound`.
+    Assigns nothing with `adopt_only`, after `crash_limit` crashes within `crash_window` seconds (see
+    `_recent_crashes`), or while the worker of another claim was not confirmed to have ended. Raises
+    `UserNotFound`.
     """
     # The row lock serialises the claims of one user.
     locked = _WITH_CRASHES if crash_limit else _WITHOUT_CRASHES
@@ -95,20 +103,30 @@ async def assign_epoch(
     own_and_running = select(WorkerSession).where(or_(WorkerSession.claim_id == claim_id, running))
     rows = (await session.scalars(own_and_running.order_by(WorkerSession.epoch.desc()))).all()
     before = next((row for row in rows if row.claim_id == claim_id), None)
-    if before is None and crash_limit and len(times) >= crash_limit:
-        return AssignmentResult(epoch=0, crashes=times)
     unended = next((row for row in rows if row.claim_id != claim_id), None)
+    over = before is None or before.ended_at is not None
+    if before is None and unended is None and crash_limit and len(times) >= crash_limit:
+        return AssignmentResult(epoch=0, crashes=times)
+    adoptable = (
+        over
+        and unended is not None
+        and unended.epoch == user.epoch
+        and unended.fenced_at is None
+        and user.disabled_at is None
+        and user.removed_at is None
+    )
     if before is not None:
         return AssignmentResult(
             epoch=before.epoch,
             crashes=times,
             worker_id=before.worker_id or "",
             task_id=before.task_id or "",
-            ended=before.ended_at is not None,
+            ended=over,
             unended=unended,
+            adoptable=adoptable,
         )
-    if unended is not None:
-        return AssignmentResult(epoch=0, crashes=times, unended=unended)
+    if unended is not None or adopt_only:
+        return AssignmentResult(epoch=0, crashes=times, unended=unended, adoptable=adoptable)
     user.epoch += 1
     session.add(WorkerSession(claim_id=claim_id, user_id=user_id, epoch=user.epoch, pool=pool))
     await session.flush()
@@ -258,7 +276,7 @@ class WorkerInService(NamedTuple):
 
 #: A claimed worker counts as connected after this time, since the event of its connect can be lost. Three
 #: logins of 20 s with their pauses take less.
-_LONG_CLAIMED = timedelta(minutes=2)
+LONG_CLAIMED = timedelta(minutes=2)
 
 _IN_SERVICE = (
     select(
@@ -273,7 +291,7 @@ _IN_SERVICE = (
     .where(
         or_(
             WorkerSession.connected_at.is_not(None),
-            WorkerSession.claimed_at < func.clock_timestamp() - _LONG_CLAIMED,
+            WorkerSession.claimed_at < func.clock_timestamp() - LONG_CLAIMED,
         )
     )
 )
@@ -282,6 +300,25 @@ _IN_SERVICE = (
 async def workers_in_service(connection: AsyncConnection) -> list[WorkerInService]:
     """Returns all workers whose mark should exist, for the mark watcher."""
     return [WorkerInService(*row) for row in await connection.execute(_IN_SERVICE)]
+
+
+class LiveAssignment(NamedTuple):
+    """A user's present assignment, whose worker may run."""
+
+    user_id: str
+    worker_id: str
+    epoch: int
+
+
+async def live_assignments(session: AsyncSession, pool: str) -> list[LiveAssignment]:
+    """Returns the present assignments of a pool's users that have a worker: each needs a workflow."""
+    worker_id = func.coalesce(WorkerSession.worker_id, "")
+    rows = await session.execute(
+        select(WorkerSession.user_id, worker_id, WorkerSession.epoch)
+        .join(User, (User.id == WorkerSession.user_id) & (User.epoch == WorkerSession.epoch))
+        .where(*HAS_WORKER, WorkerSession.pool == pool)
+    )
+    return [LiveAssignment(*row) for row in rows]
 
 
 async def assigned_now(connection: AsyncConnection) -> list[tuple[str, str, str]]:

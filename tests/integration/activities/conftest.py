@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 from redis.asyncio import Redis
+from sqlalchemy import text
 from temporalio.testing import ActivityEnvironment
 
 from activities.claims.claim import ClaimActivities
@@ -91,6 +92,12 @@ class Yard:
                     encrypted=encrypted,
                 )
         return user_id
+
+    async def sql(self, statement: str) -> list[tuple[Any, ...]]:
+        """Runs one statement in PostgreSQL; returns its rows."""
+        async with self.database.session() as session:
+            found: Any = await session.execute(text(statement))
+            return [tuple(row) for row in found] if found.returns_rows else []
 
     async def worker(self, worker_id: str | None = None) -> ScriptedPoolWorker:
         """A warm worker that the launcher knows."""

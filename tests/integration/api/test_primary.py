@@ -22,19 +22,14 @@ import pytest
 from sqlalchemy import make_url, text
 from sqlalchemy.ext.asyncio import AsyncSession
 from structlog.testing import capture_logs
-from temporalio.client import Client
-from temporalio.service import RPCError
 
 from api.fleet.primary import Primary, host_lock
 from infra import tasks
 from infra.database.engine import Database
 from infra.database.startup import StartupTask
-from infra.local.servers import TemporalServer
 from infra.settings import Settings
-from infra.temporal import schedules
 from tests.integration.api.conftest import Serve, ServedApi, alive, make_key
 from tests.integration.api.scripted_worker import until
-from workflows import names
 
 #: Forks a process for each line, the folder of its host: it does as the API does, with an endless task, each
 #: step of which adds a row with the number after the last step's. Prints who became the primary, and when.
@@ -42,7 +37,6 @@ _FORKER = """
 import asyncio, os, signal, sys, time
 from pathlib import Path
 from sqlalchemy import text
-from temporalio.client import Client
 from api.fleet.primary import Primary
 from infra.database.startup import StartupTask
 from infra.log import configure_log
@@ -58,9 +52,8 @@ async def act(session, progress):
     return {"number": number, "pid": pid}
 
 async def run(folder):
-    client = await Client.connect("127.0.0.1:1", lazy=True)
     settings = Settings(database_url=sys.argv[1], data_dir=Path(folder))
-    await Primary(settings, client, [StartupTask(name="acting", step=act)]).run()
+    await Primary(settings, [StartupTask(name="acting", step=act)]).run()
 
 configure_log("INFO")
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -227,10 +220,9 @@ async def test_a_task_that_fails_holds_up_no_other_and_is_tried_again(
         morning_at="",
         temporal_address="127.0.0.1:1",
     )
-    temporal = await Client.connect("127.0.0.1:1", lazy=True)
     both = [StartupTask(name="first", step=fail_once), StartupTask(name="second", step=work)]
     database = Database(migrated_database)
-    async with tasks.running(Primary(settings, temporal, both, period=0.1).run()):
+    async with tasks.running(Primary(settings, both, period=0.1).run()):
         await until(lambda: tried == ["first", "second", "second", "first"], 20)
         await asyncio.sleep(0.3)
     assert tried == ["first", "second", "second", "first"]  # what is done is not done again
@@ -256,9 +248,8 @@ async def test_a_statement_that_is_too_slow_costs_neither_the_lock_nor_the_other
         seen.append(("other", await session.scalar(text("select pg_backend_pid()")) or 0))
 
     settings = Settings(database_url=migrated_database, data_dir=tmp_path, temporal_address="127.0.0.1:1")
-    temporal = await Client.connect("127.0.0.1:1", lazy=True)
     both = [StartupTask(name="slow", step=be_slow), StartupTask(name="other", step=work)]
-    async with tasks.running(Primary(settings, temporal, both, period=0.1).run()):
+    async with tasks.running(Primary(settings, both, period=0.1).run()):
         await until(lambda: len(seen) == 3, 40)
     assert [name for name, _ in seen] == ["slow", "other", "slow"]
     assert len({pid for _, pid in seen}) == 1
@@ -278,33 +269,6 @@ async def test_where_files_cannot_be_locked_postgresql_alone_decides(
     assert [(one["event"], os.strerror(code) in one["reason"]) for one in logs] == [
         ("primary_without_file", True)
     ]
-
-
-async def test_a_schedule_that_is_missing_comes_back_and_one_that_is_there_stays(
-    migrated_database: str, temporal_server: TemporalServer, tmp_path: Path
-) -> None:
-    temporal = await Client.connect(temporal_server.address)
-    wanted = {"maintenance_period": 0.0, "morning_at": "", "statements": "on"}
-    settings = Settings(database_url=migrated_database, data_dir=tmp_path, **wanted)  # type: ignore[arg-type]
-    handle = temporal.get_schedule_handle(names.STATEMENTS_SCHEDULE)
-    try:
-        async with tasks.running(Primary(settings, temporal, [], period=0.1).run()):
-            for _ in range(2):
-                end = time.monotonic() + 20
-                while True:
-                    with suppress(RPCError):
-                        found = await handle.describe()
-                        break
-                    assert time.monotonic() < end
-                    await asyncio.sleep(0.05)
-                await handle.pause(note="by an operator")
-                await asyncio.sleep(0.3)
-                now = await handle.describe()
-                assert now.schedule.state.note == "by an operator"
-                assert now.info.created_at == found.info.created_at
-                await handle.delete()
-    finally:
-        await schedules.ensure_schedules(temporal, Settings(statements="off"), names.STATEMENTS_SCHEDULE)
 
 
 @pytest.mark.slow

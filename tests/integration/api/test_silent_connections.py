@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import httpx
 import pytest
+from sqlalchemy import text
 
+from infra.database.engine import Database
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.settings import Settings
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
@@ -89,7 +91,7 @@ async def lines(
             "database_url": settings.database_url.replace(f":{port[1]}/", f":{postgres.port}/"),
             "valkey_url": settings.valkey_url.replace(f":{valkey_server.port}", f":{valkey.port}"),
             "temporal_address": temporal.address,
-            "database_pool_wait": 2.0,
+            "database_pool_wait": 10.0,
             "check_duplicate_window": 0.0,
             "check_max_quantity": 1000,
         }
@@ -140,3 +142,48 @@ async def test_orders_after_all_connections_died_take_at_most_two_seconds(
     assert len({response.json()["id"] for response, _ in answered}) == PARALLEL
     assert len({order.order_id for order in lines.worker.popped}) == 2 * PARALLEL
     assert len(lines.worker.popped) == 2 * PARALLEL  # submit-once
+
+
+async def test_an_order_whose_acceptance_was_not_confirmed_is_accepted_once(lines: Lines) -> None:
+    assert lines.postgres.silence(replies_only=True) > 0
+
+    answered = await lines.orders(101)
+
+    check_in_time(answered)
+    assert len(lines.worker.popped) == 2 * PARALLEL
+    assert await stored_orders(lines, 101) == PARALLEL
+
+
+async def test_what_a_client_is_told_while_postgresql_cannot_be_reached_is_what_happens(
+    lines: Lines,
+) -> None:
+    """Some statements were carried out and their answers lost, others never left the API."""
+    assert lines.postgres.silence(new=True, replies_only=True) > 0
+    answered = await lines.orders(101)
+    lines.postgres.heal()
+
+    codes = {number: r.json()["code"] for number, (r, _) in enumerate(answered, 101)}
+    assert {response.status_code for response, _ in answered} == {503}
+    assert set(codes.values()) <= {"DATABASE_OUTCOME_UNKNOWN", "DATABASE_UNAVAILABLE"}
+    assert "DATABASE_OUTCOME_UNKNOWN" in codes.values()
+    stored = {number for number in codes if await stored_orders(lines, number, count=1)}
+    assert stored  # they are carried out by the sweeper, and nobody was told otherwise
+    assert {codes[number] for number in stored} == {"DATABASE_OUTCOME_UNKNOWN"}
+
+    again = await lines.orders(101)
+
+    assert {response.status_code for response, _ in again} <= {200, 201}
+    assert {number for number, (r, _) in enumerate(again, 101) if r.status_code == 200} == stored
+    assert await stored_orders(lines, 101) == PARALLEL
+
+
+async def stored_orders(lines: Lines, first: int, *, count: int = PARALLEL) -> int:
+    """How many of these orders are in PostgreSQL, by a connection of its own."""
+    url = lines.api.settings.database_url.replace(f":{lines.postgres.port}/", f":{lines.postgres.target}/")
+    names = [an_order(number)["client_order_id"] for number in range(first, first + count)]
+    async with Database(url, pool_size=1) as database, database.session() as session:
+        found = await session.scalar(
+            text("select count(*) from orders where user_id = :user and client_order_id = any(:names)"),
+            {"user": lines.api.user, "names": names},
+        )
+    return int(found or 0)

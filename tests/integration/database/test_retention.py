@@ -46,6 +46,8 @@ ROWS = {
     "guarded, found, suspects, confirmed) values (:at, 'g', 's', 0, 'b', 0, 0, 0, '', '{}', '[]', '[]')",
     "dead_letters": "(id, kind, source, subject, user_id, reason, message, last_at) "
     "values (gen_random_uuid(), 'event', 's', 'x', 'u', 'r', '', :at)",
+    "entity_findings": "(entity, kind, state, reason, seen_at) "
+    "values ('e' || :n, 'user', 'rebuilt', 'r', :at)",
     "kept_jobs": "(user_id, job_id, sealed, digest, outcome, ended_at) "
     "values ('', 'j' || :n, '', '', 'done', :at)",
     "orders": "(id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity, price_type, "

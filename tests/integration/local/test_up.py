@@ -111,6 +111,7 @@ def test_one_folder_lives_through_the_main_job_a_second_up_a_crash_and_the_main_
     wait_nothing_left(folder)
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 def test_down_stops_a_running_up_and_ends_what_a_killed_one_left(
     folder: Path, port_environment: dict[str, str], short_directory: Path, run_up: list[Up]
@@ -155,6 +156,7 @@ def test_a_port_in_use_ends_up_with_the_port_and_its_setting_and_starts_nothing(
     wait_nothing_left(folder)
 
 
+@pytest.mark.drill
 def test_a_start_that_is_interrupted_leaves_nothing_behind(
     folder: Path, port_environment: dict[str, str], short_directory: Path, run_up: list[Up]
 ) -> None:

@@ -64,6 +64,8 @@ def test_an_operator_has_no_right_to_what_makes_keys_stores_secrets_or_trades() 
         "PUT /users/{user_id}/statement-addresses",
         "POST /users/{user_id}/webhooks",
         "PATCH /users/{user_id}/webhooks/{webhook_id}",
+        "POST /users/{user_id}/webhooks/{webhook_id}/resume",
+        "POST /users/{user_id}/webhooks/{webhook_id}/rotate",
         "POST /users/{user_id}/orders",
         "POST /orders/{order_id}/replace",
         f"POST {account}/intents",

@@ -104,11 +104,12 @@ def csv_of(rows: Iterable[OrderRow], *, header: bool) -> bytes:
     if header:
         writer.writerow(columns)
     for row in rows:
-        writer.writerow([_cell(getattr(row, column)) for column in columns])
+        writer.writerow([cell_text(getattr(row, column)) for column in columns])
     return out.getvalue().encode()
 
 
-def _cell(value: object) -> str:
+def cell_text(value: object) -> str:
+    """Returns a value as a cell of a CSV file; none of them is a formula that a spreadsheet would run."""
     if value is None:
         return ""
     if isinstance(value, bool):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from activities.pool.launch import COLD_PREFIX, worker_id_of
 from infra.database.workers import sessions as worker_sessions
@@ -131,14 +132,49 @@ async def test_an_earlier_claim_never_takes_the_user_back(yard: Yard) -> None:
     await _stop(yard, user, "c1")
     await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c2")), second.serve())
     late = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c1"))
-    assert late.status == m.ClaimStatus.GONE
+    assert late.status == m.ClaimStatus.ADOPTED
+    assert late.worker is not None
+    assert (late.worker.worker_id, late.worker.epoch) == (second.worker_id, 2)
     assert await reply_of(yard.client.hget(keys.owner(user), "worker")) == second.worker_id.encode()
 
 
-async def test_no_worker_is_claimed_while_another_one_of_the_user_may_run(yard: Yard) -> None:
+async def test_a_run_that_was_started_anew_adopts_the_worker_that_the_user_has(yard: Yard) -> None:
     """The workflow was terminated: the next run knows nothing of the worker that is logged in."""
     user, first, second = await yard.user(), await yard.worker(), await yard.worker()
+    before, _ = await asyncio.gather(
+        yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve()
+    )
+    await yard.sql("update worker_sessions set connected_at = now() where claim_id = 'c1'")
+    crash = "insert into worker_sessions (claim_id, user_id, epoch, pool, ended_at, crashed) values "
+    await yard.sql(f"{crash} ('c0', '{user}', 0, 'default', now(), true)")
+    request = replace(yard.claim(user, "c2"), check_crashes=True)
+    adopted = await yard.run(yard.claiming.claim_worker, request)
+    assert adopted.status == m.ClaimStatus.ADOPTED
+    assert adopted.worker is not None
+    assert before.worker is not None
+    assert adopted.worker == replace(before.worker, public_key="")
+    assert adopted.connected_at > 0
+    assert await second.announce() == "ready"
+    assert first.task_id in {task.task_id for task in await yard.launcher.list()}
+
+
+async def test_a_run_that_only_adopts_claims_nothing_for_a_user_without_a_worker(yard: Yard) -> None:
+    user, free = await yard.user(), await yard.worker()
+    request = replace(yard.claim(user, "c1"), adopt_only=True)
+    answer = await yard.run(yard.claiming.claim_worker, request)
+    assert answer == m.ClaimResult(status=m.ClaimStatus.NONE)
+    assert await free.announce() == "ready"
+    assert await yard.sql("select epoch from users") == [(0,)]
+
+
+@pytest.mark.parametrize(
+    "reason",
+    ["worker_sessions set fenced_at = now()", "users set disabled_at = now()", "users set epoch = 5"],
+)
+async def test_no_worker_is_claimed_beside_one_that_must_not_go_on(yard: Yard, reason: str) -> None:
+    user, first, second = await yard.user(), await yard.worker(), await yard.worker()
     await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve())
+    await yard.sql(f"update {reason}")
     beside = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c2"))
     assert beside.status == m.ClaimStatus.GONE
     assert beside.worker is not None

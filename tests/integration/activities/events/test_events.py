@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 from structlog.testing import capture_logs
 
-from activities.events.recorder import CLOSED_BY_WORKER, Recorder
+from activities.events.recorder import Recorder
 from activities.events.stream import BATCH, GROUPS, RECORDER_GROUP, RELAY_GROUP, EventStream
 from infra import tasks
 from infra.alerts.errors import collector
@@ -279,4 +279,4 @@ async def test_connect_and_close_are_written_into_the_assignment(yard: Yard) -> 
     async with yard.database.session() as session:
         row = await worker_sessions.latest_session(session, worker_id=worker.worker_id)
     assert row is not None
-    assert row.end_reason == f"{CLOSED_BY_WORKER}bye"
+    assert row.end_reason == f"{worker_sessions.CLOSED_BY_WORKER}bye"

@@ -133,6 +133,7 @@ class Dock:
                 yard.checking.check_worker,
                 TimelineActivity(yard.database).record_timeline,
                 yard.pool.count_pool,
+                yard.pool.keep_pool,
                 yard.pool.shrink_pool,
             ],
             workflow_runner=workflow_runner(),

@@ -80,7 +80,7 @@ async def orchestrator(
             task_queue=names.LIFECYCLE_QUEUE,
             workflows=[WorkerPoolWorkflow],
             workflow_runner=workflow_runner(),
-            activities=[pool.count_pool, pool.shrink_pool],
+            activities=[pool.count_pool, pool.keep_pool, pool.shrink_pool],
         ),
         Worker(
             temporal,

@@ -188,7 +188,7 @@ async def test_the_command_shows_explains_and_changes(
         assert (await berth("pool", "status", "nobodys"))[0] == 1
 
 
-async def test_a_pool_that_was_ended_by_hand_is_no_pool(
+async def test_a_pool_that_was_ended_by_hand_says_so_and_by_whom(
     pool_api: ServedApi, temporal_server: TemporalServer
 ) -> None:
     """Nobody ever served it: a query of it would find no completed task."""
@@ -199,7 +199,11 @@ async def test_a_pool_that_was_ended_by_hand_is_no_pool(
         id=names.worker_pool_id("ended"),
         task_queue=names.LIFECYCLE_QUEUE,
     )
-    await handle.terminate()
+    await handle.terminate(reason="a test")
     async with pool_api.client(pool_api.admin_key) as admin:
-        answer = await admin.get("/pools/ended")
-    assert (answer.status_code, answer.json()["code"]) == (404, "NO_POOL"), answer.text
+        answers = [await admin.get("/pools/ended"), await admin.post("/pools/ended/pause")]
+    for answer in answers:
+        assert (answer.status_code, answer.json()["code"]) == (503, "POOL_REBUILDING"), answer.text
+        said = answer.json()["detail"]
+        assert said.startswith("the workflow of pool ended was terminated by ")
+        assert said.endswith(": a test; it is being rebuilt")

@@ -1,0 +1,347 @@
+"""Brings back long-lived workflows and schedules that somebody ended, and reports those that are paused.
+
+Anyone who reaches Temporal can cancel, terminate or delete anything there. Temporal notices nothing: a loop
+of the orchestrators does, in one process at a time for each pool. Every `entity_period` seconds it reads the
+pool's workflow and the schedules by their ids, and lists all open runs with one query of Temporal's index. It
+compares that list with the assignments and orders in PostgreSQL:
+
+| what is missing | what follows |
+|---|---|
+| the pool's workflow | it is started; it reads what operators had set from PostgreSQL |
+| a schedule | it is made anew |
+| the workflow of a user with a worker | it is started, and goes on with the same worker |
+| a user's workflow with another worker than PostgreSQL's: it was reset | it checks its worker |
+| the workflow of an order that is followed | the order is due at once: the sweeper starts it |
+| a run of a schedule, or a rollout, that was ended | it is reported; a rollout's extra workers go |
+
+The index lags: what seems to be missing is looked at once more, by its id, `CONFIRM_AFTER` seconds later. A
+pause is somebody's wish. It is reported, and never undone.
+"""
+
+import asyncio
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+from temporalio.client import Client, WorkflowQueryFailedError, WorkflowUpdateFailedError
+from temporalio.service import RPCError
+
+from activities.pool.sizing import ensure_pool
+from infra import tasks
+from infra.database.engine import Database, DatabaseUnavailable
+from infra.database.entities import Finding, FindingState, record_finding, resume_others
+from infra.database.locks import SILENCE, lead
+from infra.database.orders import watch as order_watch
+from infra.database.workers import pools
+from infra.database.workers import sessions as worker_sessions
+from infra.database.workers.sessions import LiveAssignment
+from infra.settings import Settings
+from infra.temporal.client import CALL, signal_workflow, unless_missing
+from infra.temporal.executions import ExecutionState, explain_end, list_open, read_execution
+from infra.temporal.schedules import SCHEDULES, ensure_schedules
+from infra.temporal.starter import WorkerStarter
+from worker_runtime.protocol.errors import BerthError
+from workflows import names
+from workflows.user_worker import messages as m
+from workflows.worker_pool import messages as pm
+
+#: Names the restorer's locks among PostgreSQL's advisory locks: one for each pool.
+LOCK = 0x6265_0000_0000
+#: Seconds until what seems to be missing is looked at once more.
+CONFIRM_AFTER = 10.0
+#: Seconds between two tries while PostgreSQL is away.
+RETRY = 1.0
+#: Workflows that are started at the same time.
+ABREAST = 20
+#: Orders that are given to the sweeper at once.
+MAX_ORDERS = 1000
+#: Runs that nobody starts again by themselves when somebody ended them.
+RUNS = (names.MORNING, names.STATEMENTS, names.DAILY_REPORT, names.ROLLOUT)
+_KINDS = {names.USER_WORKER: "user", names.ORDER: "order", **dict.fromkeys(RUNS, "run")}
+#: Ends that somebody caused. Failures are dead letters.
+_BY_HAND = ("cancelled", "terminated", "")
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class _Gaps:
+    """What one comparison of Temporal and PostgreSQL shows, before it is confirmed."""
+
+    #: Users with a worker and without a workflow.
+    missing: dict[str, LiveAssignment]
+    #: Users whose workflow names another worker.
+    outdated: dict[str, LiveAssignment]
+    #: The pool has more workers than it wants, for a rollout that does not run.
+    surplus: bool
+
+
+@dataclass(eq=False, repr=False)
+class EntityRestorer:
+    """A background loop of each orchestrator that hosts workflows of users and pools."""
+
+    database: Database
+    temporal: Client
+    starter: WorkerStarter
+    settings: Settings
+    confirm_after: float = CONFIRM_AFTER
+
+    def __post_init__(self) -> None:
+        #: Runs of `RUNS` that were open at the last look.
+        self._runs: dict[str, ExecutionState] = {}
+
+    async def run(self) -> None:
+        lock = LOCK + zlib.crc32(self.settings.pool.encode())
+        while True:
+            try:
+                await lead(self.settings.database_url, lock, self._run_while_leading)
+            except DatabaseUnavailable as error:
+                log.warning("restorer_waits", reason=error.detail)
+            await asyncio.sleep(RETRY)
+
+    async def _run_while_leading(self, connection: AsyncConnection) -> None:
+        self._runs.clear()
+        async with tasks.running(self._look_forever()):
+            while True:
+                await connection.execute(text("select 1"))
+                await asyncio.sleep(SILENCE / 6)
+
+    async def _look_forever(self) -> None:
+        while True:
+            # The first look comes later: a system that starts makes its pool and its schedules.
+            await asyncio.sleep(self.settings.entity_period)
+            for look in (self.look_at_pool, self.look_at_schedules, self.look_at_runs):
+                try:
+                    await look()
+                except (RPCError, BerthError, WorkflowQueryFailedError, WorkflowUpdateFailedError) as error:
+                    log.warning("entities_not_read", look=look.__name__, reason=str(error)[:200])
+                except Exception:  # the boundary of a loop, which would end unseen
+                    log.exception("entities_not_restored", look=look.__name__)
+
+    # --- singletons -----------------------------------------------------------------------------------
+
+    async def look_at_pool(self) -> None:
+        """Starts the pool's workflow anew if somebody ended it. Raises `RPCError`."""
+        pool, entity = self.settings.pool, names.worker_pool_id(self.settings.pool)
+        seen = await read_execution(self.temporal, entity)
+        if seen is not None and seen.is_open:
+            return await self._report_pauses([seen], "pool", f"pool:{pool}")
+        if seen is None and await self.database.fetch(pools.read_pool, pool) is None:
+            return None  # it has never run: the start of the orchestrator is not over
+        why = await explain_end(self.temporal, entity, seen)
+        missing = Finding(
+            entity=entity, kind="pool", state=FindingState.MISSING, reason=why, subject=f"pool:{pool}"
+        )
+        await self._record(missing)
+        await ensure_pool(self.temporal, self.settings, patience=CALL)
+        await self._rebuilt(missing)
+        return None
+
+    async def look_at_schedules(self) -> None:
+        """Makes schedules anew that somebody deleted. Raises `RPCError`."""
+        for schedule_id, wanted in SCHEDULES.items():
+            if wanted(self.settings) is None:
+                continue
+            entity = f"schedule:{schedule_id}"
+            handle = self.temporal.get_schedule_handle(schedule_id)
+            seen = await unless_missing(handle.describe(rpc_timeout=CALL))
+            if seen is None:
+                await ensure_schedules(self.temporal, self.settings, schedule_id, keep=True)
+                await self._rebuilt(
+                    Finding(
+                        entity=entity,
+                        kind="schedule",
+                        state=FindingState.MISSING,
+                        reason="deleted",
+                        subject=entity,
+                    )
+                )
+            state = None if seen is None else seen.schedule.state
+            if state is not None and state.paused:
+                await self._record(
+                    Finding(
+                        entity=entity,
+                        kind="schedule",
+                        state=FindingState.PAUSED,
+                        reason=state.note or "paused",
+                        subject=entity,
+                    )
+                )
+            else:
+                await self._resumed([entity])
+
+    # --- all others -----------------------------------------------------------------------------------
+
+    async def look_at_runs(self) -> None:
+        """Compares Temporal's list of open runs with PostgreSQL. Raises `RPCError`, `DatabaseUnavailable`."""
+        # The list first: a user who gets a worker meanwhile has a workflow that it does not show.
+        runs = await list_open(self.temporal, tuple(_KINDS))
+        by_id = {run.workflow_id: run for run in runs}
+        gaps = await self._compare(by_id)
+        await self._report_ended_runs(by_id)
+        await self._pass_on_orders(by_id)
+        await self._report_paused_runs(runs)
+        if gaps.missing or gaps.outdated or gaps.surplus:
+            await asyncio.sleep(self.confirm_after)
+            await self._close_gaps(gaps)
+
+    async def _compare(self, by_id: Mapping[str, ExecutionState]) -> _Gaps:
+        missing, outdated = {}, {}
+        for live in await self.database.fetch(worker_sessions.live_assignments, self.settings.pool):
+            run = by_id.get(names.user_worker_id(live.user_id))
+            if run is None:
+                missing[live.user_id] = live
+            elif run.worker_id != live.worker_id:
+                outdated[live.user_id] = live
+        rollout = by_id.get(names.rollout_id(self.settings.pool))
+        surplus = rollout is None and await self._surge() > 0
+        return _Gaps(missing, outdated, surplus)
+
+    async def _close_gaps(self, gaps: _Gaps) -> None:
+        """Acts on what is still so, by the exact state of each."""
+        now = await self.database.fetch(worker_sessions.live_assignments, self.settings.pool)
+        present = {live.user_id: live for live in now}
+        turns = asyncio.Semaphore(ABREAST)
+
+        async def close(user_id: str, seen: LiveAssignment) -> None:
+            if present.get(user_id) == seen:
+                async with turns:
+                    await self._close_gap(seen)
+
+        await asyncio.gather(*(close(*gap) for gap in (gaps.missing | gaps.outdated).items()))
+        if gaps.surplus:
+            await self._end_surge()
+
+    async def _close_gap(self, live: LiveAssignment) -> None:
+        user_id, entity = live.user_id, names.user_worker_id(live.user_id)
+        run = await read_execution(self.temporal, entity)
+        if run is not None and run.is_open:
+            if run.worker_id != live.worker_id and not run.is_paused:
+                await self._examine(live)
+            return
+        why = await explain_end(self.temporal, entity, run)
+        await self.starter.adopt(user_id, self.settings.pool)
+        await self._rebuilt(
+            Finding(
+                entity=entity,
+                kind="user",
+                state=FindingState.MISSING,
+                reason=why,
+                subject=f"user:{user_id}",
+            )
+        )
+
+    async def _examine(self, live: LiveAssignment) -> None:
+        """Has a workflow check its worker, which by PostgreSQL is not the user's."""
+        entity = names.user_worker_id(live.user_id)
+        handle = self.temporal.get_workflow_handle(entity)
+        view: m.UserWorkerView = await handle.query("view", result_type=m.UserWorkerView, rpc_timeout=CALL)
+        worker = view.worker
+        if worker is None or worker.worker_id == live.worker_id:
+            return
+        log.warning("workflow_outdated", user_id=live.user_id, worker_id=live.worker_id)
+        wrong = m.Examine(worker_id=worker.worker_id, epoch=worker.epoch, reason="PostgreSQL names another")
+        await signal_workflow(self.temporal, entity, "examine", wrong)
+
+    async def _pass_on_orders(self, by_id: Mapping[str, ExecutionState]) -> None:
+        """Makes orders due whose workflow is gone: the sweeper starts it, or learns that it runs."""
+        followed = await self.database.fetch(order_watch.followed_orders, self.settings.entity_period)
+        gone = [order for order in followed if names.order_id(order) not in by_id][:MAX_ORDERS]
+        if gone:
+            count = await self.database.fetch(order_watch.make_due, gone)
+            log.warning("orders_without_workflow", count=count)
+
+    async def _report_ended_runs(self, by_id: Mapping[str, ExecutionState]) -> None:
+        before, self._runs = self._runs, {key: run for key, run in by_id.items() if run.kind in RUNS}
+        for entity, run in before.items():
+            if entity in by_id:
+                continue
+            now = await read_execution(self.temporal, entity)
+            if now is not None and (now.run_id != run.run_id or now.end not in _BY_HAND or now.is_open):
+                continue
+            why = await explain_end(self.temporal, entity, now)
+            log.error("run_ended_by_hand", workflow=entity, reason=why)
+            await self._record(
+                Finding(
+                    entity=entity,
+                    kind="run",
+                    state=FindingState.ENDED,
+                    reason=why,
+                    subject=f"workflow:{entity}",
+                )
+            )
+
+    # --- a rollout that was ended ---------------------------------------------------------------------
+
+    async def _surge(self) -> int:
+        """How many more workers than wanted the pool keeps; 0 also if it does not answer."""
+        handle = self.temporal.get_workflow_handle(names.worker_pool_id(self.settings.pool))
+        try:
+            view: pm.PoolView = await handle.query("view", result_type=pm.PoolView, rpc_timeout=CALL)
+        except (RPCError, WorkflowQueryFailedError):
+            return 0
+        return view.surge
+
+    async def _end_surge(self) -> None:
+        pool = self.settings.pool
+        rollout = await read_execution(self.temporal, names.rollout_id(pool))
+        if rollout is not None and rollout.is_open:
+            return
+        handle = self.temporal.get_workflow_handle(names.worker_pool_id(pool))
+        view: pm.PoolView = await handle.query("view", result_type=pm.PoolView, rpc_timeout=CALL)
+        if view.surge:
+            same = pm.SetRelease(release=view.release, surge=0)
+            await handle.execute_update("set_release", same, result_type=pm.PoolView, rpc_timeout=CALL)
+            log.warning("rollout_surge_ended", pool=pool, surge=view.surge)
+
+    # --- findings -------------------------------------------------------------------------------------
+
+    async def _report_paused_runs(self, runs: Sequence[ExecutionState]) -> None:
+        paused = [run for run in runs if run.is_paused]
+        for run in paused:
+            kind = _KINDS[run.kind]
+            await self._report_pauses([run], kind, f"workflow:{run.workflow_id}")
+        still = {run.workflow_id for run in paused}
+        keep = {names.worker_pool_id(self.settings.pool), *(f"schedule:{name}" for name in SCHEDULES)}
+        async with self.database.session() as session:
+            for entity in await resume_others(session, still | keep):
+                log.info("entity_resumed", entity=entity)
+
+    async def _report_pauses(self, runs: Iterable[ExecutionState], kind: str, subject: str) -> None:
+        for run in runs:
+            if run.is_paused:
+                await self._record(
+                    Finding(
+                        entity=run.workflow_id,
+                        kind=kind,
+                        state=FindingState.PAUSED,
+                        reason="paused in Temporal",
+                        subject=subject,
+                    )
+                )
+            else:
+                await self._resumed([run.workflow_id])
+
+    async def _resumed(self, entities: Sequence[str]) -> None:
+        async with self.database.session() as session:
+            for entity in await resume_others(session, (), only=entities):
+                log.info("entity_resumed", entity=entity)
+
+    async def _record(self, finding: Finding) -> None:
+        async with self.database.session() as session:
+            news = await record_finding(session, finding)
+        if news:
+            log.error("entity_found", entity=finding.entity, state=finding.state.value, reason=finding.reason)
+
+    async def _rebuilt(self, missing: Finding) -> None:
+        rebuilt = Finding(
+            entity=missing.entity,
+            kind=missing.kind,
+            state=FindingState.REBUILT,
+            reason=missing.reason,
+            subject=missing.subject,
+        )
+        await self._record(rebuilt)

@@ -1,0 +1,110 @@
+"""Workflow executions as Temporal's server describes them: whether one runs, and how it ended.
+
+It reads the server's own messages: the SDK's enum of states lacks `PAUSED`, and its listing and its
+description raise `ValueError` for such a run.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from temporalio.api.common.v1 import WorkflowExecution
+from temporalio.api.enums import v1 as enums
+from temporalio.api.workflow.v1 import WorkflowExecutionInfo
+from temporalio.api.workflowservice import v1 as api
+from temporalio.client import Client, WorkflowHistoryEventFilterType
+from temporalio.service import RPCError, RPCStatusCode
+
+from infra.temporal.client import CALL, unless_missing
+from workflows import names
+
+#: Rows of one page of a listing.
+PAGE = 1000
+#: `WORKFLOW_EXECUTION_STATUS_PAUSED` of newer servers.
+_PAUSED = 8
+_RUNNING = enums.WorkflowExecutionStatus.WORKFLOW_EXECUTION_STATUS_RUNNING
+_ENDS = {
+    enums.WorkflowExecutionStatus.WORKFLOW_EXECUTION_STATUS_COMPLETED: "completed",
+    enums.WorkflowExecutionStatus.WORKFLOW_EXECUTION_STATUS_FAILED: "failed",
+    enums.WorkflowExecutionStatus.WORKFLOW_EXECUTION_STATUS_CANCELED: "cancelled",
+    enums.WorkflowExecutionStatus.WORKFLOW_EXECUTION_STATUS_TERMINATED: "terminated",
+    enums.WorkflowExecutionStatus.WORKFLOW_EXECUTION_STATUS_TIMED_OUT: "timed out",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExecutionState:
+    workflow_id: str
+    run_id: str
+    #: The workflow's type.
+    kind: str
+    #: It has not ended; it may be paused.
+    is_open: bool
+    is_paused: bool
+    #: How it ended, such as "terminated"; empty: it did not.
+    end: str
+    #: The search attribute of a user's worker; empty: none.
+    worker_id: str
+
+
+def _state_of(info: WorkflowExecutionInfo) -> ExecutionState:
+    status = int(info.status)
+    worker = info.search_attributes.indexed_fields.get(names.SA_WORKER.name)
+    try:
+        worker_id = str(json.loads(worker.data)) if worker is not None and worker.data else ""
+    except ValueError:
+        worker_id = ""
+    return ExecutionState(
+        workflow_id=info.execution.workflow_id,
+        run_id=info.execution.run_id,
+        kind=info.type.name,
+        is_open=status in (int(_RUNNING), _PAUSED),
+        is_paused=status == _PAUSED,
+        end=_ENDS.get(info.status, "" if status in (int(_RUNNING), _PAUSED) else "ended"),
+        worker_id=worker_id,
+    )
+
+
+async def read_execution(client: Client, workflow_id: str) -> ExecutionState | None:
+    """Returns the last run of a workflow, as it is now; None: there is none. Raises `RPCError`."""
+    request = api.DescribeWorkflowExecutionRequest(
+        namespace=client.namespace, execution=WorkflowExecution(workflow_id=workflow_id)
+    )
+    answer = await unless_missing(client.workflow_service.describe_workflow_execution(request, timeout=CALL))
+    return None if answer is None else _state_of(answer.workflow_execution_info)
+
+
+async def list_open(client: Client, kinds: Sequence[str]) -> list[ExecutionState]:
+    """Lists the open runs of these types, as Temporal's index has them: a moment late. Raises `RPCError`."""
+    named = ", ".join(f"'{kind}'" for kind in kinds)
+    query = f"WorkflowType IN ({named}) AND CloseTime IS NULL"
+    token, found = b"", list[ExecutionState]()
+    while True:
+        request = api.ListWorkflowExecutionsRequest(
+            namespace=client.namespace, page_size=PAGE, query=query, next_page_token=token
+        )
+        page = await client.workflow_service.list_workflow_executions(request, timeout=CALL)
+        found += [_state_of(info) for info in page.executions]
+        token = page.next_page_token
+        if not token:
+            return found
+
+
+async def explain_end(client: Client, workflow_id: str, state: ExecutionState | None) -> str:
+    """Says how a workflow ended, by whom and why, such as "terminated by cli:erika: test"."""
+    if state is None:
+        return "deleted"
+    handle = client.get_workflow_handle(workflow_id, run_id=state.run_id)
+    who = why = ""
+    try:
+        events = handle.fetch_history_events(
+            event_filter_type=WorkflowHistoryEventFilterType.CLOSE_EVENT, rpc_timeout=CALL
+        )
+        async for event in events:
+            if event.HasField("workflow_execution_terminated_event_attributes"):
+                ended = event.workflow_execution_terminated_event_attributes
+                who, why = ended.identity, ended.reason
+    except RPCError as error:
+        if error.status != RPCStatusCode.NOT_FOUND:
+            raise
+    return state.end + (f" by {who}" if who else "") + (f": {why}" if why else "")

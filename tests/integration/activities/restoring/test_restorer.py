@@ -1,0 +1,419 @@
+"""What somebody ends in Temporal, a long-lived workflow or a schedule, comes back with what it had."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from temporalio.api.common.v1 import WorkflowExecution
+from temporalio.api.enums.v1 import EventType
+from temporalio.api.workflowservice import v1 as api
+from temporalio.client import Client, WorkflowHandle
+from temporalio.service import RPCError
+
+from activities.events.recorder import TimelineActivity
+from activities.orchestrator.restorer import EntityRestorer
+from activities.pool.sizing import ensure_pool
+from infra.database.entities import FindingState, finding_of
+from infra.local.servers import TemporalServer
+from infra.settings import Settings
+from infra.temporal import executions
+from infra.temporal.client import unless_missing
+from infra.temporal.schedules import ensure_schedules
+from infra.temporal.starter import WorkerStarter
+from tests.integration.activities.conftest import Yard
+from tests.integration.activities.scripted import POOL
+from tests.workflow.fakes import serving
+from workflows import names
+from workflows.user_worker import messages as m
+from workflows.worker_pool import messages as pm
+from workflows.worker_pool.policy import PoolPolicy
+
+PATIENCE = 40.0
+
+
+async def until(condition: Callable[[], Awaitable[Any]], what: str) -> Any:
+    """The first value that is true; errors of Temporal mean: not yet."""
+    end = asyncio.get_running_loop().time() + PATIENCE
+    while True:
+        try:
+            if value := await condition():
+                return value
+        except RPCError:
+            pass
+        assert asyncio.get_running_loop().time() < end, f"no {what}"
+        await asyncio.sleep(0.05)
+
+
+@dataclass
+class Site:
+    """An orchestrator's workflows and activities, on real servers, with workers in memory."""
+
+    yard: Yard
+    temporal: Client
+    settings: Settings
+    restorer: EntityRestorer
+
+    async def pool_view(self) -> pm.PoolView:
+        handle = self.temporal.get_workflow_handle(names.worker_pool_id(POOL))
+        view: pm.PoolView = await handle.query("view", result_type=pm.PoolView)
+        return view
+
+    async def user_view(self, user: str) -> m.UserWorkerView:
+        handle = self.temporal.get_workflow_handle(names.user_worker_id(user))
+        view: m.UserWorkerView = await handle.query("view", result_type=m.UserWorkerView)
+        return view
+
+    async def change_pool(self, update: str, *given: Any) -> pm.PoolView:
+        handle = self.temporal.get_workflow_handle(names.worker_pool_id(POOL))
+        view: pm.PoolView = await handle.execute_update(update, args=given, result_type=pm.PoolView)
+        return view
+
+    async def pool_is_filled(self, count: int) -> pm.PoolView:
+        async def filled() -> pm.PoolView | None:
+            view = await self.pool_view()
+            return view if view.ready == count and not view.starting else None
+
+        view: pm.PoolView = await until(filled, f"pool of {count}")
+        return view
+
+    async def active_user(self) -> tuple[str, m.WorkerRef]:
+        """A new user whose worker is Active, as PostgreSQL knows."""
+        user = await self.yard.user()
+        before = set(self.yard.made)
+        starting = asyncio.create_task(self.restorer.starter.ensure_active(user))
+        served = [asyncio.create_task(self.yard.made[name].serve()) for name in before]
+        await starting
+        for task in served:
+            task.cancel()
+        worker = (await self.user_view(user)).worker
+        assert worker is not None
+        await self.yard.sql(
+            f"update worker_sessions set connected_at = now() where worker_id = '{worker.worker_id}'"  # noqa: S608
+        )
+        await self.yard.renew_mark(user, worker.worker_id, worker.epoch, state="Active")
+        return user, worker
+
+    async def finding(self, entity: str) -> tuple[str, str] | None:
+        found = await self.yard.database.fetch(finding_of, entity)
+        return None if found is None else found[:2]
+
+    async def is_gone(self, workflow_id: str) -> bool:
+        state = await executions.read_execution(self.temporal, workflow_id)
+        return state is None or not state.is_open
+
+
+@pytest.fixture
+async def site(yard: Yard, temporal_server: TemporalServer) -> AsyncIterator[Site]:
+    temporal = await Client.connect(temporal_server.address)
+    settings = yard.settings.model_copy(
+        update={"pool_target": 2, "maintenance_period": 60.0, "morning_at": "", "report_at": ""}
+    )
+    timeline = TimelineActivity(yard.database)
+    activities: list[Callable[..., Any]] = [
+        yard.claiming.claim_worker,
+        yard.claiming.await_connected,
+        yard.claiming.connect_again,
+        yard.stopping.stop_worker,
+        yard.checking.check_worker,
+        yard.reloading.reload_credentials,
+        yard.launching.launch_pool_worker,
+        yard.launching.launch_for_claim,
+        yard.pool.count_pool,
+        yard.pool.keep_pool,
+        yard.pool.shrink_pool,
+        timeline.record_timeline,
+    ]
+    starter = WorkerStarter(temporal, settings)
+    restorer = EntityRestorer(yard.database, temporal, starter, settings, confirm_after=0.2)
+    async with serving(temporal, activities):
+        await ensure_pool(temporal, settings)
+        found = Site(yard, temporal, settings, restorer)
+        await found.pool_is_filled(2)
+        yield found
+    await starter.close()
+    for run in await executions.list_open(temporal, (names.USER_WORKER, names.WORKER_POOL, names.ROLLOUT)):
+        await unless_missing(temporal.get_workflow_handle(run.workflow_id).terminate())
+    await ensure_schedules(temporal, settings.model_copy(update={"maintenance_period": 0.0}))
+
+
+End = Callable[[Client, WorkflowHandle[Any, Any]], Coroutine[Any, Any, None]]
+
+
+async def terminated(temporal: Client, handle: WorkflowHandle[Any, Any]) -> None:
+    await handle.terminate(reason="by a test")
+
+
+async def cancelled(temporal: Client, handle: WorkflowHandle[Any, Any]) -> None:
+    await handle.cancel()
+
+
+async def deleted(temporal: Client, handle: WorkflowHandle[Any, Any]) -> None:
+    request = api.DeleteWorkflowExecutionRequest(
+        namespace=temporal.namespace, workflow_execution=WorkflowExecution(workflow_id=handle.id)
+    )
+    await temporal.workflow_service.delete_workflow_execution(request)
+
+    async def gone() -> bool:
+        return await executions.read_execution(temporal, handle.id) is None
+
+    await until(gone, "deletion")
+
+
+async def reset_to(temporal: Client, handle: WorkflowHandle[Any, Any], number: int = 0) -> None:
+    """Resets the last run to the end of one of its workflow tasks, as `temporal workflow reset` does."""
+    run_id = (await handle.describe()).run_id
+    ends = [
+        event.event_id
+        async for event in temporal.get_workflow_handle(handle.id, run_id=run_id).fetch_history_events()
+        if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED
+    ]
+    request = api.ResetWorkflowExecutionRequest(
+        namespace=temporal.namespace,
+        workflow_execution=WorkflowExecution(workflow_id=handle.id, run_id=run_id),
+        reason="by a test",
+        workflow_task_finish_event_id=ends[number],
+        request_id=f"reset-{run_id}",
+    )
+    await temporal.workflow_service.reset_workflow_execution(request)
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [(terminated, "terminated by"), (cancelled, "cancelled"), (deleted, "deleted")],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+async def test_a_pool_comes_back_with_what_operators_had_set(site: Site, end: End, reason: str) -> None:
+    await site.change_pool("set_policy", pm.SetPolicy(policy=PoolPolicy(target=3, shrink_after=7.0)))
+    before = await site.pool_is_filled(3)
+    await site.change_pool("pause")
+    handle: WorkflowHandle[Any, Any] = site.temporal.get_workflow_handle(names.worker_pool_id(POOL))
+    await end(site.temporal, handle)
+    await until(lambda: site.is_gone(handle.id), "end")
+    await site.restorer.look_at_pool()
+    after = await until(lambda: _known_pool(site, 3), "pool as it was")
+    assert (after.policy, after.revision, after.mode) == (before.policy, before.revision, "paused")
+    finding = await site.finding(handle.id)
+    assert finding is not None
+    assert finding[0] == FindingState.REBUILT
+    assert finding[1].startswith(reason)
+    audit = await site.yard.sql("select action, actor from audit_trail where subject = 'pool:default'")
+    assert ("workflow.rebuilt", "orchestrator") in audit
+    await site.change_pool("resume")
+    await site.pool_is_filled(3)
+    assert len(site.yard.launcher.launched) == 3  # none was launched twice, none was stopped
+    assert site.yard.launcher.stops == []
+
+
+async def _known_pool(site: Site, target: int) -> pm.PoolView | None:
+    view = await site.pool_view()
+    return view if view.target == target and view.ready == target else None
+
+
+async def test_a_pool_that_was_reset_to_its_first_event_keeps_what_was_set_since(site: Site) -> None:
+    await site.change_pool("set_policy", pm.SetPolicy(policy=PoolPolicy(target=3)))
+    await site.pool_is_filled(3)
+    await site.change_pool("pause")
+    handle = site.temporal.get_workflow_handle(names.worker_pool_id(POOL))
+    await reset_to(site.temporal, handle)
+    view = await until(lambda: _known_pool(site, 3), "pool as it was")
+    assert view.mode == "paused"
+    await site.change_pool("set_policy", pm.SetPolicy(policy=PoolPolicy(target=4)))
+    await site.change_pool("resume")
+    await site.pool_is_filled(4)
+    workers = [spec.config.worker_id for spec in site.yard.launcher.launched]
+    assert len(workers) == len(set(workers)) == 4
+
+
+@pytest.mark.parametrize("end", [terminated, deleted], ids=lambda end: end.__name__)
+async def test_a_users_workflow_comes_back_and_goes_on_with_the_same_worker(site: Site, end: End) -> None:
+    user, worker = await site.active_user()
+    handle: WorkflowHandle[Any, Any] = site.temporal.get_workflow_handle(names.user_worker_id(user))
+    await end(site.temporal, handle)
+    await until(lambda: _unlisted(site, handle.id), "end in Temporal's index")
+    await site.restorer.look_at_runs()
+
+    async def adopted() -> m.UserWorkerView | None:
+        view = await site.user_view(user)
+        return view if view.state == m.WorkerState.ACTIVE else None
+
+    view = await until(adopted, "adopted worker")
+    assert view.worker is not None
+    assert (view.worker.worker_id, view.worker.epoch) == (worker.worker_id, worker.epoch)
+    assert site.yard.launcher.stops == []
+    assert await site.yard.sql("select count(*) from worker_sessions") == [(1,)]
+    finding = await site.finding(handle.id)
+    assert finding is not None
+    assert finding[0] == FindingState.REBUILT
+    # What it adopted it can end, too.
+    await handle.signal("shutdown", m.ShutdownRequest(reason="test"))
+    await until(lambda: site.is_gone(handle.id), "end")
+    assert [task for task, _ in site.yard.launcher.stops] == [worker.task_id]
+
+
+async def _unlisted(site: Site, workflow_id: str) -> bool:
+    listed = await executions.list_open(site.temporal, (names.USER_WORKER,))
+    return workflow_id not in {run.workflow_id for run in listed}
+
+
+async def test_an_order_that_comes_first_adopts_the_worker_too(site: Site) -> None:
+    user, worker = await site.active_user()
+    await site.temporal.get_workflow_handle(names.user_worker_id(user)).terminate()
+    answer = await site.restorer.starter.ensure(user, mark_missing=False)
+    assert (answer.worker.worker_id, answer.worker.epoch) == (worker.worker_id, worker.epoch)
+    assert site.yard.launcher.stops == []
+
+
+async def test_a_cancelled_users_workflow_ends_its_worker_and_stays_away(site: Site) -> None:
+    """A cancellation asks for an orderly end, as `shutdown` does."""
+    user, worker = await site.active_user()
+    handle: WorkflowHandle[Any, Any] = site.temporal.get_workflow_handle(names.user_worker_id(user))
+    await handle.cancel()
+    await until(lambda: site.is_gone(handle.id), "end")
+    await until(lambda: _unlisted(site, handle.id), "end in Temporal's index")
+    await site.restorer.look_at_runs()
+    assert await site.is_gone(handle.id)
+    assert [task for task, _ in site.yard.launcher.stops] == [worker.task_id]
+    assert await site.finding(handle.id) is None
+
+
+async def test_a_users_workflow_that_was_reset_behind_its_worker_adopts_the_present_one(site: Site) -> None:
+    user, first = await site.active_user()
+    handle: WorkflowHandle[Any, Any] = site.temporal.get_workflow_handle(names.user_worker_id(user))
+    view = await site.user_view(user)
+    assert view.state == m.WorkerState.ACTIVE
+    run_id = (await handle.describe()).run_id
+    tasks = [
+        event
+        async for event in site.temporal.get_workflow_handle(handle.id, run_id=run_id).fetch_history_events()
+        if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED
+    ]
+    # The first worker dies; the second one takes its place.
+    second = asyncio.create_task(_serve_next(site))
+    site.yard.launcher.end(first.task_id)
+    lost = m.WorkerLostSignal(task_id=first.task_id, worker_id=first.worker_id, exit_code=1, reason="killed")
+    await handle.signal("worker_lost", lost)
+
+    async def replaced() -> m.WorkerRef | None:
+        now = await site.user_view(user)
+        found = now.worker if now.state == m.WorkerState.ACTIVE else None
+        return found if found is not None and found.worker_id != first.worker_id else None
+
+    present: m.WorkerRef = await until(replaced, "second worker")
+    second.cancel()
+    await site.yard.sql("update worker_sessions set connected_at = now() where connected_at is null")
+    await site.yard.renew_mark(user, present.worker_id, present.epoch, state="Active")
+    stops = len(site.yard.launcher.stops)
+
+    await reset_to(site.temporal, handle, len(tasks) - 1)
+
+    async def adopted() -> bool:
+        now = await site.user_view(user)
+        return now.state == m.WorkerState.ACTIVE and now.worker is not None and now.worker.epoch == 2
+
+    await until(adopted, "adopted worker")
+    now = await site.user_view(user)
+    assert now.worker is not None
+    assert now.worker.worker_id == present.worker_id
+    # Nothing that lives was stopped, and nothing was claimed for the user.
+    assert present.task_id not in {task for task, _ in site.yard.launcher.stops[stops:]}
+    assert await site.yard.sql("select max(epoch) from worker_sessions") == [(2,)]
+
+
+async def _serve_next(site: Site) -> None:
+    while True:
+        await asyncio.gather(
+            *(worker.serve(patience=1.0) for worker in list(site.yard.made.values())), return_exceptions=True
+        )
+
+
+async def test_a_worker_that_died_while_nobody_knew_it_is_closed(site: Site) -> None:
+    user, worker = await site.active_user()
+    handle = site.temporal.get_workflow_handle(names.user_worker_id(user))
+    await handle.terminate()
+    site.yard.launcher.end(worker.task_id)
+    await site.yard.client.delete(f"user:{{{user}}}:mark")
+    await until(lambda: _unlisted(site, handle.id), "end in Temporal's index")
+    serving_next = asyncio.create_task(_serve_next(site))
+    await site.restorer.look_at_runs()
+
+    async def over() -> bool:
+        found = await site.yard.sql(
+            f"select ended_at is not null from worker_sessions where worker_id = '{worker.worker_id}'"  # noqa: S608
+        )
+        return found == [(True,)]
+
+    await until(over, "end of the assignment")
+    serving_next.cancel()
+
+
+async def test_a_schedule_that_was_deleted_comes_back_and_one_that_is_paused_stays_so(site: Site) -> None:
+    await ensure_schedules(site.temporal, site.settings)
+    handle = site.temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE)
+    entity = f"schedule:{names.MAINTENANCE_SCHEDULE}"
+    await site.restorer.look_at_schedules()
+    assert await site.finding(entity) is None
+    await handle.delete()
+    await site.restorer.look_at_schedules()
+    assert await site.finding(entity) == (FindingState.REBUILT, "deleted")
+    await handle.pause(note="by an operator")
+    for _ in range(2):
+        await site.restorer.look_at_schedules()
+    assert (await handle.describe()).schedule.state.note == "by an operator"
+    assert (await handle.describe()).schedule.state.paused
+    assert await site.finding(entity) == (FindingState.PAUSED, "by an operator")
+    audit = await site.yard.sql(f"select action from audit_trail where subject = '{entity}' order by id")  # noqa: S608
+    assert audit == [("schedule.rebuilt",), ("schedule.paused",)]
+    await handle.unpause()
+    await site.restorer.look_at_schedules()
+    found = await site.finding(entity)
+    assert found is not None
+    assert found[0] == FindingState.RESUMED
+
+
+async def test_a_rollout_that_was_ended_is_reported_and_leaves_no_extra_workers(site: Site) -> None:
+    release = (await site.pool_view()).release
+    rollout = await site.temporal.start_workflow(
+        names.ROLLOUT, id=names.rollout_id(POOL), task_queue="nobody-serves-it"
+    )
+
+    async def listed() -> bool:
+        return any(
+            run.workflow_id == rollout.id
+            for run in await executions.list_open(site.temporal, (names.ROLLOUT,))
+        )
+
+    await until(listed, "rollout in Temporal's index")
+    await site.change_pool("set_release", pm.SetRelease(release=release, surge=2))
+    await site.pool_is_filled(4)
+    await site.restorer.look_at_runs()
+    assert (await site.pool_view()).surge == 2  # while it is under way
+    await rollout.terminate(reason="by a test")
+
+    async def unlisted() -> bool:
+        return not await listed()
+
+    await until(unlisted, "end in Temporal's index")
+    await site.restorer.look_at_runs()
+    found = await site.finding(rollout.id)
+    assert found is not None
+    assert found[0] == FindingState.ENDED
+    assert found[1].startswith("terminated by")
+    assert (await site.pool_view()).surge == 0
+
+
+async def test_nothing_is_reported_while_everything_runs(site: Site) -> None:
+    await ensure_schedules(site.temporal, site.settings)
+    await site.active_user()
+
+    async def listed() -> bool:
+        runs = await executions.list_open(site.temporal, (names.USER_WORKER,))
+        return bool(runs) and all(run.worker_id for run in runs)
+
+    await until(listed, "user in Temporal's index")
+    for look in (site.restorer.look_at_pool, site.restorer.look_at_schedules, site.restorer.look_at_runs):
+        await look()
+    assert await site.yard.sql("select entity from entity_findings") == []

@@ -1,0 +1,247 @@
+"""What came to a webhook is seen, tests place nothing, owners hear of failures, and webhooks can end."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import httpx
+from sqlalchemy import func, select, update
+
+from api.webhook_calls.service import FAILURE_EVENT, FailureNotices
+from infra.database.models import Order, StatementAddress
+from infra.database.trading import webhooks
+from infra.database.trading.models import Webhook, WebhookCall
+from infra.jobs.kept import KeptJob
+from tests.integration.api.accounts.test_portfolio import held as position
+from tests.integration.api.accounts.test_portfolio import holding
+from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
+from tests.integration.api.conftest import ServedApi, StartWorker
+
+
+async def ask(api: ServedApi, method: str, path: str, key: str | None = None, **how: Any) -> httpx.Response:
+    async with api.client(key or api.key) as user:
+        return await user.request(method, f"/users/{api.user}/webhooks{path}", **how)
+
+
+async def test_calls_show_outcome_reason_orders_and_latency_and_no_secret(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
+    await start_worker(api.user)
+    made = await make(api)
+    placed = await outcome_of(api, made, a_signal(made))
+    await post(api, made, a_signal(made, secret="guess" * 8))
+    await post(api, made, a_signal(made, action="hold"))
+    await post(api, made, b"no JSON")
+
+    answer = await ask(api, "GET", f"/{made['id']}/calls")
+
+    assert answer.status_code == 200, answer.text
+    calls = answer.json()["calls"]
+    assert [call["outcome"] for call in calls] == [
+        "INVALID_REQUEST",
+        "INVALID_REQUEST",
+        "WEBHOOK_SECRET_WRONG",
+        "placed",
+    ]
+    assert calls[3]["order_ids"] == [placed.json()["id"]]
+    assert (calls[3]["action"], calls[3]["symbol"], calls[3]["quantity"]) == ("buy", "2330", 1)
+    assert calls[3]["plan"]["orders"][0]["side"] == "buy"
+    assert calls[3]["completed_ms"] >= 0
+    assert "action" in calls[1]["reason"]
+    assert made["secret"] not in answer.text
+    assert "guessguess" not in answer.text
+
+
+async def test_calls_come_in_pages_and_the_last_200_are_shown(api: ServedApi) -> None:
+    made = await make(api)
+    async with api.services.database.session() as session:
+        for _ in range(210):
+            session.add(
+                WebhookCall(
+                    webhook_id=UUID(made["id"]),
+                    user_id=api.user,
+                    account_id="main",
+                    state="refused",
+                    outcome="X",
+                )
+            )
+    seen: list[int] = []
+    cursor: dict[str, int] = {}
+    while True:
+        page = (await ask(api, "GET", f"/{made['id']}/calls", params={"limit": 90, **cursor})).json()
+        seen += [call["id"] for call in page["calls"]]
+        if page["next_cursor"] is None:
+            break
+        cursor = {"cursor": page["next_cursor"]}
+    assert len(seen) == 200
+    assert seen == sorted(seen, reverse=True)
+
+
+async def test_calls_are_exported_for_spreadsheets_without_formulas(api: ServedApi) -> None:
+    made = await make(api)
+    await post(api, made, b'=HYPERLINK("http://x")')
+    answer = await ask(api, "GET", f"/{made['id']}/calls.csv", params={"bom": 1})
+    assert answer.status_code == 200, answer.text
+    assert answer.content.startswith("\ufeff".encode())
+    [row] = list(csv.DictReader(io.StringIO(answer.content.decode("utf-8-sig"))))
+    assert row["outcome"] == "INVALID_REQUEST"
+    assert row["received_at"].endswith("+08:00")
+    assert row["body"].startswith("'=HYPERLINK")
+
+
+async def test_another_user_sees_nothing_of_a_webhook(api: ServedApi) -> None:
+    made = await make(api)
+    other = f"{api.user}-stranger"
+    async with api.client(api.admin_key) as admin:
+        key = (await admin.post("/users", json={"user_id": other})).json()["api_key"]
+    async with api.client(key) as stranger:
+        for path in ("calls", "calls.csv"):
+            answer = await stranger.get(f"/users/{api.user}/webhooks/{made['id']}/{path}")
+            assert answer.status_code == 404
+        tested = await stranger.post(f"/users/{api.user}/webhooks/{made['id']}/test", json={"signal": {}})
+        assert tested.status_code == 404
+        own = await stranger.get(f"/users/{other}/webhooks/{made['id']}/calls")
+        assert own.status_code == 404
+
+
+async def test_a_test_shows_the_plan_and_places_nothing(api: ServedApi, start_worker: StartWorker) -> None:
+    worker = await start_worker(api.user)
+    worker.reply = holding(position("2330", 3))
+    made = await make(api)
+    signal = {"action": "position", "symbol": "TWSE:2330", "position_size": "-2", "market_position": "short"}
+
+    asked = await ask(api, "POST", f"/{made['id']}/test", json={"signal": signal})
+    given = await ask(api, "POST", f"/{made['id']}/test", json={"signal": signal, "position": 0})
+
+    assert asked.status_code == 200, asked.text
+    plan = asked.json()["plan"]
+    assert (asked.json()["symbol"], plan["before"], plan["after"]) == ("2330", 3, -2)
+    assert [(order["closes"], order["side"], order["quantity"]) for order in plan["orders"]] == [
+        (True, "sell", 3),
+        (False, "sell", 2),
+    ]
+    assert given.json()["plan"]["before"] == 0
+    async with api.services.database.session() as session:
+        assert await session.scalar(select(func.count()).select_from(Order)) == 0
+    assert not [request for request in worker.popped if request.__class__.__name__ == "PlaceOrder"]
+    calls = (await ask(api, "GET", f"/{made['id']}/calls")).json()["calls"]
+    assert [(call["test"], call["state"]) for call in calls] == [(True, "done"), (True, "done")]
+
+
+async def test_a_test_of_a_wrong_signal_says_what_is_wrong_and_is_recorded(api: ServedApi) -> None:
+    made = await make(api)
+    answer = await ask(
+        api, "POST", f"/{made['id']}/test", json={"signal": {"action": "buy", "symbol": "2330"}}
+    )
+    assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST")
+    assert "quantity" in answer.json()["detail"]
+    [call] = (await ask(api, "GET", f"/{made['id']}/calls")).json()["calls"]
+    assert (call["test"], call["state"], call["outcome"]) == (True, "refused", "INVALID_REQUEST")
+
+
+async def test_a_paused_webhook_refuses_until_it_is_resumed(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
+    await start_worker(api.user)
+    made = await make(api)
+    paused = await ask(api, "POST", f"/{made['id']}/pause")
+    assert paused.json()["paused_at"] is not None
+    refused = await post(api, made, a_signal(made))
+    assert (refused.status_code, refused.json()["code"]) == (409, "WEBHOOK_PAUSED")
+    resumed = await ask(api, "POST", f"/{made['id']}/resume")
+    assert resumed.json()["paused_at"] is None
+    taken = await outcome_of(api, made, a_signal(made, id="2"))
+    assert taken.status_code == 201, taken.text
+
+
+async def test_an_expired_webhook_takes_no_signals(api: ServedApi) -> None:
+    soon = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+    made = await make(api, expires_at=soon)
+    assert datetime.fromisoformat(made["expires_at"]) == datetime.fromisoformat(soon)
+    async with api.services.database.session() as session:  # as if the hour had passed
+        past = func.clock_timestamp() - timedelta(seconds=1)
+        await session.execute(update(Webhook).values(expires_at=past))
+    refused = await post(api, made, a_signal(made))
+    assert (refused.status_code, refused.json()["code"]) == (410, "WEBHOOK_EXPIRED")
+    early = (datetime.now(UTC) - timedelta(hours=1)).isoformat()
+    answer = await ask(api, "PATCH", f"/{made['id']}", json={"expires_at": early})
+    assert answer.status_code == 422
+
+
+async def test_both_secrets_count_until_the_overlap_of_a_rotation_ends(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
+    await start_worker(api.user)
+    made = await make(api)
+    rotated = (await ask(api, "POST", f"/{made['id']}/rotate", json={"overlap_s": 60})).json()
+    assert rotated["secret"] != made["secret"]
+    for number, secret in enumerate((made["secret"], rotated["secret"])):
+        answer = await outcome_of(api, made, a_signal(made, secret=secret, id=str(number)))
+        assert answer.status_code == 201, answer.text
+    at_once = (await ask(api, "POST", f"/{made['id']}/rotate", json={"overlap_s": 0})).json()
+    refused = await post(api, made, a_signal(made, secret=rotated["secret"], id="3"))
+    assert refused.json()["code"] == "WEBHOOK_SECRET_WRONG"
+    taken = await outcome_of(api, made, a_signal(made, secret=at_once["secret"], id="4"))
+    assert taken.status_code == 201
+
+
+async def test_a_user_has_twenty_webhooks_at_most_and_sees_them_in_pages(api: ServedApi) -> None:
+    made = [await make(api) for _ in range(webhooks.MAX_WEBHOOKS - 1)]
+    body = {"account_id": "main", "quantity_unit": "lots"}
+    together = await asyncio.gather(*(ask(api, "POST", "", json=body) for _ in range(3)))
+    assert sorted(answer.status_code for answer in together) == [201, 409, 409]
+    refused = next(answer for answer in together if answer.status_code == 409)
+    assert refused.json()["code"] == "WEBHOOK_LIMIT"
+    first = (await ask(api, "GET", "", params={"limit": 15})).json()
+    rest = (await ask(api, "GET", "", params={"limit": 15, "cursor": first["next_cursor"]})).json()
+    seen = [row["id"] for row in first["webhooks"] + rest["webhooks"]]
+    assert len(set(seen)) == webhooks.MAX_WEBHOOKS
+    assert rest["next_cursor"] is None
+    await ask(api, "DELETE", f"/{made[0]['id']}")
+    assert (await ask(api, "POST", "", json=body)).status_code == 201
+
+
+async def test_revoking_a_key_counts_the_webhooks_that_it_made_and_revokes_them_if_asked(
+    api: ServedApi,
+) -> None:
+    made = await make(api)
+    key_id = made["made_by"]
+    async with api.client(api.admin_key) as admin:
+        kept = await admin.delete(f"/api-keys/{key_id}")
+        assert (kept.json()["webhooks_revoked"], kept.json()["webhooks_left"]) == (0, 1)
+        revoked = await admin.delete(f"/api-keys/{key_id}", params={"webhooks": True})
+        assert (revoked.json()["webhooks_revoked"], revoked.json()["webhooks_left"]) == (1, 0)
+    refused = await post(api, made, a_signal(made))
+    assert refused.json()["code"] == "WEBHOOK_UNKNOWN"
+
+
+async def test_an_owner_hears_of_failures_once_and_not_of_strangers(api: ServedApi) -> None:
+    made = await make(api)
+    database = api.services.database
+    async with database.session() as session:
+        session.add(
+            StatementAddress(user_id=api.user, email="a@example.com", webhook_url="https://example.com/hook")
+        )
+    notices = FailureNotices(database, api.services.kept_jobs, lambda: None)
+    await post(api, made, a_signal(made, secret="guess" * 8))
+    assert await notices.send_due() is False
+    for number in range(3):
+        await post(api, made, a_signal(made, action="hold", id=str(number)))
+
+    sent = [await notices.send_due() for _ in range(2)]
+
+    assert sent == [True, False]
+    async with database.session() as session:
+        jobs = list(await session.scalars(select(KeptJob.job_id)))
+        unheard = select(func.count()).select_from(WebhookCall).where(WebhookCall.notified_at.is_(None))
+        assert await session.scalar(unheard) == 1  # the stranger's
+    about = [job_id for job_id in jobs if job_id.startswith(f"signals-failed-{made['id']}")]
+    assert sorted(job_id.rpartition("-")[2] for job_id in about) == ["mail", "post"]
+    assert FAILURE_EVENT == "webhook.signals_failed"
+    await post(api, made, a_signal(made, action="hold", id="later"))
+    assert await notices.send_due() is False  # it waits for the next message
