@@ -1,5 +1,5 @@
 # The few verbs a person needs; `make` alone lists them. Everything runs from .venv, which `setup` makes from
-# requirements.lock.
+# requirements.lock and requirements-shioaji.lock.
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,6 +8,9 @@ STAMP := .venv/.installed
 #: tests/groups.py says what they get as a unit, and in which order. One that dies ends the run: pytest-xdist
 #: never ends a run in which it replaced one.
 JOBS ?= 4
+#: The broker's SDK: `fallback` takes the newest release allowed, or none, when the index no longer has the pinned
+#: one; `pinned` fails then; `none` leaves it out (infra/images/install_shioaji.py).
+SHIOAJI ?= fallback
 
 # Compiled modules are kept whatever the environment says: hundreds of processes of ours are started, and each
 # would compile its modules again (0.3 s of CPU for an orchestrator or an API; 2 ms for each start of a workflow).
@@ -52,18 +55,21 @@ shell: setup ## A shell that finds `berth` and the other programs of .venv (exit
 
 setup: $(STAMP) ## Make or renew .venv; the other commands do it by themselves
 
-$(STAMP): requirements.lock pyproject.toml infra/client/pyproject.toml
+$(STAMP): requirements.lock requirements-shioaji.lock pyproject.toml infra/client/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Berth needs Python 3.11 or later; set PYTHON=…")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	@echo "installing pinned dependencies into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python infra/images/install_shioaji.py $(SHIOAJI)
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e infra/client
 	@touch $(STAMP)
 
 PINNED := --quiet --allow-unsafe --strip-extras --generate-hashes --no-emit-index-url --no-emit-find-links --no-emit-trusted-host
 lock: setup ## Pin anew what pyproject.toml asks for
-	@$(BIN)/pip-compile $(PINNED) $(foreach one,bench dev docs local server shioaji,--extra $(one)) \
+	@$(BIN)/pip-compile $(PINNED) $(foreach one,bench dev docs local server,--extra $(one)) \
 	  --output-file requirements.lock pyproject.toml
+	@$(BIN)/python -c 'from infra.images.install_shioaji import requirement; print(requirement())' | \
+	  $(BIN)/pip-compile $(PINNED) --upgrade --output-file requirements-shioaji.lock -
 	@$(BIN)/pip-compile $(PINNED) --extra aws --constraint requirements.lock \
 	  --output-file infra/aws/requirements.lock pyproject.toml
 

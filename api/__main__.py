@@ -18,9 +18,6 @@ GRACE = 30
 #: Seconds without an answer after which uvicorn replaces a process. Its default, 5, is too short on a busy
 #: machine: a process answers only between two pieces of work.
 HEALTHCHECK_TIMEOUT = 30
-#: Seconds an idle connection stays open. Above the 60 s of AWS's load balancer, which would otherwise send a
-#: request into a connection that we are closing; uvicorn's default is 5.
-KEEP_ALIVE = 75
 
 
 def main() -> None:
@@ -51,8 +48,8 @@ def _serve(settings: Settings) -> None:
         access_log=False,
         log_config=None,
         server_header=False,
-        proxy_headers=False,  # X-Forwarded-For counts by our own setting only (BERTH_TRUSTED_PROXIES)
-        timeout_keep_alive=KEEP_ALIVE,
+        proxy_headers=False,  # http/proxies.py reads them, by BERTH_TRUSTED_PROXIES
+        timeout_keep_alive=settings.api_keep_alive,
         timeout_graceful_shutdown=GRACE,
         timeout_worker_healthcheck=HEALTHCHECK_TIMEOUT,
     )

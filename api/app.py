@@ -20,6 +20,8 @@ from api.dead_letters import router as dead_letters
 from api.fleet import router as fleet
 from api.http import problems
 from api.http.middleware import RequestMiddleware
+from api.http.paths import local_path, redacted_path
+from api.http.proxies import TrustedProxies
 from api.http.streams import on_stop
 from api.jobs import router as jobs
 from api.keys import router as keys
@@ -110,11 +112,12 @@ def create_app(settings: Settings) -> FastAPI:
         openapi_url="/v1/openapi.json",
         docs_url=None,  # a page of ours: FastAPI's gets its script from a CDN
         redoc_url=None,
+        redirect_slashes=False,  # a redirect would repeat a webhook's token; paths.py takes the slash away
         # FastAPI's own OpenTelemetry costs time in each request: off unless somebody collects traces.
         telemetry={
             "tracing": traces is not None,
             "tracer_provider": traces.provider if traces else None,
-            "exclude": _is_untraced,
+            "exclude": partial(_is_untraced, settings.api_root_path),
             "metrics": False,
             "logs": False,
             "operation_spans": False,
@@ -122,7 +125,12 @@ def create_app(settings: Settings) -> FastAPI:
         },
     )
     problems.install(app)
-    app.add_middleware(RequestMiddleware, limits=partial(attrgetter("state.services.limits"), app))
+    app.add_middleware(
+        RequestMiddleware,
+        proxies=TrustedProxies(settings.trusted_proxies, settings.forwarded_header),
+        root_path=settings.api_root_path,
+        limits=partial(attrgetter("state.services.limits"), app),
+    )
     app.state.right_of = {
         route.endpoint: f"{method} {route.path}"
         for router in ROUTERS
@@ -132,23 +140,25 @@ def create_app(settings: Settings) -> FastAPI:
     }
     app.mount("/page/static", StaticFiles(directory=HERE / "static"))
     app.mount("/page/swagger", StaticFiles(packages=[("fastapi_offline", "static")]))
-    _document_more(app)
+    _document_more(app, settings.api_root_path)
     return app
 
 
-def _is_untraced(scope: MutableMapping[str, Any]) -> bool:
-    """Whether no span shows this request: the path of a webhook is a secret, and probes come all the time."""
-    path: str = scope.get("path", "")
-    return path.startswith(("/v1/webhooks/", "/v1/healthz", "/v1/readyz", "/v1/metrics"))
+def _is_untraced(root_path: str, scope: MutableMapping[str, Any]) -> bool:
+    """Return True if no span shows a request: a webhook's path is a secret, and probes come all the time."""
+    path = local_path(scope.get("path", ""), root_path)
+    return redacted_path(path) != path or path.startswith(("/v1/healthz", "/v1/readyz", "/v1/metrics"))
 
 
-def _document_more(app: FastAPI) -> None:
-    """Adds to OpenAPI the schemas that no route returns as its model."""
+def _document_more(app: FastAPI, root_path: str) -> None:
+    """Adds to OpenAPI the schemas that no route returns as its model, and the root path as the server."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         document = generate()
         schemas = document["components"]["schemas"]
+        if root_path:
+            document["servers"] = [{"url": root_path}]
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
                 problems.add_common(operation, method, path.removeprefix("/v1"))

@@ -272,6 +272,10 @@ class AuthorizedCall:
     def actor(self) -> str:
         return self.caller.actor
 
+    def link(self, path: str) -> str:
+        """Return the path of this API as clients reach it, below the root path."""
+        return f"{self.services.settings.api_root_path}{path}"
+
     def require_user(self, user_id: str) -> None:
         """Raises `NotFound` when the caller may not see this user: whether it exists is not told."""
         if not self.caller.may_see(user_id):

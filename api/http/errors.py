@@ -82,6 +82,10 @@ class BodyTooSlow(BerthError, code="BODY_TOO_SLOW", retryable=True, status=408):
     """The request's body did not arrive within 10 s."""
 
 
+class HeadTooLarge(BerthError, code="HEAD_TOO_LARGE", status=431):
+    """The request's address and headers are larger than 64 KiB."""
+
+
 class TooManyRequests(BerthError, code="TOO_MANY_REQUESTS", retryable=True, status=429):
     """Too many requests came with this API key, for this user, or from this address."""
 

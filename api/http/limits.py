@@ -10,10 +10,10 @@ Requests with a genuine key cost their address nothing: whoever shares it with a
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from hashlib import blake2b
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import ip_network
 
 import structlog
 from redis.asyncio import Redis
@@ -22,6 +22,8 @@ from starlette.types import Scope
 
 from api.http.auth import HEADER, Authenticator, session_token
 from api.http.errors import TooManyRequests
+from api.http.proxies import UNKNOWN_SOURCE
+from infra.networks import parse_address
 from infra.process_metrics import LIMITED
 from infra.settings import Settings
 from infra.valkey import client as valkey
@@ -33,14 +35,14 @@ PERIOD = 0.2
 WINDOW = 5.0
 #: Limits that one process remembers, and that one script settles: 2 µs each in Valkey.
 REMEMBERED, SETTLED = 20_000, 500
+#: Bits of the network that one customer of an IPv6 provider has at least (RFC 6177).
+IPV6_NETWORK = 64
 #: Seconds between two lines in the log about refused requests.
 LOG_PERIOD = 10.0
 _KEY_HEADER = HEADER.lower().encode()
 _WEBHOOKS = "/v1/webhooks/"
 #: Asked by load balancers, which would take a refusal for a dead process; it costs nothing.
 _FREE = frozenset({"/v1/healthz"})
-
-Networks = Sequence[IPv4Network | IPv6Network]
 
 
 @dataclass(slots=True)
@@ -93,7 +95,6 @@ class RequestLimits:
             "user": self.settings.limit_user,
             "address": self.settings.limit_address,
         }
-        self._proxies = [ip_network(proxy) for proxy in self.settings.trusted_proxies]
         self._limits: dict[str, RequestLimit] = {}
         self._charged = asyncio.Event()
         #: Refused requests by kind of limit, since the last line in the log.
@@ -115,14 +116,14 @@ class RequestLimits:
         if known is None and not token and path.startswith(_WEBHOOKS):
             token = path.removeprefix(_WEBHOOKS).partition("/")[0]
             if self.is_genuine(token):  # for each sender: nobody who found the token shuts out its owner
-                return self.charge("key", f"{_digest(token)}:{self._address(scope)}")
+                return self.charge("key", f"{_digest(token)}:{limited_address(scope)}")
         elif known is not None or (token and self.is_genuine(token)):
             limit = self.charge("key", known.key_id if known else _digest(token))
             if known is None or known.user_id is None:
                 return limit
             of_user = self.charge("user", known.user_id)
             return limit if of_user is None or (limit and limit.paid > of_user.paid) else of_user
-        return self.charge("address", self._address(scope))
+        return self.charge("address", limited_address(scope))
 
     def charge(
         self, kind: str, subject: str, rate: float | None = None, window: float = WINDOW
@@ -190,46 +191,18 @@ class RequestLimits:
             for (_, limit), ahead in zip(part, found, strict=True):
                 limit.paid = now + int(ahead) / 1e6 + limit.every * limit.unsettled
 
-    def _address(self, scope: Scope) -> str:
-        """Where a request comes from; of IPv6 the network, since one host has all of its addresses."""
-        peer = (scope.get("client") or ("",))[0]
-        forwarded = [
-            value.decode("latin-1") for name, value in scope["headers"] if name == b"x-forwarded-for"
-        ]
-        source = source_of(peer, forwarded, self._proxies)
-        try:
-            found = _parse_address(source)
-            return str(found if found.version == 4 else ip_network((found, 64), strict=False))
-        except ValueError:  # a proxy of ours wrote it, so it names somebody
-            return source[:64]
-
 
 def _digest(token: str) -> str:
     return blake2b(token.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
-def source_of(peer: str, forwarded: Sequence[str], proxies: Networks) -> str:
-    """The address that sent a request: the last one that no proxy of ours has, read from the near end.
+def limited_address(scope: Scope) -> str:
+    """Return where a request comes from: of IPv6 the network, since one host has all of its addresses.
 
-    X-Forwarded-For counts only as far as proxies of ours wrote it; anybody can send one.
+    Requests of which that is not known share one limit.
     """
-    hops = [hop.strip() for value in forwarded for hop in value.split(",")]
-    source = peer
-    while hops and is_within(source, proxies):
-        source = hops.pop()
-    return source
-
-
-def is_within(address: str, networks: Networks) -> bool:
-    """Whether it is an address of one of these networks."""
     try:
-        found = _parse_address(address)
+        address = parse_address((scope.get("client") or ("",))[0])
     except ValueError:
-        return False
-    return any(found in network for network in networks)
-
-
-def _parse_address(text: str) -> IPv4Address | IPv6Address:
-    """The IPv4 address of one that is mapped into IPv6. Raises `ValueError`."""
-    found = ip_address(text)
-    return getattr(found, "ipv4_mapped", None) or found
+        return UNKNOWN_SOURCE
+    return str(address if address.version == 4 else ip_network((address, IPV6_NETWORK), strict=False))

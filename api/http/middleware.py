@@ -1,13 +1,15 @@
-"""Handles what every request needs: its id, limits of its head and body, an access log line, a last resort.
+"""Handles what every request needs: its id, its source, its path, limits of its head and body, an access log
+line, a last resort.
 
 Plain ASGI, because Starlette's `BaseHTTPMiddleware` runs each request in a task and a stream of its own.
 """
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from secrets import token_hex
 from typing import Any
 
@@ -15,9 +17,11 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from api.http.errors import BodyTooLarge, BodyTooSlow, TooManyRequests
+from api.http.errors import BodyTooLarge, BodyTooSlow, HeadTooLarge, TooManyRequests
 from api.http.limits import RequestLimits
-from api.http.problems import redacted_path, response_of
+from api.http.paths import ROOT_PATH, local_path, public_path
+from api.http.problems import MEDIA_TYPE, body_of, response_of
+from api.http.proxies import TrustedProxies
 from infra.process_metrics import count_request
 from worker_runtime.protocol.errors import BerthError
 
@@ -28,13 +32,16 @@ BODY_TIME = 10.0
 #: Bytes and seconds of a request's head: uvicorn bounds neither. A token and a long query take about 2,000.
 MAX_HEAD = 64 * 1024
 HEAD_TIME = 10.0
+#: Seconds for which the rest of a head that is too large is read, and thrown away.
+LINGER = 1.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class HeadLimitingProtocol(HttpToolsProtocol):
-    """Closes a connection whose next head is too large, or not here in time once it has begun to come."""
+    """Refuses a head that is too large, and closes a connection whose next head is not here in time."""
 
     head_time = HEAD_TIME
+    _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -47,13 +54,24 @@ class HeadLimitingProtocol(HttpToolsProtocol):
         )
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         if self._head_due is None and self.cycle.response_complete:
             self._await_head()
         super().data_received(data)
         if self._head_due is not None:
             self._head_size += len(data)
             if self._head_size > MAX_HEAD:
-                self.transport.close()
+                self._refuse_head()
+
+    def _refuse_head(self) -> None:
+        """Answers 431, and reads on for a moment: closed at once, the answer could be lost."""
+        self._refused = True
+        self._head_arrived()
+        body = json.dumps(body_of(HeadTooLarge())).encode()
+        head = b"HTTP/1.1 431 Request Header Fields Too Large\r\nContent-Type: %b\r\nContent-Length: %d\r\n"
+        self.transport.write(head % (MEDIA_TYPE.encode(), len(body)) + b"Connection: close\r\n\r\n" + body)
+        self.loop.call_later(LINGER, self.transport.close)
 
     def on_headers_complete(self) -> None:
         self._head_arrived()
@@ -69,14 +87,24 @@ class HeadLimitingProtocol(HttpToolsProtocol):
             self._head_due = None
 
 
+class _HeadAnswered(Exception):
+    """A HEAD request has its answer, and what would follow is its body."""
+
+
 @dataclass(eq=False, repr=False)
 class RequestMiddleware:
-    """ASGI middleware: `X-Request-ID` in and out, 408, 413, 429, access log, 500 as a problem."""
+    """ASGI middleware: `X-Request-ID` in and out, 408, 413, 429, access log, 500 as a problem.
+
+    Routes get a request as if it had come without proxies: from its own client, with the path below the root
+    path. A HEAD is a GET whose body is not sent.
+    """
 
     app: ASGIApp
     body_time: float = BODY_TIME
     #: The limits of requests, once they are made.
     limits: Callable[[], RequestLimits | None] = lambda: None
+    proxies: TrustedProxies = field(default_factory=TrustedProxies)
+    root_path: str = ""
 
     def __post_init__(self) -> None:
         self.log = structlog.get_logger()
@@ -86,6 +114,13 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         began = time.perf_counter()
+        self.proxies.resolve(scope)
+        scope[ROOT_PATH] = self.root_path
+        scope["path"] = local_path(scope["path"], self.root_path)
+        method = scope["method"]
+        if method == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server's own stays: it sends no body
+            send = _without_body(send)
         headers = dict(reversed(scope["headers"]))  # of a repeated one the first, as Starlette reads them
         request_id = _accepted_id(headers.get(b"x-request-id", b"")) or token_hex(16)
         scope.setdefault("state", {})["request_id"] = request_id
@@ -102,7 +137,7 @@ class RequestMiddleware:
 
         async def fail(error: BerthError) -> None:
             scope["berth.code"] = error.code
-            response = response_of(error, instance=redacted_path(scope["path"]), request_id=request_id)
+            response = response_of(error, instance=public_path(scope), request_id=request_id)
             await response(scope, receive, send_with_id)
 
         if (limits := self.limits()) is not None:
@@ -124,24 +159,40 @@ class RequestMiddleware:
                     await fail(BodyTooLarge())
                 else:
                     await self.app(scope, body, send_with_id)
+        except _HeadAnswered:
+            pass
         except Exception:  # the boundary of a request: whatever happened, the caller gets a problem
-            self.log.exception("request_failed", request_id=request_id, path=redacted_path(scope["path"]))
+            self.log.exception("request_failed", request_id=request_id, path=public_path(scope))
             if status:
                 raise  # the answer has begun: only cutting the connection tells the caller
             await fail(BerthError("an error on our side; the log has it under this request id"))
         finally:
             seconds = time.perf_counter() - began
             route, code = getattr(scope.get("route"), "path", ""), scope.get("berth.code")
-            count_request(scope["method"], route, status, code, seconds)
+            count_request(method, route, status, code, seconds)
             self.log.info(
                 "request",
                 request_id=request_id,
-                method=scope["method"],
-                path=redacted_path(scope["path"]),
+                method=method,
+                path=public_path(scope),
                 status=status,
                 ms=round(seconds * 1000, 2),
                 **_caller(scope),
             )
+
+
+def _without_body(send: Send) -> Send:
+    """`send` that ends an answer behind its head; raises `_HeadAnswered` when a stream would begin."""
+
+    async def send_head(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if message.get("more_body", False):
+                raise _HeadAnswered
+        else:
+            await send(message)
+
+    return send_head
 
 
 def _caller(scope: MutableMapping[str, Any]) -> dict[str, str]:

@@ -3,19 +3,22 @@
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from redis.exceptions import RedisError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Mount
 from starlette.types import Scope
 
 from api.http import errors
+from api.http.paths import public_path
 from api.http.rights import ALL, RIGHTS, Role
 from infra.database.engine import DatabaseUnavailable, OutcomeUnconfirmed
 from worker_runtime.protocol import errors as protocol
@@ -37,6 +40,8 @@ _DEPENDENCIES: dict[type[BerthError], str] = {
     errors.ValkeyUnavailable: "valkey",
     errors.TemporalUnavailable: "temporal",
 }
+#: Methods that routes have; HEAD is served wherever GET is.
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 class ProblemError(Exception):
@@ -76,11 +81,6 @@ def body_of(error: BerthError, *, instance: str = "", request_id: str = "", **me
     return found | members
 
 
-def redacted_path(path: str) -> str:
-    """A path as logs and problems may show it: the one of a webhook has its token in it."""
-    return "/v1/webhooks/…" if path.startswith("/v1/webhooks/") else path
-
-
 def response_of(error: BerthError, *, instance: str = "", request_id: str = "", **members: Any) -> Response:
     body = body_of(error, instance=instance, request_id=request_id, **members)
     headers = {}
@@ -99,7 +99,7 @@ def _plain(value: object) -> object:
 def _answer(scope: Scope, error: BerthError, **members: Any) -> Response:
     request_id = scope.get("state", {}).get("request_id", "")
     scope["berth.code"] = error.code  # for the access log
-    return response_of(error, instance=redacted_path(scope["path"]), request_id=request_id, **members)
+    return response_of(error, instance=public_path(scope), request_id=request_id, **members)
 
 
 #: Failures that a problem's detail tells; `errors` has all of them.
@@ -141,6 +141,16 @@ def _sentence(loc: Sequence[str], message: str) -> str:
     return f"{where}: {text[:1].lower()}{text[1:]}" if where else text
 
 
+@contextmanager
+def refusing_invalid(*within: str) -> Iterator[None]:
+    """Raises `InvalidRequest` for what a model refuses: it names fields and shows no value, which may be a
+    secret."""
+    try:
+        yield
+    except ValidationError as error:
+        raise invalid_request(error.errors(), *within) from None
+
+
 def _of_http(failure: HTTPException) -> BerthError:
     """What Starlette and FastAPI refuse by themselves; all that we refuse is a `BerthError`."""
     match failure.status_code:
@@ -151,6 +161,17 @@ def _of_http(failure: HTTPException) -> BerthError:
         case status if status < 500:
             return errors.InvalidRequest("the request cannot be read")
     return BerthError()
+
+
+def _allowed_methods(scope: Scope) -> list[str]:
+    """Return the methods of all routes of this path: Starlette names those of the first one only."""
+    routes = [route for route in scope["app"].routes if not isinstance(route, Mount)]
+    methods = {
+        method
+        for method in _METHODS
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in routes)
+    } or {"GET"}  # a file of the pages
+    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 
 
 def problem_response(scope: Scope, error: Exception) -> Response:
@@ -167,7 +188,9 @@ def problem_response(scope: Scope, error: Exception) -> Response:
             return _answer(scope, errors.ValkeyUnavailable())
         case HTTPException():
             response = _answer(scope, _of_http(error))
-            response.headers.update(error.headers or {})  # 405 names the allowed methods
+            response.headers.update(error.headers or {})
+            if error.status_code == 405:
+                response.headers["Allow"] = ", ".join(_allowed_methods(scope))
             return response
     raise error
 

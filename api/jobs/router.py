@@ -15,6 +15,7 @@ from api.http.rights import Role
 from api.jobs import schemas
 from api.jobs.schemas import FleetJobRequest, JobStateView, UserJobRequest
 from api.orders import export
+from api.orders.schemas import Bom
 from infra.database.accounts import AccountNotFound
 from infra.jobs import limits as job_limits
 from infra.jobs.client import JobIdReused
@@ -66,13 +67,19 @@ async def get_user_job(
     summary="Fetch an export",
     response_class=Response,
     responses={
-        **problems.content("CSV (RFC 4180) with a header, the newest first.", "text/csv"),
+        **problems.content(
+            "CSV (RFC 4180) with a header, the newest first. Times are those of Taipei.", "text/csv"
+        ),
         **problems.responses(ValkeyUnavailable),
     },
 )
-async def get_user_file(user_id: KnownUserId, job_id: JobIdInPath, call: Call) -> Response:
+async def get_user_file(
+    user_id: KnownUserId, job_id: JobIdInPath, call: Call, bom: Annotated[Bom, Query()] = False
+) -> Response:
     """The file that an `order_export` made."""
     data = await call.services.jobs.file(job_id, user_id)
+    if bom:
+        data = export.for_spreadsheet(data, header=True)
     return Response(data, media_type=export.MEDIA_TYPE, headers=export.headers(user_id))
 
 

@@ -11,7 +11,7 @@ from api.container import Call
 from api.http import problems
 from api.http.fields import EMPTY_IS_NONE, Body, OfUser, PlainText, Reason, Rows, UserId, View
 from api.http.rights import Role
-from api.orders.schemas import AwareTime
+from api.http.times import AwareTime, QueryStart
 from infra.database import api_keys, audit, images, users
 from infra.database.api_keys import ApiKeyNotFound
 from infra.database.trading import webhooks as stored_webhooks
@@ -108,7 +108,9 @@ class AuditQuery(Body):
     subject: PlainText | None = Field(
         default=None, max_length=160, description="To whom or what, such as `user:alice`."
     )
-    since: AwareTime | None = None
+    since: QueryStart | None = Field(
+        default=None, description="At or after this time. A day begins at midnight in Taipei."
+    )
     cursor: int | None = Field(default=None, ge=1, le=2**63 - 1, description="As `next_cursor` says.")
     limit: int = Field(default=100, ge=1, le=1000)
 

@@ -1,10 +1,12 @@
 """A user's orders as CSV (RFC 4180), and as a stream of changes."""
 
 import asyncio
+import csv
+import io
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC
+from datetime import datetime
 from enum import Enum
 
 from api.http.streams import ServerEvent
@@ -14,6 +16,7 @@ from infra.database.engine import Database
 from infra.database.models import Order
 from infra.database.orders import feed as order_changes
 from infra.database.orders import listing as order_list
+from infra.market.calendar import TAIPEI
 from worker_runtime.jobs.protocol.catalog import OrderRow, csv_of
 
 #: Rows that are read at once: memory does not grow with the rows. About 150 KB of CSV; no transaction is
@@ -34,24 +37,45 @@ def headers(user_id: str) -> dict[str, str]:
 def row_of(order: OrderView) -> OrderRow:
     """The columns of an order."""
     shown = order.model_dump(include=set(OrderRow.__struct_fields__))
-    at = order.accepted_at.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    at = order.accepted_at.astimezone(TAIPEI).isoformat(timespec="microseconds")
     plain = {name: value.value for name, value in shown.items() if isinstance(value, Enum)}
     return OrderRow(**(shown | plain | {"accepted_at": at}))
 
 
-async def lines(database: Database, wanted: order_list.OrderSelection) -> AsyncIterator[bytes]:
+async def lines(
+    database: Database, wanted: order_list.OrderSelection, *, bom: bool = False
+) -> AsyncIterator[bytes]:
     """The header and all rows, the newest first; orders accepted meanwhile are not among them.
 
-    Raises `DatabaseUnavailable`.
+    `bom`: as `for_spreadsheet` writes them. Raises `DatabaseUnavailable`.
     """
     behind: order_list.OrderPosition | None = None
     while True:
         async with database.session() as session:
             rows = await order_list.page_of_orders(session, wanted, behind=behind, limit=PAGE)
-        yield csv_of((row_of(view_of(row)) for row in rows), header=behind is None)
+        header = behind is None
+        part = csv_of((row_of(view_of(row)) for row in rows), header=header)
+        yield for_spreadsheet(part, header=header) if bom else part
         if len(rows) < PAGE:
             return
         behind = rows[-1].created_at, rows[-1].id
+
+
+def for_spreadsheet(rows: bytes, *, header: bool) -> bytes:
+    """Return rows of an export as spreadsheets read them: their times without a zone, so that they are times.
+
+    They are those of Taipei, to the millisecond. With the header, a byte order mark comes first: without it,
+    Excel takes UTF-8 for the code page of its country.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\r\n")
+    column = OrderRow.__struct_fields__.index("accepted_at")
+    for number, row in enumerate(csv.reader(io.StringIO(rows.decode(), newline=""))):
+        if number or not header:
+            at = datetime.fromisoformat(row[column]).astimezone(TAIPEI)
+            row[column] = at.replace(tzinfo=None).isoformat(" ", "milliseconds")
+        writer.writerow(row)
+    return out.getvalue().encode("utf-8-sig" if header else "utf-8")
 
 
 #: Changed orders that a stream reads at once, and open ones that stand in its first event.

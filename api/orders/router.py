@@ -123,7 +123,7 @@ async def place_order(user_id: UserId, body: schemas.OrderRequest, call: Call, w
     if found.failure is not None:
         raise problems.ProblemError(found.failure, order=order)
     status = 202 if order.state in UNANSWERED else 201 if found.new else 200
-    return view_response(order, status, f"/v1/orders/{order.id}")
+    return view_response(order, status, call.link(f"/v1/orders/{order.id}"))
 
 
 @router.get(
@@ -152,9 +152,10 @@ async def list_orders(
 
 @router.get("/orders", summary="List orders of all users")
 async def list_all_orders(call: Call, query: Annotated[schemas.OrderQuery, Query()]) -> schemas.OrderPage:
-    """As a user's list, but of all users, and of the last 24 hours unless `from` is given. For operators and
-    administrators."""
-    since = query.since or datetime.now(UTC) - timedelta(days=1)
+    """As a user's list, but of all users, and of the last 24 hours (before `to`) unless `from` is given. For
+    operators and administrators."""
+    until = min(query.until or datetime.now(UTC), datetime.now(UTC))
+    since = query.since or until - timedelta(days=1)
     return await _page_of_orders(call.services, query, replace(query.of(None), since=since))
 
 
@@ -175,17 +176,17 @@ async def _page_of_orders(
     response_class=StreamingResponse,
     responses={
         **problems.content(
-            "CSV (RFC 4180) with a header, the newest first. A text that a spreadsheet would"
-            " take for a formula begins with an apostrophe.",
+            "CSV (RFC 4180) with a header, the newest first. Times are those of Taipei. A text that a"
+            " spreadsheet would take for a formula begins with an apostrophe.",
             "text/csv",
         )
     },
 )
 async def export_orders(
-    user_id: KnownUserId, call: Call, query: Annotated[schemas.OrderFilter, Query()]
+    user_id: KnownUserId, call: Call, query: Annotated[schemas.OrderExportQuery, Query()]
 ) -> StreamingResponse:
     """All orders that match, as one file. It is cut off when the database goes away while it is sent."""
-    found = export.lines(call.database, query.of(user_id))
+    found = export.lines(call.database, query.of(user_id), bom=query.bom)
     # The first page before the answer begins: a database that is down is a problem, not half a file.
     first = await anext(found)
 

@@ -10,10 +10,11 @@ from enum import StrEnum
 from hashlib import sha256
 from typing import Annotated, Self
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from api.http.errors import InvalidRequest
 from api.http.fields import AccountId, Body, Price, View, plain_price
+from api.http.times import QueryEnd, QueryStart
 from infra.database.orders.listing import FINAL, OPEN, OrderPosition, OrderSelection
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
@@ -179,9 +180,6 @@ class ReplaceRequest(Body):
         return self
 
 
-#: Times far outside of a market's life are typing errors, and some would overflow on their way.
-_FIRST, _LAST = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
-AwareTime = Annotated[AwareDatetime, Field(ge=_FIRST, le=_LAST)]
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 OrderStateFilter = StrEnum(  # type: ignore[misc]
@@ -192,6 +190,13 @@ OrderStateFilter = StrEnum(  # type: ignore[misc]
 PageCursor = Annotated[
     str | None,
     Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=64, description="`next_cursor` of the page before."),
+]
+Bom = Annotated[
+    bool,
+    Field(
+        description="For spreadsheets: the file begins with a byte order mark, and its times have no zone."
+        " They are those of Taipei."
+    ),
 ]
 PageLimit = Annotated[int, Field(ge=1, le=500, description="Most orders of one page.")]
 NextCursor = Annotated[
@@ -211,8 +216,16 @@ class OrderFilter(BaseModel):
     symbol: Symbol | None = None
     side: Side | None = None
     client_order_id: ClientOrderId | None = None
-    since: AwareTime | None = Field(default=None, alias="from", description="Accepted at or after this time.")
-    until: AwareTime | None = Field(default=None, alias="to", description="Accepted before this time.")
+    since: QueryStart | None = Field(
+        default=None,
+        alias="from",
+        description="Accepted at or after this time. A day begins at midnight in Taipei.",
+    )
+    until: QueryEnd | None = Field(
+        default=None,
+        alias="to",
+        description="Accepted before this time. A day counts as a whole: it ends at midnight in Taipei.",
+    )
 
     @model_validator(mode="after")
     def _times_are_in_order(self) -> Self:
@@ -232,6 +245,12 @@ class OrderQuery(OrderFilter):
 
     cursor: PageCursor = None
     limit: PageLimit = 100
+
+
+class OrderExportQuery(OrderFilter):
+    """A filter, and for whom the file is."""
+
+    bom: Bom = False
 
 
 class OrderPage(View):

@@ -25,6 +25,7 @@ from api.container import AuthorizedCall, InServices
 from api.http.auth import COOKIE, Principal, csrf_token, identify
 from api.http.errors import Forbidden, NotFound, Unauthenticated, ValkeyUnavailable
 from api.http.fields import plain_price
+from api.http.paths import ROOT_PATH
 from api.http.problems import problem_response, status_of
 from api.http.rights import RIGHTS
 from api.page.charts import WIDTH, pool_lines, timeline_spans
@@ -125,6 +126,7 @@ class Page(AuthorizedCall):
         values |= zip(awaited, await asyncio.gather(*awaited.values()), strict=True)
         values |= {
             "page": self,
+            "root": self.link(""),
             "title": title or _NAMES[self.request.scope["route"].path],
             "filters": defaultdict(str, self.request.query_params),
             "menu": [(path, name) for path, name, right in MENU if self.may(right)],
@@ -157,11 +159,13 @@ class PageRoute(APIRoute):
             try:
                 response = await answer(request)
             except Unauthenticated:
-                response = RedirectResponse("/page/login", 303)
+                response = RedirectResponse(f"{request.scope[ROOT_PATH]}/page/login", 303)
             except Exception as error:  # the boundary of a request: what is no problem is raised again
                 failed = problem_response(request.scope, error)
                 problem = json.loads(bytes(failed.body))
-                response = show_template("frame/error.html", failed.status_code, problem=problem)
+                response = show_template(
+                    "frame/error.html", failed.status_code, root=request.scope[ROOT_PATH], problem=problem
+                )
             response.headers.update(_HEADERS)
             return response
 
@@ -186,5 +190,6 @@ TEMPLATES.filters |= {"at": shown_time, "person": person_of, "price": plain_pric
 TEMPLATES.filters["json"] = partial(json.dumps, default=str, ensure_ascii=False)
 
 
-def show_template(name: str, status: int = 200, /, **values: Any) -> HTMLResponse:
-    return HTMLResponse(TEMPLATES.get_template(name).render(**values), status)
+def show_template(name: str, status: int = 200, /, *, root: str, **values: Any) -> HTMLResponse:
+    """The page of a template; `root` is the root path, in front of every path that the page names."""
+    return HTMLResponse(TEMPLATES.get_template(name).render(root=root, **values), status)

@@ -20,12 +20,14 @@ from api.attention import router as attention
 from api.container import InServices
 from api.dead_letters import router as dead_letters
 from api.fleet import router as fleet
+from api.http import problems, proxies
 from api.http.auth import COOKIE
 from api.http.errors import Forbidden, Unauthenticated
 from api.http.fields import ID_PATTERN, PlainText, UserId
 from api.http.notifications import ANY, NotificationListener
 from api.http.rights import Role
 from api.http.streams import ServerEvent
+from api.http.times import QueryEnd, QueryStart
 from api.keys import router as keys
 from api.keys.router import AuditQuery
 from api.orders import router as orders
@@ -41,6 +43,7 @@ from infra.database.orders.feed import ORDERS_CHANNEL
 from infra.database.workers.launches import pools_launched_for
 from infra.database.workers.timeline import TIMELINE_CHANNEL
 from infra.jobs.view import JobInspector, QueueOverview
+from infra.market.calendar import TAIPEI
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES
 from worker_runtime.protocol.requests import SwitchState
 from workflows.user_worker.messages import WorkerState
@@ -49,6 +52,8 @@ router = APIRouter(route_class=PageRoute, include_in_schema=False)
 
 #: Orders and changes of state of a user's page.
 ORDERS, CHANGES = 20, 40
+#: Days before today with which the form of an export is filled in.
+EXPORT_DAYS = 30
 Beginning = Annotated[PlainText, Query(max_length=64)]
 
 
@@ -85,10 +90,13 @@ async def show_users(
 async def show_user(user_id: UserId, page: InPage) -> HTMLResponse:
     """A user's worker, its timeline as a picture, accounts, switches and orders."""
     page.require_user(user_id)
+    today = datetime.now(TAIPEI).date()
     return await page.show(
         "user.html",
         user_id,
         user_id=user_id,
+        export_from=today - timedelta(days=EXPORT_DAYS),
+        export_to=today,
         user=page.read(users.get_user, user_id=user_id),
         worker=page.read(workers.get_worker, user_id=user_id),
         timeline=page.read(workers.get_timeline, user_id=user_id, limit=CHANGES),
@@ -127,9 +135,9 @@ async def follow_changes(page: InPage, of: Literal["workers", "orders"]) -> Resp
 
 
 @router.get("/v1/docs")
-async def show_api() -> HTMLResponse:
+async def show_api(services: InServices) -> HTMLResponse:
     """Swagger's page of the API, from files of our own."""
-    return show_template("frame/docs.html")
+    return show_template("frame/docs.html", root=services.settings.api_root_path)
 
 
 @router.get("/page/orders")
@@ -137,10 +145,22 @@ async def show_orders(
     page: InPage,
     state: Annotated[OrderStateFilter | Literal[""], Query()] = "",
     symbol: Annotated[Symbol | Literal[""], Query()] = "",
+    since: Annotated[QueryStart | Literal[""], Query(alias="from")] = "",
+    until: Annotated[QueryEnd | Literal[""], Query(alias="to")] = "",
     cursor: PageCursor = None,
 ) -> HTMLResponse:
-    """The last day's orders of all users, live."""
-    query = OrderQuery(state=[state] if state else [], symbol=symbol or None, cursor=cursor, limit=ROWS)
+    """Orders of all users, live: of the last day, or of the days that are chosen."""
+    with problems.refusing_invalid("query"):
+        query = OrderQuery.model_validate(
+            {
+                "state": [state] if state else [],
+                "symbol": symbol or None,
+                "from": since or None,
+                "to": until or None,
+                "cursor": cursor,
+                "limit": ROWS,
+            }
+        )
     return await page.show(
         "orders.html", placed=page.read(orders.list_all_orders, query=query), states=OrderStateFilter
     )
@@ -247,8 +267,14 @@ async def show_keys(page: InPage, revoked: bool = False, cursor: UUID | None = N
     return await page.show("keys.html", keys=found, revoked=revoked)
 
 
+class AuditPageQuery(AuditQuery):
+    """As a form sends it: what is not filled in is an empty text."""
+
+    since: QueryStart | Literal[""] | None = None  # type: ignore[assignment]
+
+
 @router.get("/page/audit")
-async def show_audit(page: InPage, query: Annotated[AuditQuery, Query()]) -> HTMLResponse:
+async def show_audit(page: InPage, query: Annotated[AuditPageQuery, Query()]) -> HTMLResponse:
     """Who did what to whom."""
     wanted = query.model_copy(update={name: None for name, given in query if given == ""})
     found = page.read(keys.list_audit_entries, query=wanted)
@@ -262,8 +288,8 @@ _OURS = frozenset({"same-origin", "none"})
 
 
 @router.get("/page/login")
-async def show_login() -> Response:
-    return show_template("frame/login.html", problem="")
+async def show_login(services: InServices) -> Response:
+    return show_template("frame/login.html", root=services.settings.api_root_path, problem="")
 
 
 @router.post("/page/login")
@@ -274,17 +300,20 @@ async def log_in(
     origin: Annotated[str, Header()] = "",
 ) -> Response:
     """Begins a session with the rights of the API key in the form."""
-    # Over plain HTTP browsers send no Sec-Fetch-Site, but the Origin of a form.
-    same_host = not origin or origin.partition("://")[2] == request.headers.get("host")
+    # Over plain HTTP browsers send no Sec-Fetch-Site, but the Origin of a form. A proxy may ask us for
+    # another host than the browser asked it for.
+    hosts = {request.headers.get("host"), request.scope.get(proxies.HOST)}
+    same_host = not origin or origin.partition("://")[2] in hosts
     ours = sec_fetch_site in _OURS if sec_fetch_site else same_host
     if not ours:  # nobody is to act under a stranger's key without knowing it
         raise Forbidden("another site's page sent this form")
+    root = services.settings.api_root_path
     form = parse_qs((await request.body()).decode("utf-8", "replace"))
     given = form.get("key", [""])[0].strip()
     try:
         caller = await services.authenticator.principal(given)
     except Unauthenticated:
-        return show_template("frame/login.html", 401, problem="This is not a valid API key.")
+        return show_template("frame/login.html", 401, root=root, problem="This is not a valid API key.")
     if caller.session:
         raise Unauthenticated
     token = services.tokens.make()
@@ -293,11 +322,18 @@ async def log_in(
         subject = f"key:{caller.key_id}"
         audit.append_entry(session, caller.actor, "page.logged_in", subject, id=str(began.id))
     home = f"/page/users/{caller.user_id}" if caller.role is Role.USER else "/"
-    response = RedirectResponse(home, 303)
-    # Behind a proxy that ends TLS, our own side of the connection has none.
-    secure = "https" in (request.url.scheme, request.headers.get("x-forwarded-proto", ""))
-    left = LIFE // timedelta(seconds=1)
-    response.set_cookie(COOKIE, token, max_age=left, secure=secure, httponly=True, samesite="strict")
+    response = RedirectResponse(f"{root}{home}", 303)
+    # The browser says it even where a proxy that ends TLS does not, or is not trusted.
+    secure = request.url.scheme == "https" or origin.startswith("https://")
+    response.set_cookie(
+        COOKIE,
+        token,
+        max_age=LIFE // timedelta(seconds=1),
+        path=root or "/",
+        secure=secure,
+        httponly=True,
+        samesite="strict",
+    )
     return response
 
 
@@ -311,5 +347,5 @@ async def log_out(page: InPage) -> Response:
             subject, ended = f"key:{caller.key_id}", caller.session
             audit.append_entry(session, caller.actor, "page.logged_out", subject, id=ended)
     response = Response(status_code=204)
-    response.delete_cookie(COOKIE, httponly=True, samesite="strict")
+    response.delete_cookie(COOKIE, path=page.link("") or "/", httponly=True, samesite="strict")
     return response

@@ -105,7 +105,7 @@ async def close_position(
     if placed.failure is not None:
         raise problems.ProblemError(placed.failure, order=placed.order)
     status = 202 if placed.order.state in UNANSWERED else 200
-    return view_response(placed.order, status, f"/v1/orders/{placed.order.id}")
+    return view_response(placed.order, status, call.link(f"/v1/orders/{placed.order.id}"))
 
 
 @trading_router.post(

@@ -53,7 +53,7 @@ async def create_webhook(
             **_columns_of(body),
         )
     shown = schemas.WebhookView.model_validate(row).model_dump()
-    path = f"/v1/webhooks/{token}/signals"
+    path = call.link(f"/v1/webhooks/{token}/signals")
     return schemas.WebhookWithSecretsView(**shown, token=token, secret=secret, path=path)
 
 
@@ -236,8 +236,7 @@ async def receive_signal(token: Token, request: Request, services: InServices) -
     the first, and does nothing. Answered within two seconds, if need be with 202: then it goes on without the
     caller.
     """
-    peer = request.client.host if request.client else ""
-    forwarded = request.headers.getlist("x-forwarded-for")
-    taken = await services.webhooks.receive_signal(token, peer, forwarded, await request.body())
+    source = request.client.host if request.client else ""
+    taken = await services.webhooks.receive_signal(token, source, await request.body())
     status = 202 if not taken.settled else 201 if taken.new else 200
     return view_response(taken.view, status)

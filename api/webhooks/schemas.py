@@ -2,12 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from hashlib import sha256
-from ipaddress import ip_network
 from typing import Annotated, Any, Self
 from uuid import UUID
 
@@ -18,13 +15,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
 from api.http.fields import AccountId, Body, PlainText, View, plain_price, with_examples
-from api.http.problems import invalid_request
+from api.http.problems import refusing_invalid
 from api.orders.schemas import Lot, OpenCloseType, OrderView, special_terms
 from api.positions.schemas import AnyCondition
 from api.webhooks.planning import (
@@ -38,6 +34,7 @@ from api.webhooks.planning import (
     Wish,
 )
 from infra.database.trading.models import Webhook
+from infra.networks import parse_network
 from worker_runtime.protocol.messages import PriceType, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderLot
 
@@ -46,7 +43,7 @@ MAX_SIGNAL_QUANTITY = 10_000_000
 
 
 def _network(text: str) -> str:
-    return str(ip_network(text, strict=False))
+    return str(parse_network(text, strict=False))
 
 
 _UNIT = "What a signal's quantity counts, for stocks: `shares` or `lots` of 1,000. Futures count contracts."
@@ -445,21 +442,12 @@ class SignalOutcome(View):
     quantity: int | None = Field(default=None, description="In that unit.")
 
 
-@contextmanager
-def _refusing_body() -> Iterator[None]:
-    """Raises `InvalidRequest`, which names fields and never shows a value: one is a secret."""
-    try:
-        yield
-    except ValidationError as error:
-        raise invalid_request(error.errors(), "body") from None
-
-
-@_refusing_body()
+@refusing_invalid("body")
 def parse_signal(body: bytes) -> Signal:
     return Signal.model_validate_json(body)
 
 
-@_refusing_body()
+@refusing_invalid("body")
 def stored_signal(words: dict[str, Any]) -> Signal:
     """Return a signal as it was stored, without its secret."""
     return Signal.model_validate(words | {"secret": "-"})

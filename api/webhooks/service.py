@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
-from ipaddress import ip_network
 
 import structlog
 from redis.exceptions import RedisError
 
 from api.http import errors
-from api.http.limits import RequestLimits, is_within, source_of
+from api.http.limits import RequestLimits
 from api.http.problems import ProblemError
 from api.orders.outcomes import UNANSWERED, OrderReader
 from api.orders.schemas import OrderView
@@ -36,6 +35,7 @@ from infra.database.trading import signals, symbol_names, webhooks
 from infra.database.trading.models import Webhook, WebhookCall
 from infra.database.trading.signals import Lane
 from infra.market.calendar import Calendar
+from infra.networks import is_within, parse_network
 from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError
 
@@ -75,22 +75,17 @@ class SignalReceiver:
     is_genuine: Callable[[str], bool]
 
     def __post_init__(self) -> None:
-        self._proxies = [ip_network(proxy) for proxy in self.settings.trusted_proxies]
         self._log = structlog.get_logger()
 
-    async def receive_signal(
-        self, token: str, peer: str, forwarded: Sequence[str], body: bytes
-    ) -> AnsweredSignal:
+    async def receive_signal(self, token: str, source: str, body: bytes) -> AnsweredSignal:
         """Stores a signal and waits for its end as long as its sender does; a repeat gets the first outcome.
 
-        `peer` is who is connected, `forwarded` the values of X-Forwarded-For. Raises `WebhookUnknown`,
-        `WebhookBusy`, `WebhookPaused`, `WebhookExpired`, `SourceNotAllowed`, `BodyTooLarge`,
-        `InvalidRequest`, `WebhookSecretWrong`, `AlertOutdated`, `UnknownSymbol`, and what the signal
-        was refused for.
+        `source` is the address that sent it. Raises `WebhookUnknown`, `WebhookBusy`, `WebhookPaused`,
+        `WebhookExpired`, `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`,
+        `AlertOutdated`, `UnknownSymbol`, and what the signal was refused for.
         """
         began = time.monotonic()
         webhook = await self._find(token)
-        source = source_of(peer, forwarded, self._proxies)
         signal: Signal | None = None
         try:
             signal = _checked_signal(webhook, source, body)
@@ -334,7 +329,7 @@ def _require_open(webhook: Webhook) -> None:
 def _checked_signal(webhook: Webhook, source: str, body: bytes) -> Signal:
     """The signal, if it is from one of the webhook's sources and has its secret: 256 bits, which nobody
     guesses. Raises `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`."""
-    if webhook.sources and not is_within(source, [ip_network(one) for one in webhook.sources]):
+    if webhook.sources and not is_within(source, map(parse_network, webhook.sources)):
         raise errors.SourceNotAllowed
     if len(body) > MAX_BODY:
         raise errors.BodyTooLarge(f"a signal has at most {MAX_BODY} bytes")

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Response
 from fastapi.responses import StreamingResponse
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from api.container import Call, KnownUserId
+from api.container import AuthorizedCall, Call, KnownUserId
 from api.http import errors, problems
 from api.http.fields import view_response
 from api.http.streams import After, ServerEvent, StreamBegin
@@ -92,16 +92,16 @@ async def start_worker(
     task = call.services.starter.ensure(user_id, mark_missing=not marked)
     await asyncio.wait({task}, timeout=wait)
     if not task.done() or task.cancelled():
-        return _accepted_response(user_id, "start")
+        return _accepted_response(call, user_id, "start")
     active = asdict(task.result())
     return view_response(
         schemas.StartedWorkerView.model_validate({"user_id": user_id} | active | active["worker"])
     )
 
 
-def _accepted_response(user_id: str, signal: str) -> Response:
+def _accepted_response(call: AuthorizedCall, user_id: str, signal: str) -> Response:
     body = schemas.SignalledView(user_id=user_id, signal=signal)
-    return view_response(body, 202, f"/v1/users/{user_id}/worker")
+    return view_response(body, 202, call.link(f"/v1/users/{user_id}/worker"))
 
 
 @router.post(
@@ -169,7 +169,7 @@ async def reload_credentials(
             return view_response(schemas.ReloadedView(user_id=user_id, detail=detail))
     else:
         await call.services.control.signal(user_id, "reload_credentials")
-    return _accepted_response(user_id, "reload_credentials")
+    return _accepted_response(call, user_id, "reload_credentials")
 
 
 TimelineLimit = Annotated[int, Query(ge=1, le=1000, description="Most changes of one answer.")]

@@ -214,7 +214,7 @@ def add_api(
         vpc_subnets=ec2.SubnetSelection(subnet_group_name="public"),
         deletion_protection=stage.keep_data,
         drop_invalid_header_fields=True,
-        # Above the 15 s of event streams' heartbeats and below the API's `KEEP_ALIVE`: it would send requests
+        # Above the 15 s of event streams' heartbeats and below BERTH_API_KEEP_ALIVE: it would send requests
         # into connections that the API is closing.
         idle_timeout=Duration.seconds(60),
     )

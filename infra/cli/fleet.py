@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from infra.cli.options import (
+    START_HELP,
     CommandAnswer,
     Limit,
     Pool,
@@ -247,10 +248,14 @@ def read_audit(
     action: Annotated[str | None, typer.Option(help="Only what begins so, such as switch.")] = None,
     subject: Annotated[str | None, typer.Option(help="Only about this, such as user:alice.")] = None,
     hours: Annotated[float | None, typer.Option(min=0, max=1e6, help="Only of the last hours.")] = None,
+    since: Annotated[str | None, typer.Option(metavar="TIME", help=START_HELP)] = None,
     limit: Limit = 50,
 ) -> CommandAnswer:
     """Read the audit trail: who did what to whom, the latest first."""
-    since = None if hours is None else (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
+    if hours is not None:
+        if since is not None:
+            raise typer.BadParameter("give --hours or --since, not both")
+        since = (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
     wanted = {"actor": actor, "action": action, "subject": subject, "since": since}
     rows, more = api.rows("audit", name="entries", limit=limit, **wanted)
 

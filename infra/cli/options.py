@@ -37,6 +37,11 @@ AccountId = Annotated[str, typer.Argument(metavar="ACCOUNT", help="Id of the acc
 Pool = Annotated[str, typer.Argument(metavar="[POOL]", help="Name of the pool.")]
 
 
+#: Of options that begin and end a span of time, as the API's parameters do.
+START_HELP = "From this day in Taipei, such as 2026-11-27, or from a time with its zone."
+END_HELP = "To the end of this day in Taipei, or to a time with its zone."
+
+
 def command_group(help: str) -> typer.Typer:
     """A group of commands. One that is alone in it is a subcommand, too."""
     group = typer.Typer(help=help, no_args_is_help=True)

@@ -11,6 +11,8 @@ import msgspec
 import typer
 
 from infra.cli.options import (
+    END_HELP,
+    START_HELP,
     AccountId,
     CommandAnswer,
     Json,
@@ -150,11 +152,14 @@ def list_orders(
     api: OperatorApi,
     user: Annotated[str | None, typer.Argument(help="Id of the user; without: all users.")] = None,
     state: Annotated[str | None, typer.Option(help="Only these: open, final, filled…")] = None,
+    since: Annotated[str | None, typer.Option("--from", metavar="TIME", help=START_HELP)] = None,
+    until: Annotated[str | None, typer.Option("--to", metavar="TIME", help=END_HELP)] = None,
     limit: Limit = 50,
 ) -> CommandAnswer:
-    """List orders of a user or of all, the newest first."""
+    """List orders of a user or of all (without --from: of the last 24 hours), the newest first."""
     path = ("users", user, "orders") if user else ("orders",)
-    rows, more = api.rows(*path, name="orders", limit=limit, state=state)
+    span = {"from": since, "to": until}
+    rows, more = api.rows(*path, name="orders", limit=limit, state=state, **span)
     columns = "at (UTC): accepted_at, order: id, user: user_id, account: account_id, what, price, state"
     columns += ", filled: filled_quantity, average: average_price, why: reason"
     return list_answer(

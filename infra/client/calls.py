@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
+from datetime import date, datetime
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -252,16 +253,25 @@ def list_orders(
     account: str | None = None,
     symbol: str | None = None,
     client_order_id: str | None = None,
+    since: datetime | date | None = None,
+    until: datetime | date | None = None,
     cursor: str | None = None,
     limit: int = 100,
 ) -> Call[models.OrderListPage]:
     """A page of orders, the newest first: at most `limit` (1 to 500) behind `cursor`.
 
-    `state`: any of these, or `open` and `final`. Raises `ApiError`, `Unreachable`.
+    `state`: any of these, or `open` and `final`. `since` and `until`: accepted at or after the one, and
+    before the other; a time has a zone, and a date is a day in Taipei, of which all counts. Raises
+    `ApiError`, `Unreachable`.
     """
-    query = {"state": state, "account": account, "symbol": symbol, "client_order_id": client_order_id}
+    query: dict[str, Any] = {"state": state, "account": account, "symbol": symbol}
+    query |= {"client_order_id": client_order_id, "from": _iso(since), "to": _iso(until)}
     path = url_path("users", user_id, "orders")
     return _get(models.OrderListPage, path, {**query, "cursor": cursor, "limit": limit})
+
+
+def _iso(at: datetime | date | None) -> str | None:
+    return None if at is None else at.isoformat()
 
 
 def get_worker(user_id: str) -> Call[models.WorkerSnapshot]:

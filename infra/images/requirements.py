@@ -1,14 +1,22 @@
-"""Prints what an image installs, with versions and hashes: what its extras need, as the lock pins it.
+"""Prints what an image installs, with versions and hashes: what its extras need, as the locks pin it.
 
 `python requirements.py server shioaji setuptools`, for `pip install --require-hashes`. A name that is no
 extra is a package. The images use it so that the dependency layer can be built before the source is copied;
-the SBOM of an image is made of it, too. Standard library only.
+the SBOM of an image is made of it, too. With `--without-shioaji` the SDK is left to `install_shioaji.py`.
+Standard library only.
 """
 
 import re
 import sys
 import tomllib
 from pathlib import Path
+
+LOCKS = ("requirements.lock", "requirements-shioaji.lock")
+
+
+def read_locks(folder: Path) -> str:
+    """The entries of all locks below `folder` that images install from."""
+    return "".join((folder / name).read_text(encoding="utf-8") for name in LOCKS)
 
 
 def wanted(pyproject: Path, extras: list[str]) -> list[str]:
@@ -30,5 +38,8 @@ def pinned(lock: str, lines: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    locked = Path("requirements.lock").read_text(encoding="utf-8")
-    sys.stdout.write(pinned(locked, wanted(Path("pyproject.toml"), sys.argv[1:])))
+    given = sys.argv[1:]
+    needed = wanted(Path("pyproject.toml"), [name for name in given if name != "--without-shioaji"])
+    if "--without-shioaji" in given:
+        needed = [line for line in needed if not line.startswith("shioaji")]
+    sys.stdout.write(pinned(read_locks(Path()), needed))

@@ -13,13 +13,19 @@ FROM ${BASE_IMAGE} AS build
 ARG EXTRAS=shioaji
 # For a build without a network: --no-index --find-links=/src, with wheels in infra/images/wheels.
 ARG PIP_OPTIONS=
+# `pinned`: the build fails when the index no longer has the SDK that the lock pins. `fallback`: the newest that
+# pyproject.toml allows takes its place, or none, with a loud line (infra/images/install_shioaji.py).
+ARG SHIOAJI=fallback
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python3 -m venv /opt/berth
 WORKDIR /src
 # The wheels need not be there: a pattern that finds nothing is no error beside files that exist.
-COPY pyproject.toml requirements.lock infra/images/requirements.py infra/images/wheel[s] ./
-RUN /opt/berth/bin/python requirements.py ${EXTRAS} > wanted.txt \
+COPY pyproject.toml requirements.lock requirements-shioaji.lock infra/images/requirements.py \
+     infra/images/install_shioaji.py infra/images/wheel[s] ./
+RUN /opt/berth/bin/python requirements.py --without-shioaji ${EXTRAS} > wanted.txt \
     && /opt/berth/bin/pip install ${PIP_OPTIONS} --require-hashes -r wanted.txt \
+    && case " ${EXTRAS} " in *" shioaji "*) \
+         /opt/berth/bin/python install_shioaji.py ${SHIOAJI} ${PIP_OPTIONS};; esac \
     && /opt/berth/bin/pip uninstall --yes pip setuptools
 COPY worker_runtime /opt/berth/room/worker_runtime
 # The modes are those of the clone, which a umask of 077 made unreadable for others.

@@ -9,13 +9,15 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rich import table as rich_table
 from rich.console import Console
-from rich.table import Table
 
 Say = Callable[[str], object]
 
@@ -60,8 +62,29 @@ def machine() -> dict[str, Any]:
     }
 
 
+class Table(NamedTuple):
+    title: str
+    rows: Sequence[tuple[str, str]]
+
+
+_PRINTED: ContextVar[list[Table] | None] = ContextVar("printed_tables", default=None)
+
+
+@contextmanager
+def printed_tables() -> Iterator[list[Table]]:
+    """Collects the tables that are printed in the block."""
+    tables: list[Table] = []
+    token = _PRINTED.set(tables)
+    try:
+        yield tables
+    finally:
+        _PRINTED.reset(token)
+
+
 def print_table(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    table = Table(title=title, show_header=False, title_justify="left")
+    if (printed := _PRINTED.get()) is not None:
+        printed.append(Table(title, rows))
+    table = rich_table.Table(title=title, show_header=False, title_justify="left")
     for name, value in rows:
         table.add_row(name, value)
     Console().print(table)

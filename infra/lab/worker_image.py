@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra.images.requirements import wanted
+from infra.images.requirements import LOCKS, read_locks, wanted
 from worker_runtime.protocol.errors import BerthError
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ class ImageBuilder:
     def provide(self, tag: str, extras: Sequence[str] = ()) -> None:
         """As `build`, but an image of the same sources is loaded from the cache: for tests, in 2 s."""
         sources = sorted(path for kind in ("py", "lua") for path in _RUNTIME.rglob(f"*.{kind}"))
-        files = [ROOT / "infra/images/worker.Dockerfile", ROOT / "requirements.lock", *sources]
+        files = [ROOT / "infra/images/worker.Dockerfile", *(ROOT / name for name in LOCKS), *sources]
         digest = _digest(
             tag, self.archive().name, *extras, *(f"{one}:{one.read_text(encoding='utf-8')}" for one in files)
         )
@@ -99,11 +99,11 @@ class ImageBuilder:
         base = self.base()
         with tempfile.TemporaryDirectory(prefix="berth-image-") as folder:
             context = Path(folder)
-            for name in ("pyproject.toml", "requirements.lock"):
+            for name in ("pyproject.toml", *LOCKS):
                 shutil.copy(ROOT / name, context)
             images = context / "infra" / "images"
             images.mkdir(parents=True)
-            for name in ("requirements.py", "worker.Dockerfile"):
+            for name in ("requirements.py", "install_shioaji.py", "worker.Dockerfile"):
                 shutil.copy(ROOT / "infra" / "images" / name, images)
             ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
             shutil.copytree(_RUNTIME, context / "worker_runtime", ignore=ignored)
@@ -163,14 +163,14 @@ class ImageBuilder:
     def wheels(self, extras: Sequence[str]) -> Path:
         """A folder with what these extras of `pyproject.toml` need; a name that is no extra is a package."""
         lines = wanted(ROOT / "pyproject.toml", list(extras))
-        lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
-        folder = self._cache / f"wheels-{_digest(lock, *lines)}"
+        folder = self._cache / f"wheels-{_digest(read_locks(ROOT), *lines)}"
         with _locked(folder):
             if not folder.exists():
                 made = Path(tempfile.mkdtemp(prefix="wheels-", dir=self._cache))
                 pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
                 target = ["--only-binary", ":all:", "--python-version", self._python(), "--dest", str(made)]
-                self._run(*pip, *target, "-c", str(ROOT / "requirements.lock"), *lines)
+                constraints = [word for name in LOCKS for word in ("-c", str(ROOT / name))]
+                self._run(*pip, *target, *constraints, *lines)
                 made.chmod(0o755)
                 made.rename(folder)
         return folder

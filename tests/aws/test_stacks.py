@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from api.__main__ import KEEP_ALIVE
 from api.http.streams import HEARTBEAT
 from infra.jobs.scaling import WAITED
 from infra.launchers.ecs.records import GROUP
+from infra.settings import Settings
 from tests.aws.templates import Templates, listed, text_of
 from worker_runtime.jobs.protocol import catalog
 
@@ -116,7 +116,7 @@ def test_a_leaving_api_task_drains_for_300_s(templates: Templates) -> None:
         for attribute in one["LoadBalancerAttributes"]
         if attribute["Key"] == "idle_timeout.timeout_seconds"
     ]
-    assert HEARTBEAT < idle < KEEP_ALIVE, (
+    assert HEARTBEAT < idle < Settings().api_keep_alive, (
         "the API must not be the first to close a connection of the balancer"
     )
 

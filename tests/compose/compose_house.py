@@ -21,7 +21,8 @@ from uuid import uuid4
 
 import httpx
 
-from infra.lab import docker, worker_image
+from infra.images.requirements import LOCKS
+from infra.lab import worker_image
 from infra.lab.docker import BridgedDockerDaemon
 from infra.lab.worker_image import ROOT, ImageBuilder
 from infra.local.servers import TemporalServer
@@ -38,19 +39,6 @@ _UMASK = 0o077
 PATIENCE = 90.0
 
 log = logging.getLogger(__name__)
-
-
-def why_not() -> str:
-    """Why compose cannot run here; empty when it can."""
-    if reason := docker.why_no_docker() or worker_image.why_not_buildable():
-        return reason
-    programs = [name for name in ("unshare", "ip", "iptables") if shutil.which(name) is None]
-    if programs:
-        return f"not installed: {', '.join(programs)}"
-    known = subprocess.run(
-        [shutil.which("docker") or "", "compose", "version"], capture_output=True, check=False
-    )
-    return "Docker Compose is not installed" if known.returncode else ""
 
 
 @dataclass(frozen=True)
@@ -133,7 +121,7 @@ class ComposeHouse:
         files = [path for path in sorted(self.clone.glob("*/**/*")) if path.is_file()]
         files += [
             self.clone / "pyproject.toml",
-            self.clone / "requirements.lock",
+            *(self.clone / name for name in LOCKS),
             self.clone / ".dockerignore",
         ]
         digest = hashlib.sha256(base.encode())

@@ -5,20 +5,20 @@ from collections.abc import Iterator
 import pytest
 
 from infra.lab.worker_image import PackagesAbsent
-from tests.compose.compose_house import ComposeHouse, Customer, open_compose_house, why_not
+from tests import needs
+from tests.compose.compose_house import ComposeHouse, Customer, open_compose_house
 
 
 @pytest.fixture(scope="package")
 def stack() -> Iterator[ComposeHouse]:
-    if reason := why_not():
-        pytest.skip(f"no compose here: {reason}")
+    needs.require("compose")
     try:
         with open_compose_house() as house:
             house.up()
             yield house
             house.compose("down", "--volumes", "--timeout", "5", check=False)
     except PackagesAbsent as error:
-        pytest.skip(f"no compose here: {error}")
+        needs.skip("compose", str(error))
 
 
 @pytest.fixture(scope="package")

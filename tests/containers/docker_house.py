@@ -17,7 +17,7 @@ import pytest
 from docker.errors import NotFound
 from docker.models.containers import Container
 
-from infra.lab import docker, worker_image
+from infra.lab import worker_image
 from infra.lab.docker import DockerDaemon
 from infra.node.cgroup import MemoryGroup
 
@@ -38,11 +38,6 @@ HUNGRY_IMAGE = "berth-hungry:test"
 
 _STAND_IN = Path(__file__).parents[1] / "contract" / "launchers" / "stand_in.py"
 _HUNGRY = Path(__file__).with_name("hungry_worker.py")
-
-
-def why_not() -> str:
-    """Why there can be no real containers here; empty when there can."""
-    return docker.why_no_docker() or worker_image.why_not_buildable()
 
 
 class LaunchedContainer:

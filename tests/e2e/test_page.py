@@ -41,7 +41,7 @@ LOOKS: Any = [("light", {"width": 360, "height": 640}), ("light", DESKTOP), ("da
 pytestmark = [
     pytest.mark.drill,
     pytest.mark.timeout(120),
-    pytest.mark.skipif(not CHROMIUM, reason="install Debian's chromium"),
+    pytest.mark.needs("browser"),
 ]
 
 

@@ -103,8 +103,6 @@ class WorkerLifecycle:
         self._ended: dict[str, int | None] = {}
         #: Those of them that somebody ended, or that went with their host.
         self._planned: set[str] = set()
-        #: The worker whose end counted as an outage, because its launcher had not reported it yet.
-        self.unreported = ""
         self._early: list[m.WorkerEventSignal] = []
         self._shown: UserWorkerState | None = None
         self._signalling: set[asyncio.Task[None]] = set()
@@ -163,8 +161,13 @@ class WorkerLifecycle:
         while len(self._ended) > EARLY_EVENTS_MAX:
             del self._ended[next(iter(self._ended))]
         self._planned = {*self._planned, worker_id} & self._ended.keys() if planned else self._planned
-        if planned and worker_id == self.unreported:
-            self.state, self.unreported = self.state.uncounted(), ""
+        waiting = self.state.unreported
+        if worker_id not in waiting:
+            return
+        # Runs of before counted only a planned end of the last such worker anew.
+        last = planned and worker_id == max(waiting, key=lambda worker: waiting[worker])
+        if last or workflow.patched("each report of a missing worker counts"):
+            self.state = self.state.reported(worker_id, planned=planned)
 
     # --- interruptions --------------------------------------------------------------------------------
 

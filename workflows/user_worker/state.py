@@ -7,7 +7,7 @@ deadline (deadline-everywhere). Times are Unix seconds, durations are seconds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workflows.entity import copied_fields
@@ -85,6 +85,9 @@ class UserWorkerState(m.UserWorkerFacts):
     crashes: tuple[float, ...] = ()
     #: Those of them that the infrastructure caused.
     outages: tuple[float, ...] = ()
+    #: Workers that were found gone before their launcher reported how they ended, and when that was. These
+    #: times are among `crashes` and `outages` until the report says what they were.
+    unreported: dict[str, float] = field(default_factory=dict)
     #: The first claim of this run asked PostgreSQL for the crashes of earlier runs.
     crashes_known: bool = False
     #: Times of the last checks of the serving worker.
@@ -156,6 +159,11 @@ class UserWorkerState(m.UserWorkerFacts):
     def crash_backoff(self) -> float:
         """Seconds before a crashed worker is replaced: at once the first time, then 1, 2, 4 …"""
         return 0.0 if len(self.crashes) < 2 else float(2 ** (len(self.crashes) - 2))
+
+    @property
+    def crash_times(self) -> tuple[float, ...]:
+        """Times of recent crashes, without ends of which nobody knows yet whether they were crashes."""
+        return tuple(at for at in self.crashes if at not in self.unreported.values())
 
     @property
     def crashes_too_often(self) -> bool:
@@ -275,17 +283,34 @@ class UserWorkerState(m.UserWorkerFacts):
         recent = sorted(at for at in {*self.crashes, *crashes} if now - at < m.CRASH_WINDOW)
         return replace(self, crashes=tuple(recent))
 
-    def crashed(self, reason: str, now: float, *, outage: bool = False) -> UserWorkerState:
-        """The worker died while it was in service; `outage`: by the infrastructure's fault."""
+    def crashed(
+        self, reason: str, now: float, *, outage: bool = False, unreported: str = ""
+    ) -> UserWorkerState:
+        """The worker died while it was in service; `outage`: by the infrastructure's fault.
+
+        `unreported`: its id, if its launcher has not reported yet how it ended.
+        """
         counted = self._counting((now,), now)
         recent = {*self.outages, *((now,) if outage else ())}.intersection(counted.crashes)
-        counted = replace(counted, outages=tuple(sorted(recent)))
+        waiting = {worker: at for worker, at in self.unreported.items() if at in counted.crashes}
+        if unreported:
+            waiting[unreported] = now
+        counted = replace(counted, outages=tuple(sorted(recent)), unreported=waiting)
         return counted.failed(reason, now, backoff=counted.crash_backoff())
 
-    def uncounted(self) -> UserWorkerState:
-        """The last outage was an end that somebody asked for."""
-        crashes = tuple(at for at in self.crashes if at not in self.outages[-1:])
-        return replace(self, crashes=crashes, outages=self.outages[:-1])
+    def reported(self, worker_id: str, *, planned: bool) -> UserWorkerState:
+        """The launcher has reported how a worker ended that was found gone before.
+
+        An end that somebody asked for does not count; any other is a crash of the worker's own.
+        """
+        waiting = {worker: at for worker, at in self.unreported.items() if worker != worker_id}
+        ended_at = self.unreported[worker_id]
+        return replace(
+            self,
+            crashes=tuple(at for at in self.crashes if not planned or at != ended_at),
+            outages=tuple(at for at in self.outages if at != ended_at),
+            unreported=waiting,
+        )
 
     def gave_up(self, reason: str, now: float) -> UserWorkerState:
         """The worker cannot get its broker back: it ends, and counts like a crash."""
@@ -304,7 +329,9 @@ class UserWorkerState(m.UserWorkerFacts):
     def resumed(self, now: float) -> UserWorkerState:
         """An operator found the cause. The run stays until the crashes are too old to count: a new run would
         read them from PostgreSQL and be parked again."""
-        again = self._to(S.POOL_IDLE, now, crashes=(), outages=(), crashes_known=True, reason="")
+        again = self._to(
+            S.POOL_IDLE, now, crashes=(), outages=(), unreported={}, crashes_known=True, reason=""
+        )
         return replace(again, deadline=now + m.CRASH_WINDOW)
 
     def idle(self, now: float) -> UserWorkerState:
@@ -356,4 +383,4 @@ class UserWorkerState(m.UserWorkerFacts):
 
     def view(self) -> m.UserWorkerView:
         shown = copied_fields(self, m.UserWorkerView)
-        return m.UserWorkerView(**shown | {"state": str(self.state), "crashes": len(self.crashes)})
+        return m.UserWorkerView(**shown | {"state": str(self.state), "crashes": len(self.crash_times)})

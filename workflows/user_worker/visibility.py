@@ -88,9 +88,9 @@ def details(state: UserWorkerState) -> str:
         lines.append(f"**Last known use:** {_clock(state.last_activity)}")
     if state.note:
         lines.append(f"**Note:** {_plain(state.note)}")
-    if state.crashes:
-        times = ", ".join(_clock(at) for at in state.crashes)
-        lines.append(f"**Recent crashes:** {len(state.crashes)} ({times}); at {CRASH_LIMIT} it is parked")
+    if state.crash_times:
+        times = ", ".join(_clock(at) for at in state.crash_times)
+        lines.append(f"**Recent crashes:** {len(state.crash_times)} ({times}); at {CRASH_LIMIT} it is parked")
     return "\n\n".join(lines)
 
 

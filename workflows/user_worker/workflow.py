@@ -291,8 +291,13 @@ class UserWorkerWorkflow:
         if planned:
             life.state = life.state.failed(reason, life.now())
         else:
-            life.unreported = life.state.worker.worker_id if outage and life.state.worker else ""
-            life.state = life.state.crashed(reason, life.now(), outage=outage)
+            missing = outage and reason == m.WAS_GONE and life.state.worker is not None
+            life.state = life.state.crashed(
+                reason,
+                life.now(),
+                outage=outage,
+                unreported=life.state.worker.worker_id if missing and life.state.worker else "",
+            )
         life.show()
         await life.confirm_stop(reason, grace=0.0, crashed=not (planned or outage))
         await self._begin_again(0.0 if planned else life.state.crash_backoff())

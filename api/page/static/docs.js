@@ -1,5 +1,5 @@
 SwaggerUIBundle({
-  url: "/v1/openapi.json",
+  url: document.getElementById("swagger-ui").dataset.url,
   dom_id: "#swagger-ui",
   deepLinking: true,
   presets: [SwaggerUIBundle.presets.apis],

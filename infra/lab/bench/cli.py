@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -9,11 +11,14 @@ import typer
 
 app = typer.Typer(
     help="Measure on this machine. Each benchmark starts what it needs on free ports, stops it, and says "
-    "whether its aims were met.",
+    "whether its aims were met. The exit code is 1 if one was missed.",
     no_args_is_help=True,
 )
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the figures to this file.")]
+UpdateDocs = Annotated[
+    bool, typer.Option(help="Also write the figures to docs/measured.md, with this commit and the date.")
+]
 Rate = Annotated[float, typer.Option(min=0.1, help="Claims per second, from a full pool.")]
 RefillRate = Annotated[float, typer.Option(min=0.1, help="Claims per second while the pool is refilled.")]
 
@@ -25,9 +30,12 @@ def bench_claim(
     refill_rate: RefillRate = 2.0,
     refill_n: Annotated[int, typer.Option(min=1, help="Claims while the pool is refilled.")] = 40,
     json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """From REST to an Active worker with credentials, open loop, for users without a worker."""
-    _bench({"claim": {"rate": rate, "n": n, "refill_rate": refill_rate, "refill_n": refill_n}}, json)
+    _bench(
+        {"claim": {"rate": rate, "n": n, "refill_rate": refill_rate, "refill_n": refill_n}}, json, update_docs
+    )
 
 
 @app.command("order")
@@ -40,13 +48,14 @@ def bench_order(
     knee_users: Annotated[int, typer.Option(min=1, help="Users that trade in the third part.")] = 50,
     knee_first: Annotated[float, typer.Option(min=1, help="Orders per second of its first step.")] = 20.0,
     json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """From REST to the answer with an active worker; compared with two bare Valkey hops.
 
     Then many users at growing rates, until the 99th percentile passes 50 ms.
     """
     knee = {"knee_users": knee_users, "knee_first": knee_first}
-    _bench({"order": {"n": n, "users": users, "seconds": seconds, **knee}}, json)
+    _bench({"order": {"n": n, "users": users, "seconds": seconds, **knee}}, json, update_docs)
 
 
 @app.command("beside")
@@ -57,11 +66,12 @@ def bench_beside(
         int | None, typer.Option(min=1, help="By turns: 80 of 25 orders each, or 60 claims.")
     ] = None,
     json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """Orders or claims of another checkout and of this one, by turns, on a machine that is never quiet."""
     if work not in ("order", "claim"):
         raise typer.BadParameter(f"{work!r} is neither order nor claim")
-    _bench({"beside": {"checkout": checkout, "work": work, "blocks": blocks}}, json)
+    _bench({"beside": {"checkout": checkout, "work": work, "blocks": blocks}}, json, update_docs)
 
 
 @app.command("waits")
@@ -71,9 +81,14 @@ def bench_waits(
     starts: Annotated[int, typer.Option(min=1, help="Users that get a worker meanwhile.")] = 8,
     seconds: Annotated[float, typer.Option(min=1, help="How long.")] = 20.0,
     json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """Waits of API and orchestrator for connections to PostgreSQL and Valkey, under load."""
-    _bench({"waits": {"users": users, "readers": readers, "starts": starts, "seconds": seconds}}, json)
+    _bench(
+        {"waits": {"users": users, "readers": readers, "starts": starts, "seconds": seconds}},
+        json,
+        update_docs,
+    )
 
 
 @app.command("flood")
@@ -83,10 +98,11 @@ def bench_flood(
     requests: Annotated[float, typer.Option(min=1, help="Requests with a bad key per second.")] = 1000.0,
     connections: Annotated[int, typer.Option(min=1, help="Connections that they come over.")] = 16,
     json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """Orders beside requests with keys that are malformed or made up; compared with quiet times."""
     flood = {"seconds": seconds, "orders": orders, "requests": requests, "connections": connections}
-    _bench({"flood": flood}, json)
+    _bench({"flood": flood}, json, update_docs)
 
 
 @app.command("memory")
@@ -96,9 +112,10 @@ def bench_memory(
         float, typer.Option(min=0, help="Seconds until a fresh worker counts as one that no longer grows.")
     ] = 8.0,
     json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """Proportional set size of a worker with all its processes: idle in a pool, alone, and active."""
-    _bench({"memory": {"workers": workers, "settle": settle}}, json)
+    _bench({"memory": {"workers": workers, "settle": settle}}, json, update_docs)
 
 
 @app.command("density")
@@ -107,9 +124,10 @@ def bench_density(
     seconds: Annotated[float, typer.Option(min=1, help="How long orders are placed, twice.")] = 30.0,
     rate: Annotated[float, typer.Option(min=1, help="Orders per second, of all users together.")] = 30.0,
     json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """Memory, CPU and order latency of workers in containers, while another one eats memory. Needs Docker."""
-    _bench({"density": {"workers": workers, "seconds": seconds, "rate": rate}}, json)
+    _bench({"density": {"workers": workers, "seconds": seconds, "rate": rate}}, json, update_docs)
 
 
 @app.command("recovery")
@@ -119,10 +137,11 @@ def bench_recovery(
     frozen: Annotated[int, typer.Option(min=0, help="Further rounds: the session is stopped.")] = 3,
     stalled: Annotated[int, typer.Option(min=0, help="Users whose host stands still for 6 s.")] = 10,
     json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """From kill -9 of a worker to Active again on another one, with a pool that is not empty."""
     rounds = {"n": n, "replaced": replaced, "frozen": frozen, "stalled": stalled}
-    _bench({"recovery": rounds}, json)
+    _bench({"recovery": rounds}, json, update_docs)
 
 
 def _numbers(text: str) -> list[int]:
@@ -143,12 +162,13 @@ def bench_idle(
     ] = "500,2000",
     minutes: Annotated[float, typer.Option(min=0.05, help="How long they rest, and the peer runs.")] = 10.0,
     json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """Temporal actions and CPU of active users at rest, compared with a workflow that polls every minute.
 
     Each size takes twice the minutes, and the starts. Workers are simulated; all servers are real.
     """
-    _bench({"idle": {"workers": _numbers(workers), "minutes": minutes}}, json)
+    _bench({"idle": {"workers": _numbers(workers), "minutes": minutes}}, json, update_docs)
 
 
 @app.command("heartbeat")
@@ -162,6 +182,7 @@ def bench_heartbeat(
     ] = None,
     load: Annotated[str, typer.Option(help="What keeps the CPUs busy.")] = "processes,threads",
     json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """Late renewals of a throttled worker whose broker call hangs, compared with a naive asyncio heartbeat.
 
@@ -171,24 +192,27 @@ def bench_heartbeat(
     if not set(loads) <= {"processes", "threads"}:
         raise typer.BadParameter(f"{load!r}: loads are processes and threads")
     quotas = {} if quota is None else {"quotas": _numbers(quota)}
-    _bench({"heartbeat": {"seconds": seconds, "loads": loads, **quotas}}, json)
+    _bench({"heartbeat": {"seconds": seconds, "loads": loads, **quotas}}, json, update_docs)
 
 
 @app.command("claim-race")
 def bench_claim_race(
-    claims: Annotated[int, typer.Option(min=100, help="How many.")] = 1_000_000, json: JsonFile = None
+    claims: Annotated[int, typer.Option(min=100, help="How many.")] = 1_000_000,
+    json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """Claims of killed claimers, with lost replies and repeated messages, compared with bare ZPOPMIN."""
-    _bench({"claim-race": {"claims": claims}}, json)
+    _bench({"claim-race": {"claims": claims}}, json, update_docs)
 
 
 @app.command("maintenance")
 def bench_maintenance(
     workers: Annotated[str, typer.Option(help="How many workers; several sizes.")] = "1000,10000,20000",
     json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """A pass of maintenance over workers of which a tenth is odd. They are names; all servers are real."""
-    _bench({"maintenance": {"workers": _numbers(workers)}}, json)
+    _bench({"maintenance": {"workers": _numbers(workers)}}, json, update_docs)
 
 
 @app.command("jobs")
@@ -200,10 +224,11 @@ def bench_jobs(
     lease: Annotated[float, typer.Option(min=1, help="Seconds, of the runners that are killed.")] = 5.0,
     kills: Annotated[int, typer.Option(min=1, help="Runners that are killed.")] = 3,
     json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """The job runner, compared with RQ, huey and the floors. Needs the `bench` packages: rq and huey."""
     rates = {"seconds": seconds, "rounds": rounds, "runners": _numbers(runners), "pickups": pickups}
-    _bench({"jobs": {**rates, "lease": lease, "kills": kills}}, json)
+    _bench({"jobs": {**rates, "lease": lease, "kills": kills}}, json, update_docs)
 
 
 @app.command("tiers")
@@ -213,9 +238,14 @@ def bench_tiers(
     flood: Annotated[int, typer.Option(min=1, help="Jobs that wait in the flooded tier.")] = 20_000,
     flood_rate: Annotated[float, typer.Option(min=1, help="Further ones that come each second.")] = 200.0,
     json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """How soon jobs are picked up while another tier is flooded; compared with runners that tiers share."""
-    _bench({"tiers": {"seconds": seconds, "rate": rate, "flood": flood, "flood_rate": flood_rate}}, json)
+    _bench(
+        {"tiers": {"seconds": seconds, "rate": rate, "flood": flood, "flood_rate": flood_rate}},
+        json,
+        update_docs,
+    )
 
 
 @app.command("lease")
@@ -226,6 +256,7 @@ def bench_lease(
         str, typer.Option(help="What is busy: 64 processes, or 240 threads of one process.")
     ] = "processes",
     json: JsonFile = None,
+    update_docs: UpdateDocs = False,
 ) -> None:
     """Late renewals and lost leases of a runner whose jobs use up a CPU quota.
 
@@ -235,11 +266,11 @@ def bench_lease(
     quotas = quota.split(",")
     if not set(quotas) <= {"200", "100", "25"} or load not in ("processes", "threads"):
         raise typer.BadParameter("quotas are 200, 100 and 25; loads are processes and threads")
-    _bench({"lease": {"seconds": seconds, "quotas": quotas, "load": load}}, json)
+    _bench({"lease": {"seconds": seconds, "quotas": quotas, "load": load}}, json, update_docs)
 
 
 @app.command("all")
-def bench_all(json: JsonFile = None) -> None:
+def bench_all(json: JsonFile = None, update_docs: UpdateDocs = False) -> None:
     """All benchmarks, one after the other; the long ones in a short form."""
     _bench(
         {
@@ -258,10 +289,23 @@ def bench_all(json: JsonFile = None) -> None:
             "heartbeat": {"seconds": 60.0, "loads": ["processes"]},
         },
         json,
+        update_docs,
     )
 
 
-def _bench(wanted: dict[str, dict[str, Any]], json: Path | None) -> NoReturn:
+def _bench(wanted: dict[str, dict[str, Any]], json: Path | None, update_docs: bool) -> NoReturn:
     from infra.lab.bench.suite import run_benchmarks
 
-    raise typer.Exit(run_benchmarks(wanted, json))
+    raise typer.Exit(run_benchmarks(wanted, json, command=_command(sys.argv), update_docs=update_docs))
+
+
+def _command(argv: list[str]) -> str:
+    """Return the command as it was given, without what says where its figures go."""
+    words = iter(argv[1:])
+    kept = ["berth"]
+    for word in words:
+        if word == "--json":
+            next(words, None)
+        elif word not in ("--update-docs", "--no-update-docs") and not word.startswith("--json="):
+            kept.append(word)
+    return shlex.join(kept)

@@ -16,7 +16,7 @@ import structlog
 
 from infra.launchers.docker import container
 from infra.launchers.docker.engine import DockerEngine, DockerEventStream, Document
-from infra.worker_task import TaskExit, signed_exit_code, worker_exit
+from infra.worker_task import GRACE_MAX, TaskExit, signed_exit_code, worker_exit
 
 #: Seconds between two listings of all exited containers, whatever events came.
 LISTING_PERIOD = 10.0
@@ -38,6 +38,7 @@ DIGITS = 12
 #: Signals by which `docker stop` and `docker kill` end a container.
 _ENDING = frozenset({"2", "9", "15", "SIGINT", "SIGKILL", "SIGTERM"})
 _EVENTS = ("die", "kill")
+_RUNNING = ("running", "paused")
 _ENDED = ("exited", "dead")
 
 log = structlog.get_logger()
@@ -111,8 +112,7 @@ class DockerExits:
     async def __aenter__(self) -> Self:
         """Raises `LauncherUnreachable`."""
         now = time.time_ns()
-        for event in await self.engine.past_events(self.labels, _EVENTS, self._event_at):
-            self._note_event(event)
+        await self._read_past_events()
         self._events = self.engine.events(self.labels, _EVENTS, self._event_at or now)
         return self
 
@@ -144,6 +144,14 @@ class DockerExits:
         self._handled.add(end.task_id[:DIGITS])
         return DockerPosition(self._event_at, frozenset(self._handled))
 
+    async def _read_past_events(self) -> None:
+        """Reads what happened since the last event, and the stops before it that may not have ended yet."""
+        known_until = self._event_at
+        since = max(0, known_until - int(GRACE_MAX * 1e9))
+        for event in await self.engine.past_events(self.labels, _EVENTS, since):
+            if event["Action"] == "kill" or int(event["timeNano"]) >= known_until:
+                self._note_event(event)
+
     def _note_event(self, event: Document) -> None:
         container_id = event["Actor"]["ID"]
         # The daemon gives the events *from* a time on: the next question is for the ones behind this.
@@ -158,13 +166,15 @@ class DockerExits:
         found = await self.engine.find(self.labels, _ENDED)
         present = {one["Id"][:DIGITS] for one in found}
         self._handled &= present
+        fresh = [one["Id"] for one in found if one["Id"][:DIGITS] not in self._handled]
+        if fresh:  # the stream may still hold the events that say who stopped them
+            await self._read_past_events()
         ends = []
-        for one in found:
-            if one["Id"][:DIGITS] not in self._handled:
-                known = await self.engine.inspect(one["Id"])
-                self._announced.pop(one["Id"], None)
-                if known is not None:
-                    ends.append(self._exit_of_inspected(known))
+        for container_id in fresh:
+            known = await self.engine.inspect(container_id)
+            self._announced.pop(container_id, None)
+            if known is not None:
+                ends.append(self._exit_of_inspected(known))
         return sorted(ends, key=lambda end: end.at)
 
     async def _announced_exits(self) -> list[TaskExit]:
@@ -216,6 +226,7 @@ class DockerExits:
         for one in await self.engine.find(self.labels, ("created",)):
             if now - one["Created"] > KEPT:
                 await self.engine.remove(one["Id"])
+        running = await self.engine.find(self.labels, _RUNNING)  # first: one that ends now is in either list
         found = await self.engine.find(self.labels, _ENDED)
         ages: list[tuple[float, str]] = []
         for container_id in (one["Id"] for one in found):
@@ -234,4 +245,5 @@ class DockerExits:
                 log.info("docker.removed", task=container_id)
         present = {one["Id"] for one in found}
         self._ended_at = {name: at for name, at in self._ended_at.items() if name in present}
-        self._stopped &= present | set(self._announced)
+        # One that was asked to end may take its whole grace.
+        self._stopped &= present | set(self._announced) | {one["Id"] for one in running}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from tests import needs
 from tests.contract.brokers.conftest import HeardOrders
 from tests.contract.brokers.test_shioaji_mapping import trade
 from worker_runtime.brokers.port import ConnectionKey
@@ -20,6 +21,7 @@ WITH_CERTIFICATE = Credentials(
     ca_certificate=b"certificate",
     ca_password="pass",
 )
+needs.require("shioaji")
 REAL = load_sdk()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import needs
 from worker_runtime.brokers.shioaji import mapping
 from worker_runtime.brokers.shioaji.broker import load_sdk
 from worker_runtime.protocol.errors import (
@@ -24,6 +25,7 @@ from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeIn
 
 @pytest.fixture(scope="module")
 def sdk() -> Any:
+    needs.require("shioaji")
     return load_sdk()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests import needs
 from tests.contract.brokers.test_shioaji_mapping import trade
 from worker_runtime.brokers.shioaji.broker import load_sdk
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
@@ -18,6 +19,7 @@ AT = 1673501631.6
 
 @pytest.fixture
 def sdk() -> Any:
+    needs.require("shioaji")
     return load_sdk()
 
 

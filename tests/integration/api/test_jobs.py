@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import csv
 import io
 import json
@@ -86,6 +87,9 @@ async def test_a_users_export_and_statement_are_made_of_his_orders(
     assert list(lines[0]) == list(streamed[0])  # the same columns
     assert lines[0]["accepted_at"] == streamed[0]["accepted_at"]
     assert lines[0]["price"] == streamed[0]["price"]
+    marked = await user.get(f"/users/{api.user}/jobs/export-1/file", params={"bom": "true"})
+    assert marked.content == (await user.get(f"/users/{api.user}/orders.csv?bom=1")).content
+    assert marked.content.startswith(codecs.BOM_UTF8)
 
     day = (datetime.fromisoformat(accepted) + timedelta(hours=8)).date().isoformat()  # Taiwan's
     asked = await put(user, api.user, type="statement", day=day)

@@ -18,7 +18,7 @@ from infra.local.stack import LocalStack
 from infra.node.address import reachable
 from tests.commands import CommandForker
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another account")
+pytestmark = pytest.mark.needs("root")
 
 #: Runs as root until all is imported: the interpreter may lie where others may not go.
 _STRANGER = """

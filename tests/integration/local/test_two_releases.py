@@ -21,6 +21,7 @@ from infra.local.process import free_port
 from infra.local.servers import TemporalServer
 from infra.local.stack import DATABASE, LocalStack
 from infra.vault import keyring
+from tests import needs
 from tests.e2e.conftest import VERIFY, House, Trader, until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,8 +35,9 @@ TRADERS = 2
 @pytest.fixture(scope="module")
 def release_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("before")
+    needs.require("history")
     commit = git("log", "--diff-filter=A", "--format=%H", "--max-count=1", "--", BEFORE).decode().strip()
-    assert commit, f"the history lacks the commit that added {BEFORE}; fetch all of it"
+    assert commit, f"the history lacks the commit that added {BEFORE}"
     subprocess.run(
         [shutil.which("tar") or "tar", "-x", "-C", str(folder)],
         input=git("archive", commit),

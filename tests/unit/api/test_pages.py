@@ -33,7 +33,7 @@ def an_order(**changes: Any) -> OrderView:
     ],
 )
 def test_a_page_shows_prices_without_an_exponent(stored: str, shown: str) -> None:
-    parts: Any = TEMPLATES.get_template("frame/parts.html").module
+    parts: Any = TEMPLATES.get_template("frame/parts.html").make_module({"root": ""})
     order = an_order(price=Decimal(stored), filled_quantity=1, average_price=Decimal(stored))
     table = str(parts.orders_table([order]))
     assert f"<td>LMT {shown}</td>" in table

@@ -341,9 +341,10 @@ def test_the_worker_image_gets_only_the_core_and_the_sdk() -> None:
         "cryptography", "hiredis", "msgspec", "shioaji",
     }  # fmt: skip
     text = (ROOT / "infra" / "images" / "worker.Dockerfile").read_text(encoding="utf-8")
-    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M)
+    copied = re.findall(r"^COPY (?!--from)(.+) \S+$", re.sub(r" \\\n +", " ", text), re.M)
     assert copied == [
-        "pyproject.toml requirements.lock infra/images/requirements.py infra/images/wheel[s]",
+        "pyproject.toml requirements.lock requirements-shioaji.lock infra/images/requirements.py "
+        "infra/images/install_shioaji.py infra/images/wheel[s]",
         "worker_runtime",
     ]
 

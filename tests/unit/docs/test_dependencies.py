@@ -9,6 +9,8 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
+from infra.images.requirements import read_locks
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -37,8 +39,7 @@ def test_every_explanation_says_why_and_instead_of_what() -> None:
 
 
 def test_the_lock_pins_every_direct_dependency_and_names_no_local_path() -> None:
-    locks = (ROOT / "requirements.lock", ROOT / "infra" / "aws" / "requirements.lock")
-    text = "\n".join(lock.read_text(encoding="utf-8") for lock in locks)
+    text = read_locks(ROOT) + (ROOT / "infra" / "aws" / "requirements.lock").read_text(encoding="utf-8")
     pinned = set(re.findall(r"^([a-z0-9-]+)==", text, re.M))
     assert _direct() - pinned == set()
     assert "://" not in text

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from temporalio.testing import WorkflowEnvironment
 
-from tests.workflow.fakes import FakeFleet, ensure_active, handle, serving, until
+from tests.workflow.fakes import FakeFleet, ensure_active, handle, serving, until, until_state
 from tests.workflow.user_worker.test_user_worker_care import until_worker, view
 from workflows.user_worker import messages as m
 from workflows.user_worker.state import CRASH_LIMIT, UserWorkerState
@@ -49,11 +49,59 @@ async def test_a_planned_end_that_an_order_noticed_before_its_report_is_no_crash
             fleet.health = [m.WorkerHealth(marked=False, running=False, unreported=True)]
             await ensure_active(skipping.client, "u1", mark_missing=True)
             await until_worker(skipping, f"w{number + 1}")
-            assert (await view(skipping)).crashes == 1
-            for _ in range(2):  # told twice
+            assert (await view(skipping)).crashes == 0
+            for _ in range(2):  # reported twice
                 await lose(skipping, number, planned=number < 3)
         seen = await view(skipping)
     assert (seen.state, seen.crashes) == (S.ACTIVE, 1)
+
+
+async def test_planned_ends_whose_reports_come_late_and_in_a_later_run_are_no_crashes(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    """Two `docker stop` in a row, each noticed by an order while the launcher's reports are held up."""
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        for number in (1, 2):
+            fleet.health = [m.WorkerHealth(marked=False, running=False, unreported=True)]
+            await asyncio.gather(
+                ensure_active(skipping.client, "u1", mark_missing=True),
+                skipping.sleep(2),  # longer than the pause after the second end
+            )
+            await until_worker(skipping, f"w{number + 1}")
+        assert (await view(skipping)).crashes == 0
+        before = (await handle(skipping.client, "u1").describe()).run_id
+        await handle(skipping.client, "u1").signal(UserWorkerWorkflow.renew)
+
+        async def is_renewed() -> bool:
+            return (await handle(skipping.client, "u1").describe()).run_id != before
+
+        await until(is_renewed)
+        for number in (1, 2):
+            await lose(skipping, number, planned=True)
+        await ensure_active(skipping.client, "u1")
+        assert (await view(skipping)).crashes == 0
+        # Neither makes the next start wait: this is the first crash, after which there is no pause.
+        await lose(skipping, 3, planned=False)
+        await until_worker(skipping, "w4")
+        assert (await view(skipping)).crashes == 1
+
+
+async def test_a_worker_that_was_found_gone_and_had_crashed_counts_towards_parking(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    async with serving(skipping.client, fleet.activities()):
+        await ensure_active(skipping.client, "u1")
+        for number in range(1, CRASH_LIMIT):
+            fleet.health = [m.WorkerHealth(marked=False, running=False, unreported=True)]
+            await asyncio.gather(
+                ensure_active(skipping.client, "u1", mark_missing=True), skipping.sleep(2.0**number)
+            )
+            await until_worker(skipping, f"w{number + 1}")
+            await lose(skipping, number, planned=False)
+        assert (await view(skipping)).crashes == CRASH_LIMIT - 1
+        await lose(skipping, CRASH_LIMIT, planned=False)
+        await until_state(skipping.client, "u1", S.PARKED)
 
 
 async def test_a_worker_that_is_stopped_during_its_login_is_no_crash(

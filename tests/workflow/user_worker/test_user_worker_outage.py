@@ -94,6 +94,14 @@ async def renew_while_stopping(env: WorkflowEnvironment, fleet: FakeFleet) -> No
     fleet.stop_failures = 1
 
 
+async def skip_until_worker(env: WorkflowEnvironment, fleet: FakeFleet, worker_id: str) -> None:
+    """Skips timers until this worker serves the user. It is in use all the time: else its idle time could be
+    skipped, too, before the skipping ends."""
+    fleet.last_use = lambda now: now
+    async with skipped(env):
+        await until_worker(env, worker_id)
+
+
 async def test_a_crash_whose_stop_outlasts_the_run_is_counted_and_replaced(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
@@ -102,8 +110,7 @@ async def test_a_crash_whose_stop_outlasts_the_run_is_counted_and_replaced(
         await lose_worker(skipping)
         await renew_while_stopping(skipping, fleet)
         assert (await view(skipping)).state == S.FAILED
-        async with skipped(skipping):
-            await until_worker(skipping, "w2")
+        await skip_until_worker(skipping, fleet, "w2")
         assert (await view(skipping)).crashes == 1
     assert [(stop.crashed, stop.grace, stop.worker.worker_id) for stop in fleet.stops] == [(True, 0.0, "w1")]
 
@@ -116,8 +123,7 @@ async def test_a_drain_that_outlasts_the_run_still_reopens_for_work_that_waits(
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal("shutdown")
         await renew_while_stopping(skipping, fleet)
-        async with skipped(skipping):
-            await until_worker(skipping, "w2")
+        await skip_until_worker(skipping, fleet, "w2")
     assert [stop.worker.worker_id for stop in fleet.stops] == ["w1"]
 
 

@@ -50,9 +50,18 @@ T = TypeVar("T")
 
 @cache
 def load_sdk() -> Any:
-    """Imports the SDK, once a process, with its files in a private folder."""
+    """Imports the SDK, once a process, with its files in a private folder.
+
+    Raises `BrokerError` where it is not installed.
+    """
     session_files()
-    return import_module("shioaji")
+    try:
+        return import_module("shioaji")
+    except ModuleNotFoundError:
+        raise BrokerError(
+            "Shioaji's SDK is not installed where this worker runs. Install the package `shioaji` there "
+            "(requirements-shioaji.lock), or use the paper broker."
+        ) from None
 
 
 class ShioajiBroker:

@@ -24,6 +24,7 @@ from infra.node.__main__ import NODE_UIDS
 from infra.node.accounts import UserIds
 from infra.settings import Settings
 from infra.worker_task import LaunchFailed, LaunchSpec, Task
+from tests import needs
 from tests.contract.launchers.node_process import PATIENCE, NodeProcess
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
@@ -33,7 +34,7 @@ WORKER = shlex.join([sys.executable, "-P", "-m", "worker_runtime"])
 FIRST = 61_000 + 3 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 LAST = FIRST + 2
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give workers other user ids")
+needs_root = pytest.mark.needs("root")
 
 #: In a mount namespace of the node's own, others may pass the closed folder ($1) above the interpreter ($2).
 _OPENED = """
@@ -82,8 +83,8 @@ def _opened(folder: Path) -> list[str]:
     before = ["unshare", "--mount", "sh", "-c", _OPENED, "sh", str(closed), below, str(root)]
     tried = subprocess.run([*before, "true"], capture_output=True, text=True, check=False)
     if tried.returncode:
-        pytest.skip(
-            f"{closed} is closed for others, and this machine has no mount namespaces: {tried.stderr}"
+        needs.skip(
+            "root", f"{closed} is closed for others, and this machine has no mount namespaces: {tried.stderr}"
         )
     return before
 

@@ -7,22 +7,11 @@ from pathlib import Path
 import pytest
 
 from infra.launchers.process import ProcessLauncher
-from infra.node.cgroup import LimitsUnavailable, find_groups
 from tests.contract.launchers.node_process import NodeProcess, cgroups_named, until
 from tests.contract.launchers.specs import spec
 from tests.contract.launchers.test_contract import take
 
-
-def _why_not() -> str:
-    try:
-        find_groups("berth-probe").close()
-    except LimitsUnavailable as error:
-        return error.detail
-    return ""
-
-
-_reason = _why_not()
-limited = pytest.mark.skipif(bool(_reason), reason=f"no memory limits on this host: {_reason}")
+limited = pytest.mark.needs("memory limits")
 
 
 @limited

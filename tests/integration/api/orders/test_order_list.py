@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 from datetime import UTC, datetime, timedelta
@@ -15,6 +16,7 @@ from sqlalchemy import update
 from api.orders.export import PAGE
 from infra.database.models import Order
 from infra.database.orders import acceptance, attention
+from infra.market.calendar import TAIPEI
 from tests.integration.api.conftest import ServedApi
 from worker_runtime.jobs.protocol.catalog import OrderRow
 
@@ -184,7 +186,61 @@ async def test_a_spreadsheet_runs_nothing_of_an_export(api: ServedApi, user: htt
     (row,) = csv.DictReader(io.StringIO(answer.text, newline=""))
     assert (row["reason"], row["symbol"], row["client_order_id"]) == (f"'{reason}", "'-2+3", "'-cmd")
     assert (row["accepted_at"], row["quantity"], row["reduce_only"]) == (
-        "2026-11-20T01:00:00.000000Z",
+        "2026-11-20T09:00:00.000000+08:00",
         "1",
         "false",
     )
+
+
+@pytest.mark.parametrize("path", ["orders", "orders.csv"])
+async def test_a_day_is_one_of_the_market_and_counts_as_a_whole(
+    api: ServedApi, user: httpx.AsyncClient, path: str
+) -> None:
+    await write(api, 3)  # 09:00 in Taipei on 2026-11-20, and later
+
+    async def count(**query: str) -> int:
+        answer = await user.get(f"/users/{api.user}/{path}", params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.text.count("client_order_id") if path == "orders" else answer.text.count("\n") - 1
+
+    assert await count(**{"from": "2026-11-20", "to": "2026-11-20"}) == 3
+    assert await count(**{"from": "2026-11-21"}) == 0
+    assert await count(**{"to": "2026-11-19"}) == 0
+    assert await count(**{"from": "2026-11-20T09:00:00+08:00"}) == 3
+    assert await count(**{"from": "2026-11-20T10:00:00+08:00"}) == 0
+
+
+@pytest.mark.parametrize("path", ["orders", "orders.csv"])
+async def test_a_plus_that_was_not_encoded_is_one_nevertheless(
+    api: ServedApi, user: httpx.AsyncClient, path: str
+) -> None:
+    await write(api, 1)
+    address = f"/users/{api.user}/{path}?from=2026-11-20T09:00:00+08:00&to=2026-11-20T10:00:00+08:00"
+    answer = await user.get(address)
+    assert (answer.status_code, "c-0" in answer.text) == (200, True), answer.text
+    refused = await user.get(f"/users/{api.user}/{path}?from=2026-11-20T09:00:00")
+    (error,) = refused.json()["errors"]
+    assert (error["loc"][-1], "%2B" in error["msg"]) == ("from", True)
+
+
+async def test_an_export_for_a_spreadsheet_begins_with_a_mark_and_has_times_it_reads(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
+    reason = "=1+1\r\n餘額不足"
+    made = await write(api, PAGE + 3, reason=reason, state="rejected")
+    address = f"/users/{api.user}/orders.csv"
+    plain = (await user.get(address)).content
+    marked = (await user.get(address, params={"bom": "1"})).content
+    assert not plain.startswith(codecs.BOM_UTF8)
+    assert marked.startswith(codecs.BOM_UTF8)
+    assert marked.count(codecs.BOM_UTF8) == 1
+    rows = list(csv.DictReader(io.StringIO(marked.decode("utf-8-sig"), newline="")))
+    expected = list(csv.DictReader(io.StringIO(plain.decode(), newline="")))
+    assert [UUID(row["id"]) for row in rows] == made[::-1]
+    for row, other in zip(rows, expected, strict=True):
+        at = datetime.strptime(row.pop("accepted_at"), "%Y-%m-%d %H:%M:%S.%f").replace(tzinfo=TAIPEI)
+        assert abs(at - datetime.fromisoformat(other.pop("accepted_at"))) < timedelta(milliseconds=1)
+        assert row == other
+    assert rows[0]["reason"] == f"'{reason}"
+    refused = await user.get(f"/users/{api.user}/orders", params={"bom": "1"})
+    assert refused.status_code == 422
