@@ -36,6 +36,7 @@ from api.page.rendering import ROWS, InPage, PageRoute, show_template
 from api.pools import router as pools
 from api.switches import router as switches
 from api.users import router as users
+from api.webhooks import router as webhooks
 from api.workers import router as workers
 from infra.database import api_keys, audit
 from infra.database.orders.feed import ORDERS_CHANNEL
@@ -102,6 +103,7 @@ async def show_user(user_id: UserId, page: InPage) -> HTMLResponse:
         switched=page.read(switches.list_switches, user_id=user_id),
         placed=page.read(orders.list_orders, user_id=user_id, query=OrderQuery(limit=ORDERS)),
         differences=page.read(attention.list_reconciliations, user_id=user_id),
+        hooks=page.read(webhooks.list_webhooks, user_id=user_id),
     )
 
 

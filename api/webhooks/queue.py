@@ -214,7 +214,7 @@ class SignalQueue:
             del self._lanes[lane]
 
     async def _carry_out(self, held: HeldSignal, holder: UUID) -> None:
-        """Carries one signal out to its end. Raises `LeaseLost`, `DatabaseUnavailable`."""
+        """Carries one signal out to its end. Raises `SignalLeaseLost`, `DatabaseUnavailable`."""
         call, until = held.call, time.monotonic() + held.left
         if held.taken_over:
             self._log.warning("signal_taken_over", signal=call.id, left=round(held.left, 1))
@@ -227,7 +227,7 @@ class SignalQueue:
             with self._traces.span("webhook signal", **about) if self._traces else nullcontext():
                 plan = await self._try_until_deadline(run)
             outcome, reason = plan.outcome.value, _reason_of(plan, run)
-        except (signals.LeaseLost, DatabaseUnavailable):
+        except (signals.SignalLeaseLost, DatabaseUnavailable):
             raise
         except (BerthError, _Refused) as raised:
             error = raised.failure if isinstance(raised, _Refused) else raised
@@ -261,7 +261,7 @@ class SignalQueue:
         while True:
             try:
                 return await self._try(run)
-            except (signals.LeaseLost, DatabaseUnavailable):
+            except (signals.SignalLeaseLost, DatabaseUnavailable):
                 raise
             except errors.IntentExpired as error:
                 raise (_expired(obstacle) if obstacle else error) from None
@@ -288,7 +288,7 @@ class SignalQueue:
             plan = _plan_of_release_before(run, known)
         if plan is None or not known:
             if not run.left:
-                raise _expired("its turn came too late")
+                raise _expired("the signals before it in this symbol took until then")
             plan = await self._plan(run)
             async with self._database.session() as session:
                 await signals.note_plan(session, run.call.id, run.holder, plan.to_json())

@@ -30,7 +30,7 @@ QUEUED, RUNNING, DONE, REFUSED = "queued", "running", "done", "refused"
 _WAITS = WebhookCall.completed_at.is_(None)
 
 
-class LeaseLost(BerthError, code="SIGNAL_LEASE_LOST", retryable=True):
+class SignalLeaseLost(BerthError, code="SIGNAL_LEASE_LOST", retryable=True):
     """Another process carries this signal out."""
 
 
@@ -221,10 +221,10 @@ async def take_head(session: AsyncSession, lane: Lane, holder: uuid.UUID, lease:
 
 
 async def require_lease(session: AsyncSession, call_id: int, holder: uuid.UUID) -> None:
-    """Keeps the lease from being taken until the transaction ends. Raises `LeaseLost`."""
+    """Keeps the lease from being taken until the transaction ends. Raises `SignalLeaseLost`."""
     held = select(WebhookCall.id).filter_by(id=call_id, held_by=holder, state=RUNNING)
     if await session.scalar(held.with_for_update(read=True)) is None:
-        raise LeaseLost
+        raise SignalLeaseLost
 
 
 async def renew_leases(session: AsyncSession, holders: Collection[uuid.UUID], lease: float) -> None:
@@ -243,10 +243,10 @@ async def release_leases(session: AsyncSession, holders: Collection[uuid.UUID]) 
 
 
 async def note_plan(session: AsyncSession, call_id: int, holder: uuid.UUID, plan: Mapping[str, Any]) -> None:
-    """Stores a signal's plan, before anything of it is placed. Raises `LeaseLost`."""
+    """Stores a signal's plan, before anything of it is placed. Raises `SignalLeaseLost`."""
     noted = update(WebhookCall).filter_by(id=call_id, held_by=holder, state=RUNNING).values(plan=plan)
     if await session.scalar(noted.returning(WebhookCall.id)) is None:
-        raise LeaseLost
+        raise SignalLeaseLost
 
 
 async def note_obstacle(session: AsyncSession, call_id: int, holder: uuid.UUID, reason: str) -> None:
