@@ -15,6 +15,10 @@ SHIOAJI ?= fallback
 # Compiled modules are kept whatever the environment says: hundreds of processes of ours are started, and each
 # would compile its modules again (0.3 s of CPU for an orchestrator or an API; 2 ms for each start of a workflow).
 unexport PYTHONDONTWRITEBYTECODE
+# A shell may hold variables for other projects: these would put other code before ours, or installed packages
+# elsewhere than into .venv. Indexes, proxies and certificates stay.
+unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONOPTIMIZE PYTHONUSERBASE VIRTUAL_ENV
+unexport PIP_USER PIP_TARGET PIP_PREFIX PIP_ROOT PIP_NO_DEPS PIP_REQUIRE_VIRTUALENV PIP_EDITABLE
 
 .PHONY: help run test quick check bench aws shell setup clean lock sbom
 
@@ -53,16 +57,24 @@ shell: setup ## A shell that finds `berth` and the other programs of .venv (exit
 	@echo "berth is $(CURDIR)/$(BIN)/berth; in this shell it is found by its name"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" VIRTUAL_ENV="$(CURDIR)/.venv" $${SHELL:-/bin/sh}
 
+# A copied or moved checkout has the programs of the place where its .venv was made: the stamp names that place.
+ifneq ($(shell cat $(STAMP) 2>/dev/null),$(CURDIR))
+$(STAMP): new-place
+endif
+.PHONY: new-place
+new-place:
+
 setup: $(STAMP) ## Make or renew .venv; the other commands do it by themselves
 
 $(STAMP): requirements.lock requirements-shioaji.lock pyproject.toml infra/client/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Berth needs Python 3.11 or later; set PYTHON=…")'
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	@test "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" && $(BIN)/python -m pip --version >/dev/null 2>&1 || \
+	  $(PYTHON) -m venv --clear .venv
 	@echo "installing pinned dependencies into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	@$(BIN)/python infra/images/install_shioaji.py $(SHIOAJI)
 	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e infra/client
-	@touch $(STAMP)
+	@echo "$(CURDIR)" >$(STAMP)
 
 PINNED := --quiet --allow-unsafe --strip-extras --generate-hashes --no-emit-index-url --no-emit-find-links --no-emit-trusted-host
 lock: setup ## Pin anew what pyproject.toml asks for
