@@ -20,7 +20,7 @@ help: ## List the commands
 run: setup ## Start the whole system, run the main job, stay up until Ctrl-C (ONCE=1: stop after the job)
 	@$(BIN)/berth up --main-job $(if $(ONCE),--once)
 
-test: setup ## The suite, on real servers (ARGS="tests/unit -k name" chooses; ARGS=tests: with all drills, as CI)
+test: setup ## The suite, on real servers (ARGS="tests/unit -k name" chooses; ARGS=tests: with all drills)
 	@$(BIN)/python -m pytest --ignore tests/aws --numprocesses $(JOBS) --dist loadscope --no-loadscope-reorder \
 	  --max-worker-restart 0 $(or $(ARGS),-m "not drill")
 

@@ -9,6 +9,7 @@ import structlog
 from temporalio import workflow
 
 from activities.orchestrator import process as orchestrator
+from infra.environment import forget_library_variables
 from infra.log import configure_log
 from infra.process_metrics import serving_metrics
 from infra.processes import forbid_core_files
@@ -18,6 +19,7 @@ from worker_runtime.protocol.errors import BerthError
 
 def main() -> int:
     forbid_core_files()
+    forget_library_variables()
     settings = read_settings(Settings)
     configure_log(settings.log_level, libraries=logging.INFO)
     # The event's name stays constant; fields say which workflow it was.

@@ -6,6 +6,7 @@ import sys
 import structlog
 
 from api.processes.master import listen_on, serve_api
+from infra.environment import forget_library_variables
 from infra.log import configure_log
 from infra.processes import forbid_core_files
 from infra.settings import Settings, read_settings
@@ -13,6 +14,7 @@ from infra.settings import Settings, read_settings
 
 def main() -> int:
     forbid_core_files()
+    forget_library_variables()
     settings = read_settings(Settings)
     configure_log(settings.log_level)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

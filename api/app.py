@@ -32,7 +32,7 @@ from api.processes.link import OwnCounts, ProcessCounts
 from api.switches import router as switches
 from api.users import router as users
 from api.webhooks import router as webhooks
-from api.webhooks.alerts import Alert
+from api.webhooks.schemas import Signal
 from api.workers import router as workers
 from api.workers.schemas import PresentState
 from infra.log import configure_log
@@ -159,8 +159,8 @@ def _document_more(app: FastAPI) -> None:
         for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which no answer has
             schemas.pop(name, None)
         schemas.setdefault("Problem", problems.SCHEMA)
-        # The first two are in event streams only; an alert may come as plain text.
-        for model in (PresentState, PresentOrders, Alert):
+        # The first two are in event streams only; a signal may come as plain text.
+        for model in (PresentState, PresentOrders, Signal):
             shape = model.model_json_schema(ref_template="#/components/schemas/{model}")
             shape.pop("$defs", None)  # an order's stand there already
             schemas.setdefault(model.__name__, shape)

@@ -32,7 +32,7 @@ from api.positions.closer import Portfolio, PositionCloser
 from api.positions.intents import IntentRunner
 from api.processes.link import ProcessCounts
 from api.switches.service import SwitchControl
-from api.webhooks.service import AlertProcessor
+from api.webhooks.service import SignalProcessor
 from api.workers.answers import AnswerListener, AnswerWaiter
 from api.workers.requests import WorkerRequests
 from api.workers.service import WorkerControl, connect_temporal
@@ -147,7 +147,7 @@ class Services:
         self.intents = IntentRunner(
             self.database, self.closer, self.reader, self.notifications, deadline=deadline
         )
-        self.webhooks = AlertProcessor(
+        self.webhooks = SignalProcessor(
             self.database,
             self.limits,
             self.placer,

@@ -246,7 +246,10 @@ class Settings(BaseSettings):
 
 
 class LocalSettings(BaseSettings):
-    """Ports of the servers that `berth up` starts on 127.0.0.1 (the API's is `BERTH_API_PORT`)."""
+    """What `berth up` needs besides `Settings`: the ports of the servers that it starts on 127.0.0.1.
+
+    The API's port is `BERTH_API_PORT`.
+    """
 
     model_config = SettingsConfigDict(env_prefix="BERTH_LOCAL_", extra="ignore", frozen=True)
 
@@ -256,6 +259,7 @@ class LocalSettings(BaseSettings):
     postgres_port: int = 7403
     exchange_port: int = 7404
     exchange_admin_port: int = 7405
+    pass_environment: tuple[str, ...] = ()
 
 
 class EcsSettings(BaseSettings):

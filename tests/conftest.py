@@ -37,6 +37,8 @@ from workflows.names import SEARCH_ATTRIBUTES
 if TYPE_CHECKING:
     from tests.containers.docker_house import DockerHouse
 
+pytest_plugins = ["tests.drills"]
+
 _numbers = itertools.count(1)
 
 #: Seconds for what a failed test leaves to be ended.

@@ -7,6 +7,7 @@ listing proves nothing, because it may be minutes behind what another orchestrat
 import asyncio
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -112,19 +113,21 @@ class EndConfirmer(_WorkerAccess):
             return error.detail
 
     async def _stop(self, worker: m.WorkerRef, reason: str, wait: float, grace: float | None) -> bool:
-        """Whether the launcher confirmed the end of each of its tasks, of which there is at least one.
+        """Return whether the launcher confirmed the end of each task of the worker, at least of one.
 
-        The list only shows further ones, since a worker may run twice.
+        Ends the task that was noted, and any other that the launcher finds: a worker may run twice.
+
+        Costs the same however many other workers run.
         """
         noted = await self.database.fetch(launches.task_of, worker.worker_id)
         known = {worker.task_id, noted} - {""}
         deadline = time.monotonic() + wait
         ends = [await self._end_task(task, reason, deadline, grace) for task in known]
-        listed: list[Task] = []
+        running: Sequence[Task] = ()
         with suppress(LauncherUnreachable):
-            listed = await self.launcher.list()
-        more = {one.task_id for one in listed if one.worker_id == worker.worker_id} - known
-        ends += [await self._end_task(task, reason, deadline, grace) for task in more]
+            running = await self.launcher.find_tasks(worker.worker_id)
+        others = {task.task_id for task in running} - known
+        ends += [await self._end_task(task, reason, deadline, grace) for task in others]
         return bool(ends) and all(ends)
 
     async def _end_task(self, task_id: str, reason: str, deadline: float, grace: float | None) -> bool:

@@ -128,9 +128,8 @@ class EventPump:
 
     async def _stop(self, worker_id: str) -> None:
         """Ends a worker; its exit brings about the rest. Without it, the loss of its mark does."""
-        for task in await self.launcher.list():
-            if task.worker_id == worker_id:
-                await self.launcher.stop(task.task_id, "floods its events", grace=RETRY)
+        for task in await self.launcher.find_tasks(worker_id):
+            await self.launcher.stop(task.task_id, "floods its events", grace=RETRY)
 
     async def attend(self) -> None:
         """Admits announced workers, and looks now and then for lists whose ring was lost."""

@@ -57,7 +57,7 @@ class MaintenanceActivities:
         began, override = time.monotonic(), request.override_guard
         confirm = self.settings.maintenance_confirm
         async with self.database.session() as session:
-            before = await passes.find_pass(session, older_than=confirm if override else 0.0)
+            before = await passes.latest_pass(session, older_than=confirm if override else 0.0)
         if before is not None and not override and self._seconds_since(before) < confirm:
             return mm.Scanned(number=0, guarded="too soon after the last pass")
         place, workers, seen, running = passes.PassBasis(), 0, None, list[str]()
@@ -115,13 +115,13 @@ class MaintenanceActivities:
 
     async def _clean_up(self, batch: mm.Batch, *, gone: str) -> mm.Cleaned:
         async with self.database.session() as session:
-            passed = await passes.find_pass(session, batch.number)
+            basis = await passes.basis_of_pass(session, batch.number)
             suspects = await passes.confirmed_batch(session, batch.number, batch.first, batch.count)
-        if passed is None or not suspects:
+        if basis is None or not suspects:
             return mm.Cleaned()
         try:
-            seen = await self.scanner.scan_suspects(suspects)
-            if _world_changed(seen.place, passed.place):
+            seen = await self.scanner.scan_suspects(suspects, batch.number)
+            if _world_changed(seen.place, basis):
                 return mm.Cleaned(outcomes={"outage": len(suspects)})
             still = set(find_anomalies(seen, self._limits))
             due = [one for one in suspects if one in still]

@@ -5,7 +5,9 @@ PostgreSQL and the launcher name the keys to read. Only a mark that neither know
 a pass costs no more, and an orphan mark is found some passes later.
 """
 
+import asyncio
 import re
+import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
@@ -33,6 +35,11 @@ STEP = 500
 SCANNED = 200_000
 #: Commands of one pipeline; other tasks run between two.
 CHUNK = 500
+#: Questions to the launcher at the same time.
+LOOKUPS_AT_ONCE = 20
+#: Seconds for which the number of listed tasks counts in the clean-up of one pass: a pass over 10,000 workers
+#: takes 3 s.
+COUNT_MAX_AGE_S = 5.0
 #: Members of a pool's list of free workers that a pass reads. Only forged ones are more, and the pool's own
 #: count removes them.
 FREE = 20_000
@@ -58,9 +65,13 @@ class FleetScanner:
 
     def __post_init__(self) -> None:
         self._cursor = 0
+        self._counting = asyncio.Lock()
+        #: The pass that tasks were counted for, when (monotonic seconds), and how many there were.
+        self._counted = (0, 0.0, 0)
 
     async def scan_all(self) -> FleetSnapshot:
-        place, now, tasks = await self._begin()
+        tasks = await self.launcher.list()
+        place, now = await self._begin(len(tasks))
         rows = await self.database.write(assignments.open_assignments)
         marked = await self._marked_users()
         users = sorted({*marked, *(one.user_id for one in rows)})
@@ -69,9 +80,13 @@ class FleetScanner:
         free = await self._free(pools)
         return await self._seen(place, now, rows, tasks, users, free)
 
-    async def scan_suspects(self, suspects: Sequence[Suspect]) -> FleetSnapshot:
-        """Scans only the users and workers of these suspects, and believes no metadata but their worker's."""
-        place, now, listed = await self._begin()
+    async def scan_suspects(self, suspects: Sequence[Suspect], number: int) -> FleetSnapshot:
+        """Scans only the users and workers of these suspects, and believes no metadata but their worker's.
+
+        The launcher is asked about each worker alone: a clean-up costs the same in a fleet of any size.
+        `number`: of the pass that they are of.
+        """
+        place, now = await self._begin(await self._count_tasks(number))
         users = {one.user_id for one in suspects if one.user_id}
         workers = {one.worker_id for one in suspects if one.worker_id}
         async with self.database.session() as session:
@@ -79,9 +94,8 @@ class FleetScanner:
             rows = await assignments.open_assignments_of(session, users, workers, claims)
         users |= {one.user_id for one in rows}
         workers |= {one.worker_id for one in rows if one.worker_id}
-        tasks = [task for task in listed if task.worker_id in workers]
-        pools = {one.pool for one in suspects if one.pool}
-        free = {pool: some & workers for pool, some in (await self._free(pools)).items()}
+        tasks = await self._tasks_of(workers)
+        free = await self._free_among({one.pool for one in suspects if one.pool}, sorted(workers))
         return await self._seen(place, now, rows, tasks, sorted(users), free, verified=True)
 
     async def _seen(
@@ -119,16 +133,48 @@ class FleetScanner:
             now=now,
         )
 
-    async def _begin(self) -> tuple[PassBasis, float, list[Task]]:
-        """The servers that are scanned, Valkey's clock, and the launcher's tasks."""
+    async def _begin(self, tasks: int) -> tuple[PassBasis, float]:
+        """Return the servers that are scanned, with the number of listed tasks, and Valkey's clock."""
         async with self.client.pipeline(transaction=False) as pipe:
             pipe.get(keys.GENERATION)
             pipe.info("server")
             pipe.time()
             generation, server, (seconds, _) = await pipe.execute()
-        tasks = await self.launcher.list()
-        place = PassBasis(generation=text_of(generation), server=str(server["run_id"]), tasks=len(tasks))
-        return place, float(seconds), tasks
+        place = PassBasis(generation=text_of(generation), server=str(server["run_id"]), tasks=tasks)
+        return place, float(seconds)
+
+    async def _count_tasks(self, number: int) -> int:
+        """Return how many tasks the launcher lists, for the guard. The batches of a pass share a listing."""
+        async with self._counting:
+            counted_for, counted_at, count = self._counted
+            if counted_for != number or time.monotonic() - counted_at > COUNT_MAX_AGE_S:
+                began = time.monotonic()
+                count = len(await self.launcher.list())
+                self._counted = number, began, count
+            return count
+
+    async def _tasks_of(self, workers: Collection[str]) -> list[Task]:
+        tasks: list[Task] = []
+        names = sorted(workers)
+        for start in range(0, len(names), LOOKUPS_AT_ONCE):
+            batch = names[start : start + LOOKUPS_AT_ONCE]
+            for own in await asyncio.gather(*(self.launcher.find_tasks(worker) for worker in batch)):
+                tasks += own
+        return tasks
+
+    async def _free_among(self, pools: Collection[str], workers: Sequence[str]) -> dict[str, set[str]]:
+        """Return those of these workers that are on each pool's list of free ones."""
+        if not workers:
+            return {}
+        names = sorted(pools)
+        async with self.client.pipeline(transaction=False) as pipe:
+            for pool in names:
+                pipe.zmscore(keys.pool_ready(pool), list(workers))
+            found = await pipe.execute() if names else []
+        return {
+            pool: {worker for worker, score in zip(workers, scores, strict=True) if score is not None}
+            for pool, scores in zip(names, found, strict=True)
+        }
 
     async def _free(self, pools: Collection[str]) -> dict[str, set[str]]:
         names = sorted(pools)

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 from fastapi import Query, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
+from worker_runtime.protocol.bounds import plain_number
+
 #: What may stand in a Valkey key, a workflow id and a path: no braces, no bars, no slashes. It begins with
 #: a letter or digit, so that it is never the pool's `-1`.
 ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -32,8 +34,8 @@ Rows = Annotated[int, Query(ge=1, le=1000, description="Most rows of a page.")]
 
 
 def plain_price(price: Decimal | None) -> str:
-    """A price as text, without an exponent and without trailing zeros; '' for none."""
-    return "" if price is None else format(price.normalize(), "f")
+    """Returns a price as text, without an exponent and without trailing zeros; '' for none."""
+    return "" if price is None else plain_number(price)
 
 
 Price = Annotated[Decimal, PlainSerializer(plain_price, return_type=str, when_used="json")]

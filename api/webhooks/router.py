@@ -11,7 +11,7 @@ from api.http.fields import view_response
 from api.orders.outcomes import UNANSWERED
 from api.orders.router import REFUSALS
 from api.orders.schemas import OrderView
-from api.webhooks import alerts
+from api.webhooks import schemas
 from infra.database import accounts, users
 from infra.database.engine import DatabaseUnavailable
 from infra.database.trading import webhooks
@@ -30,9 +30,9 @@ Token = Annotated[str, Path(description="The webhook's token.", max_length=256)]
     responses=problems.responses(UserNotFound, accounts.AccountNotFound),
 )
 async def create_webhook(
-    user_id: VisibleUserId, body: alerts.WebhookRequest, call: Call
-) -> alerts.WebhookWithSecretsView:
-    """Makes an address for one account's alerts. Its token and secret are shown this once."""
+    user_id: VisibleUserId, body: schemas.WebhookRequest, call: Call
+) -> schemas.WebhookWithSecretsView:
+    """Makes an address for one account's signals. Its token and secret are shown this once."""
     token = call.services.tokens.make("")
     async with call.database.session() as session:
         await users.get_user(session, user_id)
@@ -40,41 +40,41 @@ async def create_webhook(
         row, secret = await webhooks.create_webhook(
             session, token, user_id=user_id, actor=call.actor, **body.model_dump()
         )
-    shown = alerts.WebhookView.model_validate(row).model_dump()
+    shown = schemas.WebhookView.model_validate(row).model_dump()
     path = f"/v1/webhooks/{token}/orders"
-    return alerts.WebhookWithSecretsView(**shown, token=token, secret=secret, path=path)
+    return schemas.WebhookWithSecretsView(**shown, token=token, secret=secret, path=path)
 
 
 @router.get("/users/{user_id}/webhooks", summary="List webhooks")
-async def list_webhooks(user_id: VisibleUserId, call: Call) -> alerts.WebhookList:
+async def list_webhooks(user_id: VisibleUserId, call: Call) -> schemas.WebhookList:
     """A user's webhooks, also those that were revoked."""
     rows = await call.database.fetch(webhooks.webhooks_of_user, user_id)
-    return alerts.WebhookList(webhooks=[alerts.WebhookView.model_validate(row) for row in rows])
+    return schemas.WebhookList(webhooks=[schemas.WebhookView.model_validate(row) for row in rows])
 
 
 @router.delete("/users/{user_id}/webhooks/{webhook_id}", summary="Revoke a webhook")
-async def revoke_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> alerts.WebhookView:
+async def revoke_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> schemas.WebhookView:
     """From now on nothing is taken there. Its orders stay."""
     row = await call.database.write(webhooks.revoke_webhook, user_id, webhook_id, actor=call.actor)
     if row is None:
         raise errors.NotFound
-    return alerts.WebhookView.model_validate(row)
+    return schemas.WebhookView.model_validate(row)
 
 
 @router.post(
     "/webhooks/{token}/orders",
     status_code=201,
-    response_model=OrderView | alerts.AlertOutcome,
-    summary="Place the orders of an alert",
+    response_model=OrderView | schemas.SignalOutcome,
+    summary="Place the orders of a signal",
     openapi_extra={
         "requestBody": {
             "required": True,
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Alert"}}},
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Signal"}}},
         }
     },
     responses={
-        200: problems.answer(OrderView | alerts.AlertOutcome, "A repeat: the outcome of the first one."),
-        202: problems.answer(OrderView | alerts.AlertOutcome, "Accepted; the outcome is not known yet."),
+        200: problems.answer(OrderView | schemas.SignalOutcome, "A repeat: the outcome of the first one."),
+        202: problems.answer(OrderView | schemas.SignalOutcome, "Accepted; the outcome is not known yet."),
         **problems.responses(
             *(errors.InvalidRequest, errors.WebhookUnknown, errors.WebhookSecretWrong),
             *(errors.SourceNotAllowed, errors.AlertOutdated, errors.WebhookBusy, errors.NoPosition),
@@ -84,27 +84,27 @@ async def revoke_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -
         ),
     },
 )
-async def deliver_alert(token: Token, request: Request, services: InServices) -> Response:
+async def deliver_signal(token: Token, request: Request, services: InServices) -> Response:
     """For TradingView's alerts: no API key, but the token in the address and the secret in the body.
 
-    `buy` and `sell` are answered with their order, all other actions with an `AlertOutcome`: they are those
+    `buy` and `sell` are answered with their order, all other actions with an `SignalOutcome`: they are those
     of `…/intents`, and `close` is `…/positions/{symbol}/close`. `reduce_only` makes a close of a buy or sale.
 
-    The same alert again, also years later, returns the outcome of the first, and does nothing. An alert whose
-    time is too far from ours is refused. Answered within two seconds, if need be with 202: then it goes on
-    without the caller, until the order deadline.
+    The same signal again, also years later, returns the outcome of the first, and does nothing. A signal
+    whose time is too far from ours is refused. Answered within two seconds, if need be with 202: then it
+    goes on without the caller, until the order deadline.
     """
     peer = request.client.host if request.client else ""
     forwarded = request.headers.getlist("x-forwarded-for")
-    taken = await services.webhooks.receive_alert(token, peer, forwarded, await request.body())
+    taken = await services.webhooks.receive_signal(token, peer, forwarded, await request.body())
     settled = taken.complete and all(leg.state not in UNANSWERED for leg in taken.legs)
-    found: OrderView | alerts.AlertOutcome
-    if taken.alert.plain and taken.legs:
+    found: OrderView | schemas.SignalOutcome
+    if taken.signal.plain and taken.legs:
         found = taken.legs[0]
     else:
-        found = alerts.AlertOutcome(
+        found = schemas.SignalOutcome(
             client_order_id=taken.client_order_id,
-            action=taken.alert.action,
+            action=taken.signal.action,
             legs=list(taken.legs),
             complete=taken.complete,
         )

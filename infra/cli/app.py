@@ -22,6 +22,7 @@ from infra.cli.options import (
     command_group,
     settings_command,
 )
+from infra.environment import forget_library_variables
 
 if TYPE_CHECKING:
     from infra.settings import Settings
@@ -115,8 +116,11 @@ def down(
 
 
 def _exec(module: str, *words: str) -> NoReturn:
-    """Replaces this process by `python -m module`, so that signals reach it directly."""
-    os.execv(sys.executable, [sys.executable, "-m", module, *words])  # noqa: S606
+    """Replaces this process by `python -m module`, so that signals reach it directly.
+
+    With -P: an `api/` in the current folder is not ours, and is not imported.
+    """
+    os.execv(sys.executable, [sys.executable, "-P", "-m", module, *words])  # noqa: S606
 
 
 @settings_command(app)
@@ -342,4 +346,5 @@ _install_lab()
 
 
 def main() -> None:
+    forget_library_variables()
     app()

@@ -45,6 +45,15 @@ TITLES = {
 }
 
 
+#: How a step that has ended is shown in a pipe, and on a terminal with its colour.
+_WORDS = {StepStatus.DONE: "ready", StepStatus.FAILED: "FAILED", StepStatus.STOPPED: "stopped"}
+_SIGNS = {
+    StepStatus.DONE: ("✓", "green"),
+    StepStatus.FAILED: ("✗", "red"),
+    StepStatus.STOPPED: ("-", "dim"),
+}
+
+
 class StackConsole(Console):
     """A console whose end (a full disk, a closed pipe) stops nothing."""
 
@@ -85,8 +94,7 @@ class ProgressView:
                 if change.status is StepStatus.STARTED:
                     sign: Spinner | Text = self._spinners.setdefault(name, Spinner("dots", style="cyan"))
                 else:
-                    good = change.status is StepStatus.DONE
-                    sign = Text("✓" if good else "✗", style="green" if good else "red")
+                    sign = Text(*_SIGNS[change.status])
                 took = f"{change.seconds:.1f} s" if change.seconds else ""
                 table.add_row(
                     sign, TITLES.get(name, name), Text(took, style="dim"), Text(change.detail, style="dim")
@@ -96,9 +104,9 @@ class ProgressView:
 
 def _plain_line(change: StepProgress) -> str:
     title = TITLES.get(change.step, change.step)
-    word = "ready" if change.status is StepStatus.DONE else "FAILED"
+    word = _WORDS[change.status]
     detail = f"  ({change.detail})" if change.detail else ""
-    return f"{word:6} {title:28} {change.seconds:5.1f} s{detail}"
+    return f"{word:7} {title:28} {change.seconds:5.1f} s{detail}"
 
 
 #: Seconds between two checks of the processes.
@@ -156,13 +164,19 @@ def run_up(
             stack.stop()
 
 
+def _stop_signals() -> tuple[signal.Signals, ...]:
+    """Returns the signals that stop the system. `nohup` has SIGHUP ignored, and then it stays so."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return (signal.SIGINT, signal.SIGTERM)
+    return (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 @contextlib.contextmanager
 def _signals() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise StopRequested
 
-    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in names}
+    before = {number: signal.signal(number, stop) for number in _stop_signals()}
     try:
         yield
     finally:
@@ -177,7 +191,7 @@ def _ignore_signals() -> None:
         with contextlib.suppress(OSError):
             sys.stderr.write("still stopping; one moment\n")
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _stop_signals():
         signal.signal(number, say)
 
 
@@ -195,11 +209,12 @@ def _restart(server: Server, before: list[float], console: Console) -> None:
     now = time.monotonic()
     before[:] = [at for at in before if now - at < 60]
     if len(before) >= MAX_RESTARTS:
-        raise BerthError(f"{server.name} ended {MAX_RESTARTS} times within a minute:\n{server.log_tail()}")
+        cause = server.explain_log()
+        raise BerthError(f"{server.name} ended {MAX_RESTARTS} times within a minute: {cause}")
     time.sleep(len(before))  # seconds: what ends at once gets longer and longer pauses
     before.append(now)
-    why = escape(server.describe_end())
-    console.print(f"{server.name} has ended; starting it again ({why})", soft_wrap=True)
+    cause = server.describe_end()
+    console.print(f"{server.name} has ended; starting it again ({cause})", markup=False, soft_wrap=True)
     server.stop()  # ends its remaining processes
     try:
         server.start()

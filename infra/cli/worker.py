@@ -131,4 +131,4 @@ def run() -> None:
     It reads its launch configuration, one JSON document, from standard input, and no BERTH_ setting. The
     document holds the orchestrator's settings for workers (BERTH_MARK_TTL, BERTH_MARK_PERIOD, …).
     """
-    os.execv(sys.executable, [sys.executable, "-m", "worker_runtime"])  # noqa: S606
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "worker_runtime"])  # noqa: S606

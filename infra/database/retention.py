@@ -45,6 +45,7 @@ PURGED = {
         "and not exists (select from api_keys s where s.session_of = api_keys.id)",
     ),
     "webhooks": ("audit_days", "revoked_at < :before"),
+    "webhook_calls": ("alert_days", "received_at < :before and completed_at is not null"),
     "webhook_deliveries": ("alert_days", "at < :before and held_until is null"),
     "worker_transitions": ("worker_history_days", "recorded_at < :before"),
     # Orchestrators renew those of their release; no worker of another one is so old.

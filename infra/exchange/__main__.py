@@ -24,6 +24,7 @@ import structlog
 import uvicorn
 from pydantic import ValidationError
 
+from infra.environment import forget_library_variables
 from infra.exchange.admin import create_admin
 from infra.exchange.connection import ExchangeConnection
 from infra.exchange.exchange import PaperExchange
@@ -213,6 +214,7 @@ def _options(settings: Settings) -> ExchangeOptions:
 def main() -> int:
     if sys.argv[1:3] == ["account", "add"]:
         return add_account(sys.argv[3:])
+    forget_library_variables()
     settings = read_settings(Settings)
     options = _options(settings)
     configure_log(settings.log_level)

@@ -212,7 +212,7 @@ class ExchangeServer(Server):
         return f"http://{HOST}:{self.admin_port}"
 
     def command(self) -> Sequence[str]:
-        words = [sys.executable, "-m", "infra.exchange", "--host", HOST, "--port", str(self.port)]
+        words = [sys.executable, "-P", "-m", "infra.exchange", "--host", HOST, "--port", str(self.port)]
         words += ["--admin-port", str(self.admin_port), "--ledger", str(self.directory / "ledger.db")]
         return [*words, *self.options]
 

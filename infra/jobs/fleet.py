@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from infra.environment import forget_library_variables
 from infra.log import configure_log
 from infra.processes import forbid_core_files
 from infra.settings import Settings, read_settings
@@ -102,6 +103,7 @@ def _service_account(settings: Settings) -> dict[str, Any]:
 
 if __name__ == "__main__":
     forbid_core_files()
+    forget_library_variables()
     settings = read_settings(Settings)
     configure_log(settings.log_level)
     if settings.mail_host or settings.sends_alerts:

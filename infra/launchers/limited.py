@@ -123,7 +123,7 @@ class LimitedLauncher:
         self._turns = turns
         self._patience = patience
         self.stop, self.is_running = launcher.stop, launcher.is_running
-        self.list, self.exits = launcher.list, launcher.exits
+        self.find_tasks, self.list, self.exits = launcher.find_tasks, launcher.list, launcher.exits
 
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
         """Raises `LaunchLimited` too, when this call launched nothing."""

@@ -5,7 +5,7 @@ of them (`tests/contract/launchers`).
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
 from infra.worker_task import LaunchSpec, Task, TaskExit
@@ -29,10 +29,25 @@ class Launcher(Protocol):
         """
 
     async def is_running(self, task_id: str) -> bool | None:
-        """Whether it runs, whatever `list` shows; None: the platform does not know it, or not yet."""
+        """Return whether the task runs; None if the platform does not know it, or not yet.
+
+        Asks the platform about this task alone, at a cost that does not depend on how many others run. The
+        answer never comes from a listing, which may be minutes old. Raises `LauncherUnreachable`.
+        """
+
+    async def find_tasks(self, worker_id: str) -> Sequence[Task]:
+        """Return the running tasks of one worker: usually one, none if it has ended, two if it runs twice.
+
+        Asks the platform, at a cost that does not depend on how many workers run. A task that another process
+        launched seconds ago may be missing. Raises `LauncherUnreachable`.
+        """
 
     async def list(self) -> list[Task]:
-        """What runs, as far as it is known: another process's launches and stops may come minutes late."""
+        """Return all running tasks as far as they are known: another process's launches and stops may come
+        minutes late.
+
+        Costs time for each task of the fleet. Call it once for many workers, never once for each of them.
+        """
 
     def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
         """Exits of workers as they happen, at least once each; first those that nobody listened for.

@@ -3,7 +3,7 @@ them as processes, or the container launcher (`python -m infra.launchers.served`
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -51,7 +51,16 @@ class ProcessLauncher:
         return True  # the node knows every task of its host
 
     async def is_running(self, task_id: str) -> bool | None:
-        return any(one.task_id == task_id for one in await self.list())
+        try:
+            return (await self._ask(protocol.CheckTask(task_id=task_id), protocol.TaskChecked)).running
+        except MalformedMessage:  # a node of 0.1, which knows no such question: it lists what runs now
+            return any(task.task_id == task_id for task in await self.list())
+
+    async def find_tasks(self, worker_id: str) -> Sequence[Task]:
+        try:
+            return (await self._ask(protocol.FindTasks(worker_id=worker_id), protocol.TaskList)).tasks
+        except MalformedMessage:  # as above
+            return [task for task in await self.list() if task.worker_id == worker_id]
 
     async def stop_all(self, reason: str) -> int:
         """Ends all workers of the host, for `berth up`; returns how many there were."""

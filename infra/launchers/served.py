@@ -62,6 +62,10 @@ class LauncherServer(SocketServer):
                 return protocol.TasksStopped(count=count)
             case protocol.ListTasks():
                 return protocol.TaskList(tasks=await self._launcher.list())
+            case protocol.CheckTask():
+                return protocol.TaskChecked(running=await self._launcher.is_running(request.task_id))
+            case protocol.FindTasks():
+                return protocol.TaskList(tasks=list(await self._launcher.find_tasks(request.worker_id)))
             case _:
                 running = await self._launcher.list()
                 return protocol.NodeStatus(pid=os.getpid(), log="", workers=len(running), limits="containers")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 import sys
 import urllib.error
 import urllib.request
@@ -23,7 +22,7 @@ from infra.launchers.port import stop_all
 from infra.launchers.process import ProcessLauncher
 from infra.launchers.registry import create_docker_launcher
 from infra.local.folder import make_private
-from infra.local.process import HOST, Server, accepts
+from infra.local.process import HOST, Server, accepts, inherited_environment
 from infra.settings import Settings
 from infra.vault import key_file
 from infra.worker_task import Task
@@ -52,9 +51,11 @@ _SECRET = {"valkey_url", "worker_valkey_url", "database_url", "database_owner_ur
 
 
 def environment(settings: Settings) -> dict[str, str]:
-    """Our environment, with these settings as its only `BERTH_` variables. It holds no secret."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("BERTH_")}
-    return own | _variables(settings.model_dump(mode="json", exclude=_SECRET))
+    """Returns what a child inherits of our environment, with these settings as its only `BERTH_` variables.
+
+    It holds no secret of ours.
+    """
+    return inherited_environment() | _variables(settings.model_dump(mode="json", exclude=_SECRET))
 
 
 def _variables(found: dict[str, Any]) -> dict[str, str]:

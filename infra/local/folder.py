@@ -18,6 +18,8 @@ from worker_runtime.protocol.errors import BerthError
 LAYOUT = 2
 #: Bytes. With less, PostgreSQL and Temporal soon fail with unclear messages.
 MIN_FREE = 500 * 1024 * 1024
+#: The second line of the lock file while its holder stops.
+_STOPPING = "stopping"
 #: Files that a folder of ours may hold before its version file is written.
 _EARLY = {"lock", "version", "version.new"}
 
@@ -96,10 +98,13 @@ class DataFolder:
         lock = open(self.path / "lock", "a+", encoding="ascii", opener=_private)  # noqa: SIM115 - kept open
         if not try_lock(lock):
             lock.seek(0)
-            holder = lock.read().strip()
+            holder, _, state = lock.read().strip().partition("\n")
             lock.close()
+            name = f"another `berth up` ({f'pid {holder}' if holder else 'pid unknown'})"
+            if state == _STOPPING:
+                raise FolderBusy(f"{name} is stopping and still uses {self.path}; start again in a moment")
             raise FolderBusy(
-                f"another `berth up` ({f'pid {holder}' if holder else 'pid unknown'}) uses {self.path}; "
+                f"{name} uses {self.path}; "
                 "stop it with Ctrl-C or `berth down`, or choose another folder with --data"
             )
         lock.truncate(0)
@@ -108,6 +113,12 @@ class DataFolder:
         self._lock = lock
         return self
 
+    def note_stop(self) -> None:
+        """Notes in the lock file that the holder is stopping, for the next `berth up`."""
+        if self._lock is not None:
+            self._lock.write(f"\n{_STOPPING}")
+            self._lock.flush()
+
     def holder(self) -> int | None:
         """The pid of the process that has the folder open; None if nobody has."""
         try:
@@ -115,7 +126,7 @@ class DataFolder:
         except OSError:
             return None
         with lock:
-            text = "" if try_lock(lock) else lock.read().strip()
+            text = "" if try_lock(lock) else lock.readline().strip()
             return int(text) if text.isdigit() else None
 
     @property

@@ -6,8 +6,8 @@ terminal reaches only us, and we stop everything in order.
 
 import contextlib
 import itertools
-import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,9 +20,11 @@ from typing import IO, Any, Self
 
 import psutil
 
+from infra.environment import compose_environment
 from infra.local import record
 from infra.local.record import ProcessRecord
 from infra.processes import end_with_parent
+from infra.settings import LocalSettings, read_settings
 from worker_runtime.protocol.errors import BerthError
 
 HOST = "127.0.0.1"
@@ -44,6 +46,10 @@ _turns = itertools.count()
 
 #: PDEATHSIG fires when the *thread* that forked ends, so one thread that never ends forks all children.
 _spawner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="berth-spawner")
+
+
+#: What the lines of servers and of Python that report an error have.
+_ERROR = re.compile(r"\b(FATAL|PANIC|ERROR|[Ee]rror|[A-Z]\w+(Error|Exception)|panic|cannot|refused|denied)\b")
 
 
 class ServerFailed(BerthError, code="SERVER_FAILED"):
@@ -95,17 +101,16 @@ def listener(port: int) -> str:
     return "another process"
 
 
-def last_words(lines: Sequence[str]) -> str:
-    """Return the last error of a log, as `event: reason`; without one its last line."""
-    for line in reversed(lines):
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(fields, dict) and str(fields.get("level")).lower() in ("error", "critical"):
-            why = fields.get("reason") or fields.get("detail") or fields.get("error")
-            return f"{fields.get('event')}: {why}" if why else str(fields.get("event"))
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:500]
+def telling_line(log: str) -> str:
+    """Returns the line of a log that says best why a program ended: its last error, else its last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not line.startswith("(whole log:")]
+    errors = [line for line in lines if _ERROR.search(line)]
+    return (errors or lines or ["it wrote nothing"])[-1]
+
+
+def inherited_environment() -> dict[str, str]:
+    """Returns what a process of the local system inherits of our environment."""
+    return compose_environment(os.environ, read_settings(LocalSettings).pass_environment)
 
 
 class Server:
@@ -141,9 +146,9 @@ class Server:
     def command(self) -> Sequence[str]:
         raise NotImplementedError
 
-    def environment(self) -> Mapping[str, str] | None:
-        """The child's environment; None: our own."""
-        return None
+    def environment(self) -> Mapping[str, str]:
+        """Returns the child's environment: what it may inherit of ours."""
+        return inherited_environment()
 
     def answers(self) -> bool:
         return accepts(self.port)
@@ -218,12 +223,17 @@ class Server:
         deadline = time.monotonic() + timeout
         while not self.answers():
             if not self.running:
-                raise ServerFailed(f"{self.name} ended while starting:\n{self.log_tail()}")
+                raise ServerFailed(f"{self.name} ended while starting: {self.explain_log()}")
             if time.monotonic() > deadline:
                 self.stop()
-                raise ServerFailed(f"{self.name} did not answer within {timeout:.0f} s:\n{self.log_tail()}")
+                raise ServerFailed(f"{self.name} did not answer within {timeout:.0f} s: {self.explain_log()}")
             if self.abort.wait(0.02):
                 raise StartAborted(f"{self.name}: given up")
+
+    def explain_log(self) -> str:
+        """Returns the line of the log that tells most, and below it the end of the log."""
+        tail = self.log_tail()
+        return f"{telling_line(tail)}\n{tail}"
 
     def log_tail(self, lines: int = 15) -> str:
         if not self.log_path.exists():
@@ -240,11 +250,10 @@ class Server:
         try:
             with self.log_path.open("rb") as log:
                 log.seek(max(self._log_start, os.fstat(log.fileno()).st_size - LAST_WORDS))
-                lines = log.read().decode(errors="replace").splitlines()
+                text = log.read().decode(errors="replace")
         except OSError:
-            lines = []
-        words = last_words(lines)
-        return f"{status}; {words}" if words else f"{status}; its log says nothing of it"
+            text = ""
+        return f"{status}; {telling_line(text)}"
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
         """Stops the server and all processes it started, and waits for their end. SIGKILL: a crash."""

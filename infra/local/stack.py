@@ -67,7 +67,8 @@ class LocalStack:
         path = self.folder.path
         if ports is None:
             api_port, *others = free_ports(7)
-            ports = LocalSettings(**dict(zip(LocalSettings.model_fields, others, strict=True)))
+            names = [name for name in LocalSettings.model_fields if name.endswith("_port")]
+            ports = LocalSettings.model_validate(dict(zip(names, others, strict=True)))
             overrides.setdefault("api_port", api_port)
         self._ports = ports
         self.settings = _settings(self.folder, ports, overrides)
@@ -222,7 +223,7 @@ class LocalStack:
                 self._progress(StepProgress("pool", StepStatus.STARTED, detail=f"{ready} of {count} ready"))
                 shown = ready
             if not any(one.running for one in self.orchestrators):
-                raise ServerFailed(f"orchestrator ended:\n{self.orchestrator.log_tail()}")
+                raise ServerFailed(f"orchestrator ended: {self.orchestrator.explain_log()}")
             if time.monotonic() > deadline:
                 raise ServerFailed(
                     f"pool: {ready} of {count} workers were ready after {timeout:.0f} s; "
@@ -254,6 +255,8 @@ class LocalStack:
         with self._stopping:
             if not self._opened:
                 return
+            with contextlib.suppress(OSError):  # a full disk does not prevent the stop
+                self.folder.note_stop()
             self._give_up()
             with contextlib.ExitStack() as order:  # last in, first out, even when one fails
                 order.callback(self._close)
@@ -306,7 +309,11 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
     fixed: dict[str, Any] = {
         "data_dir": folder.path,
         "valkey_url": f"redis://{HOST}:{ports.valkey_port}/0",
-        "database_url": f"postgresql+asyncpg://{PostgresServer.user}@{HOST}:{ports.postgres_port}/{DATABASE}",
+        # Our server has no TLS. Without `sslmode` asyncpg asks for it, and reads files of ~/.postgresql.
+        "database_url": (
+            f"postgresql+asyncpg://{PostgresServer.user}@{HOST}:{ports.postgres_port}/{DATABASE}"
+            "?sslmode=disable"
+        ),
         "temporal_address": f"{HOST}:{ports.temporal_port}",
         "temporal_ui_url": f"http://{HOST}:{ports.ui_port}",
         "node_socket": folder.path / "node.sock",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from graphlib import TopologicalSorter
 
-from infra.local.process import ServerFailed
+from infra.local.process import ServerFailed, StartAborted
 from worker_runtime.protocol.errors import BerthError
 
 
@@ -15,6 +15,8 @@ class StepStatus(StrEnum):
     STARTED = "started"
     DONE = "done"
     FAILED = "failed"
+    #: Given up because another step failed, or because somebody interrupted the start.
+    STOPPED = "stopped"
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ def run_steps(steps: Sequence[StartStep], progress: OnProgress, give_up: Callabl
                 for future in finished:
                     name = running.pop(future)
                     if error := future.exception():
-                        failure = failure or error
+                        # A step that was given up is never the cause, even if its end is seen first.
+                        if failure is None or isinstance(failure, StartAborted):
+                            failure = error
                         give_up()
                     else:
                         order.done(name)
@@ -83,6 +87,9 @@ def _run_step(step: StartStep, progress: OnProgress) -> None:
     progress(StepProgress(step.name, StepStatus.STARTED))
     try:
         detail = step.action()
+    except StartAborted:
+        progress(StepProgress(step.name, StepStatus.STOPPED, time.monotonic() - started))
+        raise
     except Exception as error:
         failure = as_berth_error(step.name, error)
         first = failure.detail.partition("\n")[0]

@@ -18,6 +18,7 @@ from pathlib import Path
 import structlog
 from prometheus_client import Gauge
 
+from infra.environment import forget_library_variables
 from infra.log import configure_log
 from infra.node.accounts import AccountsUnavailable, UserIds, find_user_ids
 from infra.node.address import listen, take_lock
@@ -136,6 +137,7 @@ async def _serve(options: argparse.Namespace) -> None:
 
 def main() -> int:
     forbid_core_files()
+    forget_library_variables()
     options = _options()
     configure_log(options.log_level)
     os.umask(0o077)  # register and logs are this user's only

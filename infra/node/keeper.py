@@ -60,11 +60,21 @@ class Keeper:
         self._logs = WorkerLogs(folder / "logs")
         self._boot_id = processes.boot_id()
         self._workers: dict[str, WorkerProcess] = {}
+        #: The task of each running worker: a worker runs once on a host.
+        self._task_ids: dict[str, str] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._exited = asyncio.Event()
 
     def tasks(self) -> list[Task]:
         return [one.entry.task for one in self._workers.values()]
+
+    def is_running(self, task_id: str) -> bool:
+        return task_id in self._workers
+
+    def tasks_of(self, worker_id: str) -> list[Task]:
+        """Return the running tasks of one worker: one or none."""
+        task_id = self._task_ids.get(worker_id)
+        return [] if task_id is None else [self._workers[task_id].entry.task]
 
     def launch(self, request: LaunchTask) -> Task:
         """Starts one worker, or returns the one that this token has started. Raises `LaunchFailed`.
@@ -97,7 +107,7 @@ class Keeper:
         check_worker_id(config.worker_id)
         if not request.token or request.memory_hard <= 0:
             raise LaunchFailed("a launch needs a token and a memory limit above zero")
-        if any(one.entry.worker_id == config.worker_id for one in self._workers.values()):
+        if config.worker_id in self._task_ids:
             raise LaunchFailed(f"worker {config.worker_id} runs already, launched by another token")
         task_id = f"task-{secrets.token_hex(8)}"
         return NodeEntry(
@@ -227,6 +237,7 @@ class Keeper:
 
     def _watch_worker(self, one: WorkerProcess) -> None:
         self._workers[one.entry.task_id] = one
+        self._task_ids[one.entry.worker_id] = one.entry.task_id
         if one.pidfd is None:
             self._in_background(self._finish(one))
         else:
@@ -257,6 +268,8 @@ class Keeper:
             )
         )
         self._workers.pop(one.entry.task_id, None)
+        if self._task_ids.get(one.entry.worker_id) == one.entry.task_id:
+            del self._task_ids[one.entry.worker_id]
         one.close()
         one.ended.set()
         exited, self._exited = self._exited, asyncio.Event()

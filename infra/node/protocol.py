@@ -57,6 +57,18 @@ class ListTasks(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="
     """Asks for all running workers."""
 
 
+class CheckTask(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="check"):
+    """Asks whether one task runs. Nodes of 0.1 do not know this request."""
+
+    task_id: str
+
+
+class FindTasks(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="find"):
+    """Asks for the running tasks of one worker. Nodes of 0.1 do not know this request."""
+
+    worker_id: str
+
+
 class WatchExits(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="watch"):
     """Asks for all exits after number `after` of the log `log`, and for those to come.
 
@@ -71,7 +83,7 @@ class PingNode(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="p
     """Asks for the node's status."""
 
 
-NodeRequest = LaunchTask | StopTask | StopAllTasks | ListTasks | WatchExits | PingNode
+NodeRequest = LaunchTask | StopTask | StopAllTasks | ListTasks | CheckTask | FindTasks | WatchExits | PingNode
 
 
 class TaskLaunched(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="launched"):
@@ -85,6 +97,11 @@ class TasksStopped(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
 
 class TaskList(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="tasks"):
     tasks: list[Task]
+
+
+class TaskChecked(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="checked"):
+    #: None: what launches the tasks does not know this one.
+    running: bool | None
 
 
 class NodeStatus(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="pong"):
@@ -116,4 +133,4 @@ class NodeRefused(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", t
     detail: str
 
 
-NodeReply = TaskLaunched | TasksStopped | TaskList | NodeStatus | TaskEnded | Beat | NodeRefused
+NodeReply = TaskLaunched | TasksStopped | TaskList | TaskChecked | NodeStatus | TaskEnded | Beat | NodeRefused

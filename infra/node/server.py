@@ -42,6 +42,11 @@ class KeeperPort(Protocol):
 
     def tasks(self) -> list[Task]: ...
 
+    def is_running(self, task_id: str) -> bool: ...
+
+    def tasks_of(self, worker_id: str) -> list[Task]:
+        """Return the running tasks of one worker without going through those of all others."""
+
     async def wait_for_exit(self, timeout: float) -> None:
         """Returns when a worker has ended since the call, or after `timeout` seconds."""
 
@@ -138,6 +143,10 @@ class NodeServer(SocketServer):
                 return protocol.TasksStopped(count=await self._keeper.stop_all(request.reason, request.grace))
             case protocol.ListTasks():
                 return protocol.TaskList(tasks=self._keeper.tasks())
+            case protocol.CheckTask():
+                return protocol.TaskChecked(running=self._keeper.is_running(request.task_id))
+            case protocol.FindTasks():
+                return protocol.TaskList(tasks=self._keeper.tasks_of(request.worker_id))
             case protocol.PingNode() | protocol.WatchExits():
                 return protocol.NodeStatus(
                     pid=os.getpid(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import Sequence
 from unittest.mock import patch
 
 from activities.__main__ import main
@@ -42,6 +43,9 @@ class LateLauncher(ProcessLauncher):
     async def is_running(self, task_id: str) -> bool | None:
         shown = await (super().list() if task_id in self._own else self.list())
         return True if task_id in {one.task_id for one in shown} else None
+
+    async def find_tasks(self, worker_id: str) -> Sequence[Task]:
+        return [task for task in await self.list() if task.worker_id == worker_id]
 
     async def list(self) -> list[Task]:
         now = time.monotonic()

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.conftest import House
 
 TUTORIAL = Path(__file__).resolve().parents[2] / "docs" / "tutorial"
-PAGES = ("first-user", "second-account", "first-alert")
+PAGES = ("first-user", "second-account", "first-signal")
 
 
 def _commands(house: House) -> str:

@@ -120,6 +120,7 @@ def running_arena() -> Iterator[Arena]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(hook))
+            patch.setenv("BERTH_LOCAL_PASS_ENVIRONMENT", '["PYTHONPATH"]')
             with LocalStack(
                 folder / "stack", pool_target=POOL, connect_timeout=5.0, valkey_users=VALKEY_USERS
             ) as stack:

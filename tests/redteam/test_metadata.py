@@ -99,7 +99,7 @@ async def test_maintenance_ends_no_worker_by_forged_metadata(yard: Yard, how: st
     scanner = FleetScanner(yard.client, yard.database, yard.launcher, yard.secrets, pool=POOL)
     limits = OverdueLimits(connect=600.0, idle=FORGED / 2)
     suspect = Suspect(kind=AnomalyKind.OVERDUE, why="drains for too long", user_id=user)
-    assert find_anomalies(await scanner.scan_suspects([suspect]), limits) == []
+    assert find_anomalies(await scanner.scan_suspects([suspect], 1), limits) == []
 
 
 async def test_maintenance_ends_a_worker_that_says_itself_that_it_drains(yard: Yard) -> None:
@@ -107,5 +107,7 @@ async def test_maintenance_ends_a_worker_that_says_itself_that_it_drains(yard: Y
     await yard.renew_mark(user, ref.worker_id, ref.epoch, state="Draining", last_activity_ms=0)
     scanner = FleetScanner(yard.client, yard.database, yard.launcher, yard.secrets, pool=POOL)
     suspect = Suspect(kind=AnomalyKind.OVERDUE, why="drains for too long", user_id=user)
-    found = find_anomalies(await scanner.scan_suspects([suspect]), OverdueLimits(connect=600.0, idle=FORGED))
+    found = find_anomalies(
+        await scanner.scan_suspects([suspect], 1), OverdueLimits(connect=600.0, idle=FORGED)
+    )
     assert [one.why for one in found] == ["drains for too long"]

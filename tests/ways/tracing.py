@@ -80,6 +80,7 @@ def tracing(folder: Path) -> Iterator[Tracer]:
     (hook / "root").write_text(str(ROOT), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(hook))
+        patch.setenv("BERTH_LOCAL_PASS_ENVIRONMENT", '["PYTHONPATH"]')
         yield Tracer(hook)
 
 

@@ -15,10 +15,12 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 import msgspec
+from msgspec.structs import replace
 
 from worker_runtime.brokers.port import Listing, OnOrderChanged
 from worker_runtime.process.log import Log
 from worker_runtime.protocol import exchange
+from worker_runtime.protocol.bounds import round_price
 from worker_runtime.protocol.errors import (
     BrokerMaintenance,
     BrokerUnreachable,
@@ -296,13 +298,17 @@ class PaperBroker:
         return Listing(reply.orders, behind=behind, reaches=reaches, positions_agree=True)
 
     def positions(self, timeout: float) -> list[Position]:
-        return self._ask(exchange.ListPositions, timeout).positions
+        positions = self._ask(exchange.ListPositions, timeout).positions
+        # An average cost such as 1661/3 comes with 28 digits.
+        return [
+            replace(position, average_price=round_price(position.average_price)) for position in positions
+        ]
 
     def balance(self, timeout: float) -> Balance:
         balance = self._ask(exchange.GetBalance, timeout).balance
         if balance is None:
             raise BrokerUnreachable("the exchange answered without a balance")
-        return balance
+        return replace(balance, cash=round_price(balance.cash), available=round_price(balance.available))
 
     def ping(self, timeout: float) -> None:
         self._ask(exchange.ExchangePing, timeout)

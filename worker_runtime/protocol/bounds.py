@@ -55,22 +55,72 @@ LISTED = Meta(max_length=4_000)
 MAX_ACCOUNTS = 32
 FEW = Meta(max_length=MAX_ACCOUNTS)
 
-#: Prices and amounts have at most 12 digits before the point, as the columns do.
-_MOST = Decimal(10) ** 12
-#: Characters of a price; an average may have 28 digits.
-_LONGEST = 40
+#: A price has at most 12 digits before the point and 6 behind it, as its column does (`Numeric(18, 6)`).
+PRICE_PLACES = 6
+_PRICE_STEP = Decimal(1).scaleb(-PRICE_PLACES)
+LARGEST_PRICE = Decimal(10) ** 12 - _PRICE_STEP
+#: What readers accept as a price or an amount. An average cost such as 1661/3 has 28 digits by default, so
+#: the bounds are wider than what our own adapters send (`round_price`).
+MIN_EXPONENT, MAX_EXPONENT = -28, 12
+MAX_DIGITS = 30
+#: Characters of the longest accepted number, written without an exponent: a sign, `0.`, 28 places.
+MAX_PRICE_CHARACTERS = MAX_DIGITS + 3
+#: Text that is at most this long and has no exponent is within the bounds: cheaper to ask than `as_tuple`.
+_SHORT_TEXT = -MIN_EXPONENT
 
 
 def check_prices(**prices: Decimal | None) -> None:
-    """Raises `ValueError` for what is no price: not finite, negative, too large or too long."""
+    """Raises `ValueError` for what is no price: not finite, negative, too large or too long.
+
+    A number such as `1E-999999` is short as it arrives, and a million characters long when somebody writes it
+    without an exponent.
+    """
     for name, price in prices.items():
         if price is None:
             continue
-        # Finite first: NaN cannot be compared.
-        if not price.is_finite() or not 0 <= price < _MOST or len(str(price)) > _LONGEST:
-            raise ValueError(f"{name}: a price is finite, not negative and below 10^12")
+        # In this order: NaN cannot be compared, and arithmetic with a huge exponent takes long or overflows.
+        if not price.is_finite() or not _is_short(price) or not 0 <= price <= LARGEST_PRICE:
+            raise ValueError(
+                f"{name}: a price is finite, not negative, below 10^12, and has at most {MAX_DIGITS} digits"
+                f" and an exponent from {MIN_EXPONENT} to {MAX_EXPONENT}"
+            )
 
 
 def check_amounts(**amounts: Decimal) -> None:
-    """The same for money, which may be owed."""
-    check_prices(**{name: abs(amount) if amount.is_finite() else amount for name, amount in amounts.items()})
+    """Raises `ValueError` like `check_prices`, for money: an amount may be negative."""
+    check_prices(**{name: amount.copy_abs() for name, amount in amounts.items()})
+
+
+def _is_short(number: Decimal) -> bool:
+    text = str(number)
+    if len(text) <= _SHORT_TEXT and "E" not in text:
+        return True
+    _, digits, exponent = number.as_tuple()
+    if not isinstance(exponent, int):  # of NaN and infinity it is a letter
+        return False
+    return MIN_EXPONENT <= exponent <= MAX_EXPONENT and len(digits) <= MAX_DIGITS
+
+
+def round_price(price: Decimal) -> Decimal:
+    """Returns a broker's number as adapters report it: with at most six places, rounded half to even.
+
+    A number that `check_prices` refuses is returned as it is, so that the refusal names it.
+    """
+    if not price.is_finite() or price.adjusted() >= MAX_EXPONENT:
+        return price
+    exponent = price.as_tuple().exponent
+    if isinstance(exponent, int) and exponent >= -PRICE_PLACES:
+        return price
+    return price.quantize(_PRICE_STEP)
+
+
+def plain_number(number: Decimal) -> str:
+    """Returns a number as text, without an exponent and without trailing zeros.
+
+    The text of an accepted price has at most `MAX_PRICE_CHARACTERS` characters. The caller has checked the
+    number (`check_prices`): the text of an unchecked one may be of any length.
+    """
+    if not number:
+        return "0"
+    text = format(number, "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text

@@ -5,11 +5,11 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
-from sqlalchemy import BigInteger, CheckConstraint, Identity, Index, String, func, text
+from sqlalchemy import BigInteger, CheckConstraint, Identity, Index, String, Uuid, func, text
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.orm import Mapped, mapped_column
 
-from infra.database.models import Base, of_account
+from infra.database.models import Base, by_time, of_account
 
 
 class Switch(Base):
@@ -81,28 +81,155 @@ class Reconciliation(Base):
 
 
 class Webhook(Base):
-    """An address to which alerts may be posted for one account. Only hashes of its secrets are stored."""
+    """An address to which signals may be posted for one account. Only hashes of its secrets are stored.
+
+    The token hash of a webhook that this release made or changed is marked (`webhooks.MARK`), so the release
+    before, which would take shares for lots and knows no pause, does not find it.
+    """
 
     __tablename__ = "webhooks"
-    __table_args__ = (of_account(),)
+    __table_args__ = (
+        of_account(),
+        CheckConstraint("quantity_unit in ('shares', 'lots')", name="webhooks_quantity_unit"),
+        CheckConstraint("odd in ('split', 'refuse', 'round_down')", name="webhooks_odd"),
+        CheckConstraint("entry_mode in ('open', 'delta')", name="webhooks_entry_mode"),
+        CheckConstraint("price_rounding in ('safe', 'refuse')", name="webhooks_price_rounding"),
+        Index("webhooks_by_user", "user_id", "created_at", "id"),
+    )
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
-    #: SHA-256 of the token in the path, hex.
+    #: SHA-256 of the token in the path, hex; perhaps marked.
     token_hash: Mapped[str] = mapped_column(String(64), unique=True)
     #: SHA-256 of the secret in the body, hex. Both are random and long, so a fast hash will do.
     secret_hash: Mapped[str] = mapped_column(String(64))
+    #: The secret before this one, which counts until `previous_secret_until`.
+    previous_secret_hash: Mapped[str | None] = mapped_column(String(64))
+    previous_secret_until: Mapped[datetime | None]
     user_id: Mapped[str] = mapped_column(String(64))
     account_id: Mapped[str] = mapped_column(String(64))
+    #: What a person calls it.
+    label: Mapped[str] = mapped_column(String(128), server_default="")
     #: Addresses or networks that may post; empty means all.
     sources: Mapped[list[str]] = mapped_column(ARRAY(String(64)), server_default="{}")
-    #: Seconds that an alert's own time may differ from ours.
+    #: Seconds that a signal's own time may differ from ours.
     window_s: Mapped[int] = mapped_column(server_default=text("60"))
+    #: What a signal's quantity counts for stocks; null: nobody has confirmed it, so it counts lots.
+    quantity_unit: Mapped[str | None] = mapped_column(String(16))
+    #: What becomes of shares beyond full lots.
+    odd: Mapped[str] = mapped_column(String(16), server_default="refuse")
+    #: `open`: an entry closes the other side and opens its quantity. `delta`: both come out of its quantity.
+    entry_mode: Mapped[str] = mapped_column(String(16), server_default="open")
+    #: What becomes of a limit price between two ticks: `safe` rounds a buy down and a sale up.
+    price_rounding: Mapped[str] = mapped_column(String(16), server_default="safe")
     created_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    #: The API key that made it; null for those of before.
+    made_by: Mapped[uuid.UUID | None]
+    #: It takes no signals after this time.
+    expires_at: Mapped[datetime | None]
+    #: It takes no signals for now.
+    paused_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
 
 
-class WebhookAlert(Base):
-    """An alert that was received, kept so that a replay of it is recognised."""
+class WebhookCall(Base):
+    """A call that came to a webhook: a signal and what became of it, or why it was none.
+
+    Signals are a queue. For one account and `lane` they are carried out one at a time in the order of their
+    ids, which is the order of their commits: a signal is inserted under the lane's advisory lock
+    (`signals.add_signal`), so its id is drawn and committed before the next one's is drawn.
+
+    States: `queued` (waits for its turn), `running` (a process holds the lease), and the final ones `done`
+    (its orders rest or are final, or there was nothing to do) and `refused`. A call that never was a signal
+    (wrong secret, garbage, a paused webhook) is `refused` and has no digest; of these a webhook keeps the
+    last `signals.KEPT_REFUSALS`. Of a test's signal (`test`) nothing is ever placed.
+    """
+
+    __tablename__ = "webhook_calls"
+    __table_args__ = (
+        CheckConstraint("state in ('queued', 'running', 'done', 'refused')", name="webhook_calls_state"),
+        Index("webhook_calls_by_webhook", "webhook_id", "id"),
+        Index(
+            "webhook_calls_digest",
+            "webhook_id",
+            "digest",
+            unique=True,
+            postgresql_where=text("digest is not null and not test"),
+        ),
+        Index(
+            "webhook_calls_queue",
+            "user_id",
+            "account_id",
+            "lane",
+            "id",
+            postgresql_where=text("completed_at is null"),
+        ),
+        by_time("webhook_calls_by_time", "received_at"),
+    )
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    webhook_id: Mapped[uuid.UUID]
+    user_id: Mapped[str] = mapped_column(String(64))
+    account_id: Mapped[str] = mapped_column(String(64))
+    received_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    #: The address that posted it.
+    source: Mapped[str] = mapped_column(String(64), server_default="")
+    test: Mapped[bool] = mapped_column(server_default=text("false"))
+    #: The body without its secret, cut to `signals.MAX_TEXT` characters; null if it cannot be read.
+    body: Mapped[str | None]
+    #: SHA-256 of what identifies the signal, hex: of the text as sent, never of what was made of it.
+    digest: Mapped[str | None] = mapped_column(String(64))
+    #: The signal as it was sent, without its secret.
+    signal: Mapped[dict[str, Any] | None]
+    #: What it meant when it came, stored before anything is placed: contract, unit, quantity in that unit.
+    symbol: Mapped[str | None] = mapped_column(String(32))
+    unit: Mapped[str | None] = mapped_column(String(16))
+    quantity: Mapped[int | None]
+    #: The webhook's settings when it came, and its orders once they are planned (`planning.SignalPlan`).
+    settings: Mapped[dict[str, Any] | None]
+    plan: Mapped[dict[str, Any] | None]
+    #: What it waits in line for: the symbol of a stock, the product of a future.
+    lane: Mapped[str | None] = mapped_column(String(32))
+    state: Mapped[str] = mapped_column(String(16))
+    #: It is not begun after this time, which counts from its receipt.
+    deadline_at: Mapped[datetime | None]
+    #: The lease of the run that carries it out, and that run's name.
+    held_until: Mapped[datetime | None]
+    held_by: Mapped[uuid.UUID | None]
+    #: `placed`, `nothing_to_close`, `nothing_to_do`, or the code of an error.
+    outcome: Mapped[str | None] = mapped_column(String(64))
+    #: A sentence about the outcome; while it waits: what is in its way.
+    reason: Mapped[str | None] = mapped_column(String(500))
+    order_ids: Mapped[list[uuid.UUID]] = mapped_column(ARRAY(Uuid), server_default="{}")
+    #: How often the same signal came again.
+    repeats: Mapped[int] = mapped_column(server_default=text("0"))
+    #: Milliseconds from its receipt to the answer.
+    answered_ms: Mapped[int | None]
+    #: Its last order rests or is final, or it was refused.
+    completed_at: Mapped[datetime | None]
+    #: Its owner was told of its failure.
+    notified_at: Mapped[datetime | None]
+
+
+class SymbolName(Base):
+    """A name that operators gave to a symbol, for signals: `FITX` for `TXF1!`."""
+
+    __tablename__ = "symbol_names"
+
+    #: As it comes in signals, in capitals.
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    #: A symbol, or one of the names that need no table (`infra.market.signal_symbols`).
+    symbol: Mapped[str] = mapped_column(String(32))
+    actor: Mapped[str] = mapped_column(String(128))
+    at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+class WebhookDelivery(Base):
+    """A signal as the release before this one records it. The release after this one drops the table.
+
+    This release writes a row for each of its signals, too: refused, with a code that says to come again
+    (`signals.BARRED`). So in a mixed fleet a process of the release before neither places a repeat by its own
+    rules nor takes the signal over. What that release has promised this one carries on.
+    """
 
     __tablename__ = "webhook_deliveries"
     __table_args__ = (
@@ -111,13 +238,13 @@ class WebhookAlert(Base):
     )
 
     webhook_id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
-    #: SHA-256 of what identifies the alert, hex.
+    #: SHA-256 of what identifies the signal, hex.
     digest: Mapped[str] = mapped_column(String(64), primary_key=True)
     order_id: Mapped[uuid.UUID | None]
     #: Code and message of the error that refused it before it became an order.
     refused: Mapped[str | None] = mapped_column(String(300))
     at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
-    #: The alert without its secret.
+    #: The signal without its secret.
     alert: Mapped[dict[str, Any] | None]
     #: It is given up after this time.
     until: Mapped[datetime | None]

@@ -1,4 +1,4 @@
-"""Webhooks, and the alerts that were posted to them."""
+"""Webhooks, and the signals that were posted to them."""
 
 import secrets
 import uuid
@@ -14,14 +14,14 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
 from infra.database.locks import lease_due, seconds_from_now
-from infra.database.trading.models import Webhook, WebhookAlert
+from infra.database.trading.models import Webhook, WebhookDelivery
 from infra.database.users import UserDisabled, is_disabled
 from worker_runtime.protocol.errors import BerthError, from_code
 
 #: Characters of a refusal.
 _LONGEST = 300
-_TAKE_ABANDONED = lease_due(WebhookAlert.held_until).returning(
-    WebhookAlert, func.extract("epoch", WebhookAlert.until - func.clock_timestamp())
+_TAKE_ABANDONED = lease_due(WebhookDelivery.held_until).returning(
+    WebhookDelivery, func.extract("epoch", WebhookDelivery.until - func.clock_timestamp())
 )
 
 
@@ -41,7 +41,7 @@ async def create_webhook(
 ) -> tuple[Webhook, str]:
     """Creates a webhook with a token of `ApiTokens` for an account, which must exist.
 
-    Returns it with the secret of each alert's body, which is shown once.
+    Returns it with the secret of each signal's body, which is shown once.
     """
     secret = secrets.token_urlsafe(32)
     row = Webhook(
@@ -94,14 +94,14 @@ async def revoke_webhook(
 
 
 async def note_refusal(session: AsyncSession, webhook_id: uuid.UUID, digest: str, error: BerthError) -> None:
-    """Records why an alert was refused before it became an order: a repeat gets the same answer.
+    """Records why a signal was refused before it became an order: a repeat gets the same answer.
 
-    Adds an audit entry if the alert was promised, since its sender has no answer then.
+    Adds an audit entry if the signal was promised, since its sender has no answer then.
     """
-    alert = WebhookAlert.webhook_id == webhook_id, WebhookAlert.digest == digest
-    promised = await session.scalar(select(WebhookAlert.held_until).where(*alert).with_for_update())
+    signal = WebhookDelivery.webhook_id == webhook_id, WebhookDelivery.digest == digest
+    promised = await session.scalar(select(WebhookDelivery.held_until).where(*signal).with_for_update())
     refused = f"{error.code}: {error.detail}"[:_LONGEST]
-    await session.execute(update(WebhookAlert).where(*alert).values(refused=refused, held_until=None))
+    await session.execute(update(WebhookDelivery).where(*signal).values(refused=refused, held_until=None))
     if promised is not None:
         about = {"id": digest, "code": error.code, "detail": error.detail}
         await audit.append_entry_once(
@@ -109,70 +109,74 @@ async def note_refusal(session: AsyncSession, webhook_id: uuid.UUID, digest: str
         )
 
 
-async def promise_alert(
+async def promise_signal(
     session: AsyncSession, webhook_id: uuid.UUID, digest: str, *, left: float, lease: float
-) -> WebhookAlert | None:
-    """Leases an alert for `lease` seconds, right before its sender is answered that it will be carried out.
+) -> WebhookDelivery | None:
+    """Leases a signal for `lease` seconds, right before its sender is answered that it will be carried out.
 
     From then on it is carried out until its deadline, which is in `left` seconds unless an earlier promise
-    has set one. Returns the alert as it is now, without a lease if it was refused or done meanwhile, or None
+    has set one. Returns the signal as it is now, without a lease if it was refused or done meanwhile, or None
     if it was deleted.
     """
-    until = case((WebhookAlert.held_until.is_(None), seconds_from_now(left)), else_=WebhookAlert.until)
-    alert = update(WebhookAlert).filter_by(webhook_id=webhook_id, digest=digest, refused=None, order_id=None)
-    promised = alert.values(until=until, held_until=seconds_from_now(lease))
+    until = case((WebhookDelivery.held_until.is_(None), seconds_from_now(left)), else_=WebhookDelivery.until)
+    signal = update(WebhookDelivery).filter_by(
+        webhook_id=webhook_id, digest=digest, refused=None, order_id=None
+    )
+    promised = signal.values(until=until, held_until=seconds_from_now(lease))
     await session.execute(promised.execution_options(synchronize_session=False))
-    return await session.get(WebhookAlert, (webhook_id, digest))
+    return await session.get(WebhookDelivery, (webhook_id, digest))
 
 
-async def hold_alerts(session: AsyncSession, digests: Collection[str], lease: float) -> None:
-    """Renews the lease of alerts that this process carries out, for `lease` seconds."""
-    held = update(WebhookAlert).where(WebhookAlert.digest.in_(digests), WebhookAlert.held_until.is_not(None))
+async def hold_signals(session: AsyncSession, digests: Collection[str], lease: float) -> None:
+    """Renews the lease of signals that this process carries out, for `lease` seconds."""
+    held = update(WebhookDelivery).where(
+        WebhookDelivery.digest.in_(digests), WebhookDelivery.held_until.is_not(None)
+    )
     renewed = held.values(held_until=seconds_from_now(lease))
     await session.execute(renewed.execution_options(synchronize_session=False))
 
 
 @dataclass(frozen=True, slots=True)
-class AbandonedAlert:
-    """A promised alert whose process no longer carries it out."""
+class AbandonedSignal:
+    """A promised signal whose process no longer carries it out."""
 
     webhook: Webhook
     digest: str
-    alert: dict[str, Any] | None
+    signal: dict[str, Any] | None
     #: Seconds until its deadline, by PostgreSQL's clock.
     left: float
 
 
-async def take_abandoned_alerts(session: AsyncSession, *, lease: float, most: int) -> list[AbandonedAlert]:
-    """Leases up to `most` alerts whose lease has run out, for `lease` seconds."""
+async def take_abandoned_signals(session: AsyncSession, *, lease: float, most: int) -> list[AbandonedSignal]:
+    """Leases up to `most` signals whose lease has run out, for `lease` seconds."""
     rows = await session.execute(_TAKE_ABANDONED, {"lease": lease, "most": most})
-    found: list[tuple[WebhookAlert, Any]] = [(row[0], row[1]) for row in rows]
-    ids = {alert.webhook_id for alert, _ in found}
+    found: list[tuple[WebhookDelivery, Any]] = [(row[0], row[1]) for row in rows]
+    ids = {signal.webhook_id for signal, _ in found}
     webhooks = {row.id: row for row in await session.scalars(select(Webhook).where(Webhook.id.in_(ids)))}
     return [
-        AbandonedAlert(webhooks[alert.webhook_id], alert.digest, alert.alert, float(left))
-        for alert, left in found
-        if alert.webhook_id in webhooks
+        AbandonedSignal(webhooks[signal.webhook_id], signal.digest, signal.alert, float(left))
+        for signal, left in found
+        if signal.webhook_id in webhooks
     ]
 
 
-def refusal_of(row: WebhookAlert) -> BerthError:
+def refusal_of(row: WebhookDelivery) -> BerthError:
     """Returns the error that `note_refusal` recorded."""
     code, _, detail = (row.refused or "").partition(": ")
     return from_code(code, detail)
 
 
-async def note_alert(
-    session: AsyncSession, webhook_id: uuid.UUID, digest: str, alert: dict[str, Any]
+async def note_signal(
+    session: AsyncSession, webhook_id: uuid.UUID, digest: str, signal: dict[str, Any]
 ) -> bool:
-    """Records an alert before anything is done for it; False for a repeat."""
-    row = insert(WebhookAlert).values(webhook_id=webhook_id, digest=digest, alert=alert)
-    new = await session.scalar(row.on_conflict_do_nothing().returning(WebhookAlert.digest))
+    """Records a signal before anything is done for it; False for a repeat."""
+    row = insert(WebhookDelivery).values(webhook_id=webhook_id, digest=digest, alert=signal)
+    new = await session.scalar(row.on_conflict_do_nothing().returning(WebhookDelivery.digest))
     return new is not None
 
 
-async def note_order_of_alert(
+async def note_order_of_signal(
     session: AsyncSession, webhook_id: uuid.UUID, digest: str, order_id: uuid.UUID
 ) -> None:
-    alert = update(WebhookAlert).filter_by(webhook_id=webhook_id, digest=digest)
-    await session.execute(alert.values(order_id=order_id, held_until=None))
+    signal = update(WebhookDelivery).filter_by(webhook_id=webhook_id, digest=digest)
+    await session.execute(signal.values(order_id=order_id, held_until=None))

@@ -96,15 +96,11 @@ class PassRecord:
     suspects: tuple[Suspect, ...] = ()
 
 
-async def find_pass(
-    session: AsyncSession, number: int | None = None, *, older_than: float = 0.0
-) -> PassRecord | None:
-    """Returns the pass with this number, or the latest one that began more than `older_than` seconds ago."""
+async def latest_pass(session: AsyncSession, *, older_than: float = 0.0) -> PassRecord | None:
+    """Returns the latest pass that began more than `older_than` seconds ago."""
     age = func.extract("epoch", func.clock_timestamp() - MaintenancePass.began_at)
     wanted = select(MaintenancePass, age).order_by(MaintenancePass.id.desc()).limit(1)
-    if number is not None:
-        wanted = wanted.where(MaintenancePass.id == number)
-    elif older_than:
+    if older_than:
         wanted = wanted.where(age > older_than)
     found = (await session.execute(wanted)).one_or_none()
     if found is None:
@@ -119,6 +115,13 @@ async def find_pass(
         suspects=msgspec.convert(row.suspects, tuple[Suspect, ...]),
         age=float(seconds),
     )
+
+
+async def basis_of_pass(session: AsyncSession, number: int) -> PassBasis | None:
+    """Returns what the pass with this number was based on, without reading its lists of suspects."""
+    columns = MaintenancePass.generation, MaintenancePass.server, MaintenancePass.tasks
+    found = (await session.execute(select(*columns).where(MaintenancePass.id == number))).one_or_none()
+    return None if found is None else PassBasis(**found._asdict())
 
 
 async def begin_pass(
@@ -155,13 +158,13 @@ async def confirmed_batch(session: AsyncSession, number: int, first: int, count:
     """Returns `count` confirmed suspects of a pass, from number `first` on."""
     found = await session.scalar(
         text(
-            "select coalesce(jsonb_agg(one order by place), '[]') from maintenance_passes, "
-            "jsonb_array_elements(confirmed) with ordinality as each(one, place) "
-            "where id = :id and place > :first and place <= :last"
+            "select jsonb_path_query_array(confirmed, '$[$first to $last]', "
+            "jsonb_build_object('first', cast(:first as int), 'last', cast(:last as int))) "
+            "from maintenance_passes where id = :id"
         ),
-        {"id": number, "first": first, "last": first + count},
+        {"id": number, "first": first, "last": first + count - 1},
     )
-    return msgspec.convert(found, list[Suspect])
+    return msgspec.convert(found or [], list[Suspect])
 
 
 async def finish_pass(session: AsyncSession, number: int, outcomes: dict[str, int]) -> float:

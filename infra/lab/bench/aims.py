@@ -81,7 +81,7 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         Aim("lost workers", 0, lambda result: result["lost"]),
         Aim("claims a second", 2000, lambda result: result["per_s"], least=True),
     ),
-    "sweep": (Aim("scan of 10,000 workers (s)", 1, lambda result: result["sizes"]["10000"]["scan_s"]),),
+    "maintenance": (Aim("scan of 10,000 workers (s)", 1, lambda result: result["sizes"]["10000"]["scan_s"]),),
     "tiers": (
         Aim("pick-up beside a flooded tier, worst p99 (ms)", 50, lambda result: result["worst_p99_ms"]),
     ),

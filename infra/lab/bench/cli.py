@@ -182,13 +182,13 @@ def bench_claim_race(
     _bench({"claim-race": {"claims": claims}}, json)
 
 
-@app.command("sweep")
-def bench_sweep(
+@app.command("maintenance")
+def bench_maintenance(
     workers: Annotated[str, typer.Option(help="How many workers; several sizes.")] = "1000,10000,20000",
     json: JsonFile = None,
 ) -> None:
     """A pass of maintenance over workers of which a tenth is odd. They are names; all servers are real."""
-    _bench({"sweep": {"workers": _numbers(workers)}}, json)
+    _bench({"maintenance": {"workers": _numbers(workers)}}, json)
 
 
 @app.command("jobs")
@@ -250,7 +250,7 @@ def bench_all(json: JsonFile = None) -> None:
             "memory": {},
             "recovery": {"n": 12, "replaced": 4, "frozen": 1, "stalled": 5},
             "idle": {"workers": [100], "minutes": 1.0},
-            "sweep": {"workers": [1000, 10_000]},
+            "maintenance": {"workers": [10_000, 20_000]},
             "claim-race": {"claims": 50_000},
             "jobs": {"seconds": 1.0, "rounds": 1, "pickups": 60, "kills": 1},
             "tiers": {"seconds": 10.0},

@@ -14,7 +14,7 @@ from rich.console import Console
 from infra.lab import figures
 from infra.lab.bench import aims, beside, claim, density, flood, memory, order, recovery, waits
 from infra.lab.bench.claim_race import race as claim_race
-from infra.lab.bench.fleet import idle, sweep
+from infra.lab.bench.fleet import idle, maintenance
 from infra.lab.bench.jobs import comparison as jobs
 from infra.lab.bench.jobs import tiers
 from infra.lab.bench.starvation import heartbeat, lease
@@ -32,7 +32,7 @@ BENCHMARKS: dict[str, Callable[..., dict[str, Any]]] = {
     "idle": idle.run,
     "heartbeat": heartbeat.run,
     "claim-race": claim_race.run,
-    "sweep": sweep.run,
+    "maintenance": maintenance.run,
     "jobs": jobs.run,
     "tiers": tiers.run,
     "lease": lease.run,
@@ -51,7 +51,7 @@ _TABLE: dict[str, Callable[[dict[str, Any]], None]] = {
     "idle": idle.table,
     "heartbeat": heartbeat.table,
     "claim-race": claim_race.table,
-    "sweep": sweep.table,
+    "maintenance": maintenance.table,
     "jobs": jobs.table,
     "tiers": tiers.table,
     "lease": lease.table,

@@ -7,7 +7,7 @@ fleet (a setting) sees only its own containers.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
@@ -155,13 +155,19 @@ class DockerLauncher:
     async def is_running(self, task_id: str) -> bool | None:
         return await self._running(task_id) is not None
 
+    async def find_tasks(self, worker_id: str) -> Sequence[Task]:
+        return await self._find({container.WORKER: worker_id})
+
     async def remove_ended(self) -> None:
         """Removes what has ended, with its logs: nobody will hear of these ends."""
         for one in await self._engine.find(self._ours, ("created", "exited", "dead")):
             await self._engine.remove(one["Id"])
 
     async def list(self) -> list[Task]:
-        found = await self._engine.find(self._ours, _RUNNING)
+        return list(await self._find({}))
+
+    async def _find(self, labels: dict[str, str]) -> Sequence[Task]:
+        found = await self._engine.find({**self._ours, **labels}, _RUNNING)
         tasks = [container.task_of(one["Id"], one["Labels"]) for one in found]
         return sorted(tasks, key=lambda task: task.launched_at)
 

@@ -82,6 +82,13 @@ class EcsApi:
         found: list[str] = await self._in_thread(listed)
         return found
 
+    async def task_ids_of(self, worker_id: str) -> list[str]:
+        """The tasks that were started for this worker and that nobody has stopped: one call."""
+        # With `startedBy` ECS takes no other filter.
+        request = {"cluster": self._cluster, "startedBy": worker_id}
+        answer = await self._in_thread(lambda: self._ecs.list_tasks(**request))
+        return [task_id_of(arn) for arn in answer["taskArns"]]
+
     async def describe(self, task_ids: Iterable[str]) -> tuple[list[dict[str, Any]], set[str]]:
         """The tasks with their tags, and the ids that ECS does not know."""
         wanted = sorted(task_ids)
@@ -97,7 +104,10 @@ class EcsApi:
         except UnknownTask:
             if len(batch) == 1:  # an id that cannot be one of ECS
                 return {"tasks": []}
-            raise LauncherUnreachable("ECS refuses an id among those to describe") from None
+            # ECS refuses all of them for one such id: it must not keep the others from being described.
+            halves = batch[: len(batch) // 2], batch[len(batch) // 2 :]
+            answers = await asyncio.gather(*(self._described(half) for half in halves))
+            return {"tasks": [task for answer in answers for task in answer["tasks"]]}
         odd = [one for one in answer.get("failures", []) if one.get("reason") != "MISSING"]
         if odd:
             raise LauncherUnreachable(f"ECS cannot describe a task: {odd[0].get('reason')}")

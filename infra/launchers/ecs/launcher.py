@@ -7,7 +7,7 @@ full listing every 10 minutes corrects it. ECS's answers lag; `task_cache` decid
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,6 +16,7 @@ import structlog
 
 from infra.launchers.ecs.api import EcsApi
 from infra.launchers.ecs.failures import TokenInUse, UnknownTask
+from infra.launchers.ecs.lookup import TaskLookup
 from infra.launchers.ecs.records import EcsRecords, position_time, with_position
 from infra.launchers.ecs.request import client_token, run_task
 from infra.launchers.ecs.task_cache import EXITS_REMEMBERED, STOPPED, SeenTask, TaskCache
@@ -122,6 +123,7 @@ class EcsLauncher:
         self._records = EcsRecords(settings)
         self._tasks = TaskCache()
         self._queue = EcsQueue(api, self._records)
+        self._lookup = TaskLookup(self._describe)
         self._period = settings.listing_period
         self._denial = denial
         #: When the last full listing began, and when the queue last answered (monotonic seconds).
@@ -144,7 +146,7 @@ class EcsLauncher:
         if known is not None:
             return known.task
         worker_id = spec.config.worker_id
-        if self._tasks.of_worker(worker_id) is not None:
+        if self._tasks.of_worker(worker_id):
             raise LaunchFailed(f"worker {worker_id} runs already, launched by another token")
         began = time.time()
         try:
@@ -161,7 +163,7 @@ class EcsLauncher:
         self._apply(seen)
         if seen.task.launched_at < began - OLD_LAUNCH:
             # A repeat: ECS describes the task as it was launched. It may have ended since.
-            await self._describe({task_id})
+            await self._lookup.is_known(task_id)
         return seen.task
 
     async def _first_launch(self, conflict: TokenInUse) -> dict[str, Any]:
@@ -182,7 +184,7 @@ class EcsLauncher:
         deadline = began + (GRACE if grace is None else grace) + KILL_CONFIRM
         pause = CHECK_PERIOD
         while True:
-            denied = await self._describe({task_id})
+            denied = not await self._lookup.is_known(task_id)
             if self._tasks.has_ended(task_id):
                 return True
             now = time.monotonic()
@@ -196,12 +198,19 @@ class EcsLauncher:
             pause = min(pause * 1.5, LONGEST_CHECK_PERIOD)
 
     async def is_running(self, task_id: str) -> bool | None:
-        await self._refresh()
-        if not self._tasks.runs(task_id) and not self._tasks.has_ended(task_id):
-            await self._describe({task_id})  # another orchestrator's
+        if self._tasks.has_ended(task_id):  # STOPPED is final
+            return False
+        known = await self._lookup.is_known(task_id)
         if self._tasks.has_ended(task_id):
             return False
-        return self._tasks.runs(task_id) or None
+        return True if known and self._tasks.runs(task_id) else None
+
+    async def find_tasks(self, worker_id: str) -> Sequence[Task]:
+        """Also returns a task that ECS showed before and denies now: a denial proves no end."""
+        known = {task.task_id for task in self._tasks.of_worker(worker_id)}
+        started = await self._api.task_ids_of(worker_id)
+        await asyncio.gather(*(self._lookup.is_known(task_id) for task_id in known.union(started)))
+        return self._tasks.of_worker(worker_id)
 
     async def list(self) -> list[Task]:
         await self._refresh()
@@ -223,6 +232,7 @@ class EcsLauncher:
             await self._listen()
 
     async def close(self) -> None:
+        await self._lookup.close()
         await self._api.close()
 
     async def _collect_missed(self, since: float) -> None:

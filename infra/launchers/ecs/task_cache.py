@@ -43,6 +43,8 @@ class TaskCache:
         self._running: dict[str, SeenTask] = {}
         self._ended: dict[str, SeenTask] = {}
         self._by_token: dict[str, str] = {}
+        #: The running tasks of each worker.
+        self._by_worker: dict[str, set[str]] = {}
         #: When each running task was launched by ourselves, and when ECS first denied it.
         self._launched: dict[str, float] = {}
         self._denied: dict[str, float] = {}
@@ -66,8 +68,13 @@ class TaskCache:
             self._by_token[seen.token] = task_id
         if seen.status != STOPPED:
             self._running[task_id] = seen
+            self._by_worker.setdefault(seen.task.worker_id, set()).add(task_id)
             return None
         self._running.pop(task_id, None)
+        if own := self._by_worker.get(seen.task.worker_id):
+            own.discard(task_id)
+            if not own:
+                del self._by_worker[seen.task.worker_id]
         self._launched.pop(task_id, None)
         self._ended[task_id] = seen
         if len(self._ended) > EXITS_REMEMBERED:
@@ -104,9 +111,9 @@ class TaskCache:
         task_id = self._by_token.get(token, "")
         return self._running.get(task_id) or self._ended.get(task_id)
 
-    def of_worker(self, worker_id: str) -> Task | None:
-        """The running task of a worker."""
-        return next((s.task for s in self._running.values() if s.task.worker_id == worker_id), None)
+    def of_worker(self, worker_id: str) -> list[Task]:
+        """Return the running tasks of a worker."""
+        return [self._running[task_id].task for task_id in sorted(self._by_worker.get(worker_id, ()))]
 
 
 def _joined(old: SeenTask, new: SeenTask) -> SeenTask:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -20,6 +22,7 @@ from infra.worker_task import Task
 from tests.containers.docker_house import STAND_IN_IMAGE, DockerHouse
 from tests.contract.launchers.ecs.ecs_ground import EcsGround, on_moto
 from tests.contract.launchers.fake import FakeLauncher
+from tests.contract.launchers.meter import Cost, CountedLauncher, counting_proxy
 from tests.contract.launchers.node_process import NodeProcess
 
 
@@ -34,6 +37,10 @@ class Ground(Protocol):
         """Kills one worker as a crash would."""
         ...
 
+    def counted(self) -> AbstractAsyncContextManager[CountedLauncher]:
+        """A launcher object whose calls to its platform are counted."""
+        ...
+
 
 class FakeGround:
     def __init__(self) -> None:
@@ -44,6 +51,12 @@ class FakeGround:
 
     async def crash(self, task: Task) -> None:
         self.launcher.end(task.task_id)
+
+    @asynccontextmanager
+    async def counted(self) -> AsyncIterator[CountedLauncher]:
+        yield CountedLauncher(
+            self.launcher, lambda: Cost(self.launcher.calls.total(), self.launcher.tasks_shown)
+        )
 
 
 class ServedGround(FakeGround):
@@ -64,6 +77,11 @@ class ServedGround(FakeGround):
     def client(self) -> Launcher:
         return ProcessLauncher(self.socket)
 
+    @asynccontextmanager
+    async def counted(self) -> AsyncIterator[CountedLauncher]:
+        async with counting_proxy(self.socket, self.socket.with_name("counted.sock")) as proxy:
+            yield CountedLauncher(ProcessLauncher(self.socket.with_name("counted.sock")), proxy.cost)
+
 
 class ProcessGround:
     def __init__(self, node: NodeProcess) -> None:
@@ -74,6 +92,12 @@ class ProcessGround:
 
     async def crash(self, task: Task) -> None:
         os.kill(self.node.pid_of(task.task_id), signal.SIGKILL)
+
+    @asynccontextmanager
+    async def counted(self) -> AsyncIterator[CountedLauncher]:
+        socket = self.node.socket.with_name("counted.sock")
+        async with counting_proxy(self.node.socket, socket) as proxy:
+            yield CountedLauncher(ProcessLauncher(socket), proxy.cost)
 
 
 class DockerGround:
@@ -101,6 +125,15 @@ class DockerGround:
 
     async def crash(self, task: Task) -> None:
         os.kill(self.house.pid_of(task.task_id), signal.SIGKILL)
+
+    @asynccontextmanager
+    async def counted(self) -> AsyncIterator[CountedLauncher]:
+        with tempfile.TemporaryDirectory(prefix="berth-") as folder:
+            socket = Path(folder) / "docker.sock"
+            async with counting_proxy(self.house.socket, socket) as proxy:
+                launcher = self.client(socket=socket)
+                yield CountedLauncher(launcher, proxy.cost)
+                await launcher.close()
 
     async def close(self) -> None:
         for launcher in self._made:

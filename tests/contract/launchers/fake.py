@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from infra.worker_task import LauncherUnreachable, LaunchFailed, LaunchSpec, Task, TaskExit
@@ -22,6 +24,9 @@ class FakeLauncher:
         self.launched: list[LaunchSpec] = []
         #: `(task_id, reason)` of each call of `stop`, also for unknown tasks.
         self.stops: list[tuple[str, str]] = []
+        #: Calls by method, and tasks in all answers.
+        self.calls: Counter[str] = Counter()
+        self.tasks_shown = 0
         #: While True, every call raises `LauncherUnreachable`.
         self.unreachable = False
         self._on_launch = on_launch
@@ -33,7 +38,7 @@ class FakeLauncher:
         self._position = 0
 
     async def launch(self, spec: LaunchSpec, token: str) -> Task:
-        self._check()
+        self._check("launch")
         known = self._by_token.get(token)
         if known is not None:
             return known
@@ -57,14 +62,18 @@ class FakeLauncher:
             await self._on_launch(spec, task)
 
     async def stop(self, task_id: str, reason: str, *, grace: float | None = None) -> bool:
-        self._check()
+        self._check("stop")
         self.stops.append((task_id, reason))
         self.end(task_id, 0, "stopped", {"stop_reason": reason})
         return True
 
     async def is_running(self, task_id: str) -> bool | None:
-        self._check()
+        self._check("is_running")
         return task_id in self._running
+
+    async def find_tasks(self, worker_id: str) -> Sequence[Task]:
+        self._check("find_tasks")
+        return self._show([task for task in self._running.values() if task.worker_id == worker_id])
 
     def end(
         self,
@@ -91,14 +100,18 @@ class FakeLauncher:
         news.set()
 
     async def list(self) -> list[Task]:
-        self._check()
-        return list(self._running.values())
+        self._check("list")
+        return self._show(list(self._running.values()))
+
+    def _show(self, tasks: builtins.list[Task]) -> builtins.list[Task]:
+        self.tasks_shown += len(tasks)
+        return tasks
 
     async def exits(self, after: str = "") -> AsyncIterator[TaskExit]:
         """As the port says, with positions like those of the process launcher."""
         number = int(after.rpartition(":")[2]) if after else self._position
         while True:
-            self._check()
+            self._check("exits")
             news = self._news
             while number < len(self._ends):
                 end = self._ends[number]
@@ -110,6 +123,7 @@ class FakeLauncher:
     async def close(self) -> None:
         """Nothing to close."""
 
-    def _check(self) -> None:
+    def _check(self, method: str) -> None:
+        self.calls[method] += 1
         if self.unreachable:
             raise LauncherUnreachable

@@ -10,6 +10,7 @@ import pytest
 from infra.launchers.port import Launcher
 from infra.worker_task import LaunchFailed, TaskExit
 from tests.contract.launchers.conftest import Ground
+from tests.contract.launchers.meter import Cost
 from tests.contract.launchers.specs import spec
 
 
@@ -55,6 +56,61 @@ async def test_stop_returns_when_the_worker_has_ended_and_the_exit_says_why(grou
     (end,) = await take(launcher.exits(), 1)
     assert (end.task_id, end.worker_id, end.reason) == (task.task_id, "w-1", "stopped")
     assert end.detail["stop_reason"] == "no longer wanted"
+
+
+async def test_a_task_is_asked_for_by_its_id_and_a_worker_by_its_own(ground: Ground) -> None:
+    launcher = ground.client()
+    task = await launcher.launch(spec("w-1"), "token-1")
+    neighbour = await launcher.launch(spec("w-2"), "token-2")
+    assert await launcher.is_running(task.task_id)
+    assert list(await launcher.find_tasks("w-1")) == [task]
+    await launcher.stop(task.task_id, "test")
+    assert not await launcher.is_running(task.task_id)
+    assert not await launcher.find_tasks("w-1")
+    assert list(await launcher.find_tasks("w-2")) == [neighbour]
+    assert not await launcher.is_running("task-of-nobody")
+    assert not await launcher.find_tasks("w-of-nobody")
+
+
+async def test_a_question_by_id_knows_what_another_client_did_after_our_listing(ground: Ground) -> None:
+    async with ground.counted() as (watching, _):
+        assert await watching.list() == []
+        other = ground.client()
+        task = await other.launch(spec("w-1"), "token-1")
+        assert await watching.is_running(task.task_id)
+        assert [found.task_id for found in await watching.find_tasks("w-1")] == [task.task_id]
+        await other.stop(task.task_id, "test")
+        assert await watching.is_running(task.task_id) is False
+        assert not await watching.find_tasks("w-1")
+
+
+#: Anomalies that are cleaned up, and workers among which they are.
+ANOMALIES, FEW, MANY = 2, 4, 20
+
+
+async def cost_of_listing_and_clean_up(ground: Ground, workers: int) -> tuple[Cost, Cost]:
+    """Launches workers until so many run, and ends `ANOMALIES` of them as `EndConfirmer` does."""
+    client = ground.client()
+    for number in range(workers):
+        await client.launch(spec(f"w-{workers}-{number}"), f"token-{workers}-{number}")
+    async with ground.counted() as (launcher, cost):
+        before = cost()
+        tasks = await launcher.list()
+        listed = cost()
+        for task in tasks[-ANOMALIES:]:
+            assert await launcher.is_running(task.task_id)
+            assert len(await launcher.find_tasks(task.worker_id)) == 1
+            assert await launcher.stop(task.task_id, "test")
+        return listed.since(before), cost().since(listed)
+
+
+async def test_a_clean_up_costs_the_same_among_few_workers_and_among_many(ground: Ground) -> None:
+    listing_of_few, among_few = await cost_of_listing_and_clean_up(ground, FEW)
+    listing_of_many, among_many = await cost_of_listing_and_clean_up(ground, MANY)
+    # The meter sees what grows with the fleet.
+    assert listing_of_many.size > 3 * listing_of_few.size
+    assert among_many.calls <= 1.25 * among_few.calls
+    assert among_many.size <= 1.25 * among_few.size
 
 
 async def test_stopping_an_unknown_or_ended_task_is_no_error(ground: Ground) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from infra.worker_task import LauncherUnreachable, LaunchFailed, LaunchSpec, Task
 from tests.contract.launchers.fake import FakeLauncher, OnLaunch
@@ -101,10 +102,13 @@ class UnsteadyLauncher(FakeLauncher):
         return known
 
     async def is_running(self, task_id: str) -> bool | None:
-        return True if any(one.task_id == task_id for one in await self.list()) else None
+        return True if any(task.task_id == task_id for task in await self.list()) else None
+
+    async def find_tasks(self, worker_id: str) -> Sequence[Task]:
+        return [task for task in await self.list() if task.worker_id == worker_id]
 
     async def list(self) -> list[Task]:
-        self._check()
+        self._check("list")
         then = time.monotonic() - self.list_lag
         while len(self._versions) > 1 and self._versions[1][0] <= then:
             self._versions.pop(0)

@@ -57,9 +57,10 @@ class RunningApi:
         """A scrape that this many processes have answered."""
         end = time.monotonic() + START_S
         while True:
-            samples = await self.scrape()
-            if samples["berth_api_processes_answered|"] == count:
-                return samples
+            with suppress(httpx.TransportError):  # the processes that had this connection were killed
+                samples = await self.scrape()
+                if samples["berth_api_processes_answered|"] == count:
+                    return samples
             assert time.monotonic() < end, "not all processes answer"
             await asyncio.sleep(0.1)
 

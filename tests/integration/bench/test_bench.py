@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from infra.cli.app import app
 from infra.lab.bench import aims, beside, claim, flood, order, recovery, waits
 from infra.lab.bench.claim_race import race
-from infra.lab.bench.fleet import idle, sweep
+from infra.lab.bench.fleet import idle, maintenance
 from infra.lab.bench.jobs import comparison, tiers
 from infra.lab.bench.starvation import heartbeat
 from infra.lab.bench.starvation.cpu_group import cpu_group
@@ -118,7 +118,7 @@ def printed(capsys: pytest.CaptureFixture[str]) -> Callable[[str], bool]:
         "idle --workers 30,40 --minutes 0.1",
         "heartbeat --seconds 5 --quota 100 --load processes",
         "claim-race --claims 1000",
-        "sweep --workers 300",
+        "maintenance --workers 300",
         "jobs --seconds 1 --rounds 1 --runners 1,2 --pickups 5 --lease 2 --kills 1",
         "tiers --seconds 2 --rate 5 --flood 500 --flood-rate 50",
         "lease --seconds 2 --quota 100 --load threads",
@@ -305,9 +305,9 @@ def test_killed_claimers_leave_no_double_claim_and_no_lost_worker(
 def test_a_pass_of_maintenance_cleans_up_what_was_planted(
     bench_folder: Path, printed: Callable[[str], bool]
 ) -> None:
-    result = sweep.run(workers=[300])
-    sweep.table(result)
-    assert printed("sweep")
+    result = maintenance.run(workers=[300])
+    maintenance.table(result)
+    assert printed("maintenance")
     assert (result["workers"], result["anomalies"]) == (300, 30)
     assert 0 < result["scan_s"] < result["total_s"]
     assert set(result["found"].values()) == {6}

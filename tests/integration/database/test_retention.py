@@ -36,6 +36,8 @@ ROWS = {
     "values (gen_random_uuid(), 'h' || :n, 'p', 'admin', :at)",
     "webhooks": "(id, token_hash, secret_hash, user_id, account_id, revoked_at) "
     "values (gen_random_uuid(), 't' || :n, 's', 'alice', 'main', :at)",
+    "webhook_calls": "(webhook_id, user_id, account_id, state, received_at, completed_at)"
+    " values (gen_random_uuid(), 'u', 'a', 'done', :at, :at)",
     "webhook_deliveries": "(webhook_id, digest, at) values (gen_random_uuid(), 'd', :at)",
     "worker_transitions": "(user_id, chain, number, at, before, after, reason, worker_id, epoch, "
     "recorded_at) values ('u', 'c', :n, :at, 'a', 'b', 'r', 'w', 1, :at)",

@@ -17,14 +17,22 @@ from msgspec import inspect as shape_of
 from worker_runtime.protocol import bounds
 from worker_runtime.protocol.requests import AccountReport
 
+
+def around(bound: int) -> tuple[int, int, int]:
+    """Returns a bound and its neighbours."""
+    return bound - 1, bound, bound + 1
+
+
 NUMBERS = [0, 1, -1, 2, 7, 64, 2**31 - 1, 2**31, 2**53, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**18, 10**30]
-NUMBERS += [bounds.EARLIEST_MS - 1, bounds.EARLIEST_MS, bounds.LATEST_MS, bounds.LATEST_MS + 1, -(10**18)]
+NUMBERS += [*around(bounds.EARLIEST_MS), *around(bounds.LATEST_MS), *around(1000), *around(100_000_000)]
+NUMBERS += [*around(3_600_000_000), *around(100 * 366 * 86_400_000), -100_000_001, -(10**18)]
+#: Characters that the fields of messages may have at most (worker_runtime/protocol/bounds.py).
+LENGTHS = (36, 64, 128, 160, 512, 16_000)
 TEXTS = [
     "",
     "\x00",
     "a\x00b",
-    "x" * 65,
-    "x" * 129,
+    *("x" * length for bound in LENGTHS for length in around(bound)),
     "x" * 20_000,
     "'; --",
     "%s{}\\",
@@ -45,7 +53,13 @@ PRICES = [
     "9" * 60,
     "0." + "3" * 60,
 ]
-PRICES += ["612.5", "1E+11", "999999999999.999999", "0.0000001"]
+PRICES += ["612.5", "1E+11", "999999999999.999999", "999999999999.9999999", "0.0000001"]
+# Each bound of a number with its neighbours, and what is short as it arrives and long when it is written.
+PRICES += [
+    f"1E{exponent}" for bound in (bounds.MIN_EXPONENT, bounds.MAX_EXPONENT) for exponent in around(bound)
+]
+PRICES += ["1." + "1" * digits for digits in around(bounds.MAX_DIGITS - 1)]
+PRICES += ["1E-999999", "1E+999999", "0E-999999", "0E+999999", "1E-999999999999999999", "-1E-999999"]
 FLOATS = [0.0, -1.0, 1e300, -1e300, 5e-324, 1e18]
 
 #: Field → plausible values.

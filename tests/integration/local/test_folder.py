@@ -11,6 +11,16 @@ import pytest
 from infra.local.folder import DataFolder, FolderBusy, FolderUnusable
 
 
+def test_a_folder_whose_holder_is_stopping_says_so(folder: Path) -> None:
+    with closing(DataFolder(folder).open()) as holder:
+        holder.note_stop()
+        assert DataFolder(folder).holder() == os.getpid()
+        with pytest.raises(FolderBusy, match=f"pid {os.getpid()}.* is stopping .*; start again in a moment"):
+            DataFolder(folder).open()
+    with closing(DataFolder(folder).open()) as opened, pytest.raises(FolderBusy, match="Ctrl-C"):
+        DataFolder(opened.path).open()
+
+
 def test_a_folder_is_open_once_and_names_its_holder(folder: Path) -> None:
     with closing(DataFolder(folder).open()):
         assert DataFolder(folder).holder() == os.getpid()

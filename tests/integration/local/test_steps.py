@@ -6,7 +6,7 @@ from subprocess import TimeoutExpired
 import pytest
 
 from infra.local import steps
-from infra.local.process import ServerFailed
+from infra.local.process import ServerFailed, StartAborted, telling_line
 from infra.local.steps import StartStep, StepProgress, StepStatus
 
 
@@ -61,6 +61,39 @@ def test_the_first_failure_is_raised_and_the_others_are_given_up() -> None:
         )
     assert given_up.is_set()
     assert never == []
+
+
+def test_a_step_that_was_only_given_up_is_neither_failed_nor_the_cause() -> None:
+    given_up = threading.Event()
+    changes: list[StepProgress] = []
+
+    def fail() -> str:
+        given_up.wait(0.05)
+        raise ServerFailed("valkey ended while starting: the disk is full")
+
+    def wait() -> str:
+        given_up.wait(30)
+        raise StartAborted("postgres: given up")
+
+    steps_of_start = [StartStep("postgres", wait), StartStep("valkey", fail)]
+    with pytest.raises(ServerFailed, match="the disk is full"):
+        steps.run_steps(steps_of_start, changes.append, given_up.set)
+    ended = {change.step: change.status for change in changes if change.status is not StepStatus.STARTED}
+    assert ended == {"postgres": StepStatus.STOPPED, "valkey": StepStatus.FAILED}
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("LOG: starting\nFATAL:  no shared memory\nLOG: shut down", "FATAL:  no shared memory"),
+        ("Traceback:\n  File x\nValueError: no such port\n", "ValueError: no such port"),
+        ("initdb: error: no libpq\n\n", "initdb: error: no libpq"),
+        ("listening\nbye\n(whole log: /x)", "bye"),
+        ("", "it wrote nothing"),
+    ],
+)
+def test_the_cause_of_a_failed_start_is_the_last_error_of_its_log(log: str, line: str) -> None:
+    assert telling_line(log) == line
 
 
 def test_a_librarys_error_is_shown_with_its_part_its_type_and_its_first_line() -> None:

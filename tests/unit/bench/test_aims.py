@@ -42,7 +42,7 @@ def test_what_was_not_measured_is_left_out() -> None:
     fresh = judged["a fresh child each, times RQ"]
     assert (fresh["figure"], fresh["met"], fresh["least"]) == (3.9, False, True)
     assert judged["kill -9 to the next start, beyond the lease (s)"]["met"]
-    assert aims.judge("sweep", {"sizes": {"300": {"scan_s": 9.0}}}) == []
+    assert aims.judge("maintenance", {"sizes": {"300": {"scan_s": 9.0}}}) == []
 
 
 @pytest.mark.parametrize(

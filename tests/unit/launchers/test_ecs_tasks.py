@@ -91,7 +91,7 @@ def test_an_ended_task_keeps_its_token_and_is_never_denied() -> None:
     tasks.apply(seen(1, 2, STOPPED))
     assert tasks.note_denied("task-1", 1000.0) is None
     assert tasks.of_token("token-1") is not None
-    assert tasks.of_worker("w-1") is None
+    assert tasks.of_worker("w-1") == []
 
 
 def test_old_ends_are_forgotten_in_the_end() -> None:

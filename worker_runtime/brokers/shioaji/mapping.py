@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from worker_runtime.protocol import errors
+from worker_runtime.protocol.bounds import round_price
 from worker_runtime.protocol.exchange import Balance, ExchangeOrder, Position
 from worker_runtime.protocol.messages import Credentials, Fill, OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
@@ -211,8 +212,8 @@ def price_type_of(name: str, price: float) -> PriceType:
 
 
 def price_of(value: float) -> Decimal:
-    """A float of the SDK as the decimal it was written as."""
-    return Decimal(str(value))
+    """Returns a float of the SDK as the decimal it was written as, with at most six places."""
+    return round_price(Decimal(str(value)))
 
 
 def _enum_value(name: Any) -> str:

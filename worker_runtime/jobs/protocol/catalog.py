@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import msgspec
 
 from worker_runtime.jobs.protocol.messages import Job
+from worker_runtime.protocol.bounds import plain_number
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 from worker_runtime.protocol.exchange import Balance, Position
 
@@ -110,7 +111,7 @@ def _cell(value: object) -> str:
         return ""
     if isinstance(value, bool):
         return "true" if value else "false"
-    text = format(value.normalize(), "f") if isinstance(value, Decimal) else str(value)
+    text = plain_number(value) if isinstance(value, Decimal) else str(value)
     # An apostrophe makes it text: a spreadsheet would run it.
     return f"'{text}" if text.startswith(_FORMULA) else text
 

@@ -1,7 +1,8 @@
 """A node whose workers are names only: `python -m infra.lab.bench.fleet.planted_node FILE`, in the node's
 place.
 
-It lists the tasks of the file. A task that is stopped ends at once.
+It lists the tasks of the file. A task that is stopped ends at once. At each ping it writes to `FILE.counts`
+how often it was asked for what, and how many tasks its answers held: what a clean-up costs a launcher.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import secrets
 import signal
 import sys
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import msgspec
 
 from infra.node.address import listen
-from infra.node.protocol import LaunchTask
+from infra.node.protocol import LaunchTask, NodeReply, NodeRequest, PingNode, TaskList
 from infra.node.server import NodeServer
 from infra.settings import Settings
 from infra.worker_task import LaunchFailed, Task, TaskExit
@@ -26,11 +28,20 @@ class PlantedKeeper:
     def __init__(self, tasks: list[Task]) -> None:
         self.log = secrets.token_hex(6)
         self._tasks = {task.task_id: task for task in tasks}
+        self._by_worker: dict[str, list[Task]] = defaultdict(list)
+        for task in tasks:
+            self._by_worker[task.worker_id].append(task)
         self._ends: list[TaskExit] = []
         self._news = asyncio.Event()
 
     def tasks(self) -> list[Task]:
         return list(self._tasks.values())
+
+    def is_running(self, task_id: str) -> bool:
+        return task_id in self._tasks
+
+    def tasks_of(self, worker_id: str) -> list[Task]:
+        return [task for task in self._by_worker.get(worker_id, ()) if task.task_id in self._tasks]
 
     def launch(self, request: LaunchTask) -> Task:
         raise LaunchFailed("nothing is launched here")
@@ -66,12 +77,30 @@ class PlantedKeeper:
         return list(enumerate(self._ends[number : number + limit], number + 1))
 
 
-async def _serve(settings: Settings, tasks: list[Task]) -> None:
+class CountingNodeServer(NodeServer):
+    def __init__(self, keeper: PlantedKeeper, counts: Path) -> None:
+        super().__init__(keeper, keeper, limits="none")
+        self._path = counts
+        self._counts: Counter[str] = Counter()
+
+    async def reply_to(self, request: NodeRequest) -> NodeReply:
+        if isinstance(request, PingNode):
+            self._path.write_bytes(msgspec.json.encode(self._counts))
+            return await super().reply_to(request)
+        reply = await super().reply_to(request)
+        self._counts["requests"] += 1
+        self._counts[type(request).__name__] += 1
+        if isinstance(reply, TaskList):
+            self._counts["tasks"] += len(reply.tasks)
+        return reply
+
+
+async def _serve(settings: Settings, tasks: list[Task], counts: Path) -> None:
     ending = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ending.set)
     keeper = PlantedKeeper(tasks)
-    server = NodeServer(keeper, keeper, limits="none")
+    server = CountingNodeServer(keeper, counts)
     await server.start(listen(settings.node_socket))
     await ending.wait()
     await server.close()
@@ -79,8 +108,9 @@ async def _serve(settings: Settings, tasks: list[Task]) -> None:
 
 
 def main() -> int:
-    tasks = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=list[Task])
-    asyncio.run(_serve(Settings(), tasks))
+    planted = Path(sys.argv[1])
+    tasks = msgspec.json.decode(planted.read_bytes(), type=list[Task])
+    asyncio.run(_serve(Settings(), tasks, planted.with_name(f"{planted.name}.counts")))
     return 0
 
 

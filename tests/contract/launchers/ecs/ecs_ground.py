@@ -13,6 +13,7 @@ from infra.launchers.ecs.launcher import EcsLauncher
 from infra.settings import EcsSettings
 from infra.worker_task import Task
 from tests.contract.launchers.ecs.ecs_on_moto import CLUSTER, CONTAINER, FAMILY, REGION, EcsOnMoto
+from tests.contract.launchers.meter import Cost, CountedLauncher
 
 KEY = bytes(range(64))
 
@@ -38,6 +39,14 @@ class EcsGround:
         made = EcsLauncher(settings, api, KEY, **{"denial": 0.1, **options})
         self._made.append(made)
         return made
+
+    @asynccontextmanager
+    async def counted(self) -> AsyncIterator[CountedLauncher]:
+        operations = ("ListTasks", "DescribeTasks", "StopTask")
+        yield CountedLauncher(
+            self.client(listing_period=600.0),
+            lambda: Cost(sum(self.aws.calls[name] for name in operations), self.aws.answered_bytes),
+        )
 
     async def crash(self, task: Task) -> None:
         self.aws.crash(task.task_id)

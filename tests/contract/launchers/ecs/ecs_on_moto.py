@@ -80,6 +80,8 @@ class EcsOnMoto:
         self.faults = Faults()
         #: Calls by operation, and the requests of RunTask.
         self.calls: dict[str, int] = defaultdict(int)
+        #: Bytes of the answers of ECS, without those of RunTask.
+        self.answered_bytes = 0
         self.requests: list[dict[str, Any]] = []
         self.queues: list[str] = []
         self._moto = DomainDispatcherApplication(create_backend_app)
@@ -308,7 +310,9 @@ class EcsOnMoto:
                 self.faults.lost.discard(operation)
                 environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
         start_response(f"{status} .", [("Content-Type", "application/x-amz-json-1.1")])
-        return [json.dumps(answer).encode()]
+        body = json.dumps(answer).encode()
+        self.answered_bytes += 0 if operation == "RunTask" else len(body)
+        return [body]
 
     def _poll(
         self, environ: dict[str, Any], body: bytes, start_response: Callable[..., Any]

@@ -285,3 +285,79 @@ async def test_nobody_knows_anything_when_aws_does_not_answer(ecs_ground: EcsGro
     for call in (launcher.list(), launcher.stop("0" * 32, "test"), anext(launcher.exits())):
         with pytest.raises(LauncherUnreachable, match="not authorized"):
             await call
+
+
+async def test_a_question_by_id_asks_ecs_though_a_fresh_listing_lacks_or_shows_the_task(
+    ecs_ground: EcsGround,
+) -> None:
+    watching, other = ecs_ground.client(listing_period=600.0), ecs_ground.client()
+    task = await other.launch(spec("w-1"), "token-1")
+    ecs_ground.aws.faults.unlisted.add(task.task_id)
+    assert await watching.list() == []
+    assert await watching.is_running(task.task_id) is True
+    ecs_ground.aws.faults.mute = True
+    ecs_ground.aws.crash(task.task_id)
+    assert await watching.list() == [task]  # it heard of no end
+    assert await watching.is_running(task.task_id) is False
+
+
+async def test_a_task_that_ecs_denies_neither_runs_nor_has_ended(ecs_ground: EcsGround) -> None:
+    launcher = ecs_ground.client(listing_period=600.0)
+    task = await launcher.launch(spec("w-1"), "token-1")
+    ecs_ground.aws.faults.denied.add(task.task_id)
+    assert await launcher.is_running(task.task_id) is None
+    assert list(await launcher.find_tasks("w-1")) == [task]  # a denial proves no end
+
+
+async def test_both_tasks_of_a_worker_that_runs_twice_are_found(ecs_ground: EcsGround) -> None:
+    watching = ecs_ground.client(listing_period=600.0)
+    assert await watching.list() == []
+    first = await ecs_ground.client().launch(spec("w-1"), "token-1")
+    ecs_ground.aws.faults.unlisted.add(first.task_id)
+    second = await ecs_ground.client().launch(spec("w-1"), "token-2")
+    ecs_ground.aws.faults.unlisted.clear()
+    found = {task.task_id for task in await watching.find_tasks("w-1")}
+    assert found == {first.task_id, second.task_id}
+
+
+async def test_many_questions_at_once_share_calls_and_an_impossible_id_spoils_none(
+    ecs_ground: EcsGround,
+) -> None:
+    launcher = ecs_ground.client(listing_period=600.0)
+    tasks = [await launcher.launch(spec(f"w-{number}"), f"token-{number}") for number in range(30)]
+    before = ecs_ground.aws.calls["DescribeTasks"]
+    answers = await asyncio.gather(*(launcher.is_running(task.task_id) for task in tasks))
+    assert answers == [True] * 30
+    assert ecs_ground.aws.calls["DescribeTasks"] - before <= 2
+    mixed = await asyncio.gather(
+        launcher.is_running(tasks[0].task_id),
+        launcher.is_running("task-of-nobody"),
+        launcher.is_running(tasks[1].task_id),
+    )
+    assert list(mixed) == [True, None, True]
+
+
+async def test_a_caller_that_gives_up_takes_no_answer_from_the_others(ecs_ground: EcsGround) -> None:
+    launcher = ecs_ground.client(listing_period=600.0)
+    task = await launcher.launch(spec("w-1"), "token-1")
+    giving_up = asyncio.create_task(launcher.is_running(task.task_id))
+    waiting = asyncio.create_task(launcher.is_running(task.task_id))
+    await asyncio.sleep(0)
+    giving_up.cancel()
+    assert await waiting is True
+    with pytest.raises(asyncio.CancelledError):
+        await giving_up
+
+
+async def test_a_throttled_question_by_id_fails_for_each_caller_and_the_next_one_is_asked_anew(
+    ecs_ground: EcsGround,
+) -> None:
+    launcher = ecs_ground.client(listing_period=600.0)
+    task = await launcher.launch(spec("w-1"), "token-1")
+    throttled = refused("ThrottlingException", "Rate exceeded")
+    ecs_ground.aws.faults.answers["DescribeTasks"].extend([throttled] * 3)
+    asked = await asyncio.gather(
+        *(launcher.is_running(task.task_id) for _ in range(2)), return_exceptions=True
+    )
+    assert [type(answer) for answer in asked] == [LauncherUnreachable] * 2
+    assert await launcher.is_running(task.task_id) is True

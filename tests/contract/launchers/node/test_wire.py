@@ -13,11 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infra.launchers.process import ProcessLauncher
-from infra.node.address import reachable
-from infra.node.protocol import MAX_LINE, NodeRefused, NodeReply
-from infra.worker_task import LauncherUnreachable
+from infra.node.address import listen, reachable
+from infra.node.protocol import MAX_LINE, ListTasks, NodeRefused, NodeReply, NodeRequest, TaskList
+from infra.node.server import SocketServer
+from infra.worker_task import LauncherUnreachable, Task
 from tests.contract.launchers.node_process import NodeProcess
 from tests.contract.launchers.specs import spec
+from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.messages import decode
 
 
@@ -151,3 +153,34 @@ async def test_a_socket_path_longer_than_the_kernel_s_limit_works(short_director
         assert len(short) <= 107
     await node.close()
     assert not node.socket.exists()
+
+
+class NodeOfBefore(SocketServer):
+    """Knows the requests of 0.1 only."""
+
+    def __init__(self, tasks: list[Task]) -> None:
+        super().__init__()
+        self._tasks = tasks
+
+    async def reply_to(self, request: NodeRequest) -> NodeReply:
+        if isinstance(request, ListTasks):
+            return TaskList(tasks=self._tasks)
+        raise MalformedMessage("Invalid value 'find' - at `$.op`")
+
+
+async def test_a_node_of_the_release_before_answers_questions_by_id_with_its_list(
+    short_directory: Path,
+) -> None:
+    task, other = (
+        Task(task_id=f"task-{name}", worker_id=name, pool="default", version="0", launched_at=1.0)
+        for name in ("w-1", "w-2")
+    )
+    server = NodeOfBefore([task, other])
+    await server.start(listen(short_directory / "node.sock"))
+    launcher = ProcessLauncher(short_directory / "node.sock")
+    try:
+        assert await launcher.is_running("task-w-1") is True
+        assert await launcher.is_running("task-w-3") is False
+        assert list(await launcher.find_tasks("w-2")) == [other]
+    finally:
+        await server.close()

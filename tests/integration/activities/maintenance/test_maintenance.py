@@ -20,6 +20,7 @@ from tests.integration.activities.maintenance.maintaining import MaintainedFleet
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys
 from workflows import names
+from workflows.maintenance import messages as mm
 
 
 @pytest.fixture
@@ -306,3 +307,29 @@ async def test_a_worker_that_its_workflow_knows_is_left_to_it(fleet: MaintainedF
 async def test_a_pass_that_follows_too_soon_does_not_count(fleet: MaintainedFleet) -> None:
     fleet.use(fleet.yard.client, confirm=60.0)
     assert (await fleet.scan()).number == 0
+
+
+@pytest.mark.parametrize("anomalies", [2, 4])
+async def test_a_clean_up_lists_the_fleet_once_and_asks_about_each_anomaly_by_its_id(
+    fleet: MaintainedFleet, anomalies: int
+) -> None:
+    """A guard compares the number of all tasks; the batches of a pass share that listing."""
+    launcher = fleet.yard.launcher
+    running = len(await launcher.list())
+    for serving in fleet.serving[:anomalies]:  # no workflow knows these workers
+        ended = "update worker_sessions set ended_at = now() where user_id = :user"
+        await fleet.execute(ended, user=serving.user)
+    await fleet.scan()
+    scanned = await fleet.scan(override=True)
+    assert scanned.confirmed == anomalies
+    launcher.calls.clear()
+    launcher.tasks_shown = 0
+    half = anomalies // 2
+    for first in (0, half):
+        batch = mm.Batch(number=scanned.number, first=first, count=half)
+        cleaned = await fleet.yard.run(fleet.maintenance.clean_up, batch)
+        assert cleaned.outcomes == {"stopped": half}
+    assert launcher.calls["list"] == 1
+    assert launcher.calls["find_tasks"] == 2 * anomalies
+    assert launcher.calls["stop"] == anomalies
+    assert launcher.tasks_shown <= running + 2 * anomalies

@@ -11,7 +11,7 @@ from sqlalchemy import text
 
 from infra.database import users
 from infra.database.models import WorkerSession
-from tests.integration.api.accounts.test_webhooks import an_alert, make, post
+from tests.integration.api.accounts.test_webhooks import a_signal, make, post
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key, running_api
 from tests.integration.api.scripted_worker import silent
 
@@ -79,7 +79,7 @@ async def test_a_disabled_user_is_refused_whoever_asks_until_it_is_enabled(
         await until_refused(user, f"/users/{api.user}")
         assert await refused(user, "POST", orders, json=an_order(2)) == (403, "USER_DISABLED")
         assert await refused(admin, "POST", orders, json=an_order(2)) == (403, "USER_DISABLED")
-        assert (await post(api, hook, an_alert(hook))).json()["code"] == "USER_DISABLED"
+        assert (await post(api, hook, a_signal(hook))).json()["code"] == "USER_DISABLED"
         # A repeat is no new order.
         assert (await admin.post(orders, json=an_order(1))).status_code == 200
         page = (await admin.get("/users", params={"disabled": True})).json()
@@ -184,7 +184,7 @@ async def test_an_account_is_removed_and_may_come_back(api: ServedApi, start_wor
         # Also what is on its way right now: it is refused, and not written for an account that is gone.
         found = await refused(user, "POST", f"/users/{api.user}/orders", json=an_order(2))
         assert found == (422, "UNKNOWN_ACCOUNT")
-        assert (await post(api, hook, an_alert(hook))).json()["code"] == "WEBHOOK_UNKNOWN"
+        assert (await post(api, hook, a_signal(hook))).json()["code"] == "WEBHOOK_UNKNOWN"
         assert (await user.get(f"/users/{api.user}")).json()["accounts"] == []
         assert (await user.put(f"{account}/credentials", json=PAPER)).json()["version"] == 1
         assert (await admin.get(f"{account}/limits")).json()["max_quantity"] is None

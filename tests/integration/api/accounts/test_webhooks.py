@@ -1,4 +1,4 @@
-"""Webhooks over the API: each alert once, from whom it may come, and nothing secret told."""
+"""Webhooks over the API: each signal once, from whom it may come, and nothing secret told."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import httpx
 import pytest
 from sqlalchemy import select
 
-from api.webhooks.alerts import Alert, plan_of
+from api.webhooks.schemas import Signal, plan_of
 from infra.database.models import AuditEntry
 from infra.database.trading import webhooks
-from infra.database.trading.models import Webhook, WebhookAlert
+from infra.database.trading.models import Webhook, WebhookDelivery
 from tests.integration.api.accounts.test_portfolio import held as position
 from tests.integration.api.accounts.test_portfolio import holding
 from tests.integration.api.conftest import ServedApi, StartWorker, running_api
@@ -31,7 +31,7 @@ async def make(api: ServedApi, **body: Any) -> dict[str, Any]:
     return found
 
 
-def an_alert(made: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def a_signal(made: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {
         "secret": made["secret"],
         "time": datetime.now(UTC).isoformat(),
@@ -42,91 +42,91 @@ def an_alert(made: dict[str, Any], **changes: Any) -> dict[str, Any]:
     }
 
 
-async def post(api: ServedApi, made: dict[str, Any], alert: Any, **how: Any) -> httpx.Response:
+async def post(api: ServedApi, made: dict[str, Any], signal: Any, **how: Any) -> httpx.Response:
     async with api.client(None) as anybody:
-        content = alert if isinstance(alert, bytes) else json.dumps(alert).encode()
+        content = signal if isinstance(signal, bytes) else json.dumps(signal).encode()
         return await anybody.post(f"/webhooks/{made['token']}/orders", content=content, **how)
 
 
 async def outcome_of(
-    api: ServedApi, made: dict[str, Any], alert: Any, *, new: bool = True, **how: Any
+    api: ServedApi, made: dict[str, Any], signal: Any, *, new: bool = True, **how: Any
 ) -> httpx.Response:
-    """The outcome of an alert. After 2 s, for which a machine may stand still, the answer is a 202, and the
-    alert comes again; `new`: then as if the first answer had been the outcome."""
-    answer = await post(api, made, alert, **how)
+    """The outcome of a signal. After 2 s, for which a machine may stand still, the answer is a 202, and the
+    signal comes again; `new`: then as if the first answer had been the outcome."""
+    answer = await post(api, made, signal, **how)
     while answer.status_code == 202:
-        answer = await post(api, made, alert, **how)
+        answer = await post(api, made, signal, **how)
         if new and answer.status_code == 200:
             answer.status_code = 201
     return answer
 
 
-async def test_an_alert_that_postgresql_cannot_keep_is_refused(api: ServedApi) -> None:
+async def test_a_signal_that_postgresql_cannot_keep_is_refused(api: ServedApi) -> None:
     made = await make(api)
-    answer = await post(api, made, an_alert(made, id="a\0b"))
+    answer = await post(api, made, a_signal(made, id="a\0b"))
     assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST")
 
 
-async def test_an_alert_becomes_one_order_however_often_it_comes(
+async def test_a_signal_becomes_one_order_however_often_it_comes(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     worker = await start_worker(api.user)
     made = await make(api)
-    alert = an_alert(made)
-    first = await outcome_of(api, made, alert, headers={"content-type": "text/plain; charset=utf-8"})
+    signal = a_signal(made)
+    first = await outcome_of(api, made, signal, headers={"content-type": "text/plain; charset=utf-8"})
     assert (first.status_code, first.json()["state"]) == (201, "filled"), first.text
-    again = await asyncio.gather(*(outcome_of(api, made, alert, new=False) for _ in range(5)))
+    again = await asyncio.gather(*(outcome_of(api, made, signal, new=False) for _ in range(5)))
     assert {(one.status_code, one.json()["id"]) for one in again} == {(200, first.json()["id"])}
     assert len(worker.popped) == 1
-    other = await outcome_of(api, made, an_alert(made, id="2"))
+    other = await outcome_of(api, made, a_signal(made, id="2"))
     assert other.status_code == 201
     async with api.services.database.session() as session:
-        deliveries = list(await session.scalars(select(WebhookAlert)))
+        deliveries = list(await session.scalars(select(WebhookDelivery)))
     assert {str(one.order_id) for one in deliveries} == {first.json()["id"], other.json()["id"]}
 
 
 async def test_equal_alerts_at_once_are_one_order(api: ServedApi, start_worker: StartWorker) -> None:
     worker = await start_worker(api.user)
     made = await make(api)
-    alert = an_alert(made)
-    answers = await asyncio.gather(*(outcome_of(api, made, alert) for _ in range(8)))
+    signal = a_signal(made)
+    answers = await asyncio.gather(*(outcome_of(api, made, signal) for _ in range(8)))
     assert {answer.json()["id"] for answer in answers} == {answers[0].json()["id"]}
     assert len(worker.popped) == 1
 
 
-async def test_an_alert_of_another_time_is_refused_unless_it_was_taken_then(
+async def test_a_signal_of_another_time_is_refused_unless_it_was_taken_then(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     await start_worker(api.user)
     made = await make(api, window_s=60)
     for seconds in (-61, 3600):  # time goes on until it is looked at
         at = (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
-        answer = await post(api, made, an_alert(made, time=at))
+        answer = await post(api, made, a_signal(made, time=at))
         assert (answer.status_code, answer.json()["code"]) == (422, "ALERT_OUTDATED")
-    alert = an_alert(made, time=(datetime.now(UTC) - timedelta(seconds=30)).isoformat())
-    first = await outcome_of(api, made, alert)
+    signal = a_signal(made, time=(datetime.now(UTC) - timedelta(seconds=30)).isoformat())
+    first = await outcome_of(api, made, signal)
     assert first.status_code == 201
     async with api.services.database.session() as session:  # as if much time had passed
         row = await session.get(Webhook, made["id"])
         assert row is not None
         row.window_s = 1
-    later = await outcome_of(api, made, alert, new=False)
+    later = await outcome_of(api, made, signal, new=False)
     assert (later.status_code, later.json()["id"]) == (200, first.json()["id"])
 
 
 async def test_who_may_not_post_is_told_so(api: ServedApi) -> None:
     made = await make(api, sources=["52.89.214.238", "10.1.0.0/16"])
     assert made["sources"] == ["52.89.214.238/32", "10.1.0.0/16"]
-    refused = await post(api, made, an_alert(made))
+    refused = await post(api, made, a_signal(made))
     assert (refused.status_code, refused.json()["code"]) == (403, "SOURCE_NOT_ALLOWED")
-    invented = await post(api, made, an_alert(made), headers={"x-forwarded-for": "52.89.214.238"})
+    invented = await post(api, made, a_signal(made), headers={"x-forwarded-for": "52.89.214.238"})
     assert invented.json()["code"] == "SOURCE_NOT_ALLOWED"
     changed = api.settings.model_copy(update={"trusted_proxies": ("127.0.0.1",)})
     async with running_api(changed) as proxied:
         through = {"x-forwarded-for": "10.1.2.3"}
-        wrong = await post(proxied, made, an_alert(made, secret="guess"), headers=through)
+        wrong = await post(proxied, made, a_signal(made, secret="guess"), headers=through)
         assert (wrong.status_code, wrong.json()["code"]) == (403, "WEBHOOK_SECRET_WRONG")
-    unknown = await post(api, {"token": "guess"}, an_alert(made))
+    unknown = await post(api, {"token": "guess"}, a_signal(made))
     assert (unknown.status_code, unknown.json()["code"]) == (404, "WEBHOOK_UNKNOWN")
 
 
@@ -165,9 +165,9 @@ async def test_garbage_is_a_clear_problem(api: ServedApi, body: bytes, code: str
         {"price": "NaN"},
     ],
 )
-async def test_each_field_of_an_alert_is_looked_at(api: ServedApi, changes: dict[str, Any]) -> None:
+async def test_each_field_of_a_signal_is_looked_at(api: ServedApi, changes: dict[str, Any]) -> None:
     made = await make(api)
-    answer = await post(api, made, an_alert(made, **changes))
+    answer = await post(api, made, a_signal(made, **changes))
     assert (answer.status_code, answer.json()["code"]) == (422, "INVALID_REQUEST")
     assert made["secret"] not in answer.text
 
@@ -177,13 +177,13 @@ async def test_a_webhook_has_a_rate_of_its_own(api: ServedApi, start_worker: Sta
     async with running_api(changed) as slow:
         await start_worker(slow.user)
         made, other = await make(slow), await make(slow)
-        codes = [(await post(slow, made, an_alert(made, id=f"{n}"))).json().get("code") for n in range(8)]
+        codes = [(await post(slow, made, a_signal(made, id=f"{n}"))).json().get("code") for n in range(8)]
         assert codes[:3] == [None] * 3
         assert "WEBHOOK_BUSY" in codes[3:]  # a new minute may have begun in between
         assert (await post(slow, other, b"")).json()["code"] == "INVALID_REQUEST"
 
 
-@pytest.mark.parametrize("sent", ["a wrong secret", "no alert"])
+@pytest.mark.parametrize("sent", ["a wrong secret", "no signal"])
 async def test_a_flood_by_a_leaked_token_does_not_silence_its_owner(
     api: ServedApi, start_worker: StartWorker, sent: str
 ) -> None:
@@ -191,11 +191,11 @@ async def test_a_flood_by_a_leaked_token_does_not_silence_its_owner(
     async with running_api(changed) as slow:
         await start_worker(slow.user)
         made = await make(slow)
-        forged = an_alert(made, secret="guess") if sent == "a wrong secret" else b"{}"
+        forged = a_signal(made, secret="guess") if sent == "a wrong secret" else b"{}"
         codes = [(await post(slow, made, forged)).json()["code"] for _ in range(8)]
         assert codes[0] != "WEBHOOK_BUSY"
         assert "WEBHOOK_BUSY" in codes[3:]
-        answer = await outcome_of(slow, made, an_alert(made))
+        answer = await outcome_of(slow, made, a_signal(made))
         assert (answer.status_code, answer.json()["state"]) == (201, "filled"), answer.text
 
 
@@ -206,7 +206,7 @@ async def test_a_revoked_webhook_takes_nothing_and_is_still_listed(
     gone = await user.delete(f"/users/{api.user}/webhooks/{made['id']}")
     again = await user.delete(f"/users/{api.user}/webhooks/{made['id']}")
     assert gone.json() == again.json()
-    assert (await post(api, made, an_alert(made))).json()["code"] == "WEBHOOK_UNKNOWN"
+    assert (await post(api, made, a_signal(made))).json()["code"] == "WEBHOOK_UNKNOWN"
     (row,) = (await user.get(f"/users/{api.user}/webhooks")).json()["webhooks"]
     assert row["revoked_at"] == gone.json()["revoked_at"]
     assert not {"token", "secret"} & set(row)
@@ -236,10 +236,10 @@ async def test_a_webhook_is_made_by_its_user_for_an_account_that_is_there(
 
 async def test_checks_and_switches_hold_for_alerts_too(api: ServedApi, user: httpx.AsyncClient) -> None:
     made = await make(api)
-    large = await outcome_of(api, made, an_alert(made, quantity=500))
+    large = await outcome_of(api, made, a_signal(made, quantity=500))
     assert large.json()["code"] == "QUANTITY_LIMIT"
     await user.put("/switches", json={"scope": "user", "state": "halted", "reason": "a test"})
-    assert (await outcome_of(api, made, an_alert(made))).json()["code"] == "TRADING_HALTED"
+    assert (await outcome_of(api, made, a_signal(made))).json()["code"] == "TRADING_HALTED"
 
 
 async def test_what_was_refused_stays_refused_and_what_never_was_an_order_is_not_one_later(
@@ -247,19 +247,19 @@ async def test_what_was_refused_stays_refused_and_what_never_was_an_order_is_not
 ) -> None:
     worker = await start_worker(api.user)
     made = await make(api)
-    alert = an_alert(made)
+    signal = a_signal(made)
     await user.put("/switches", json={"scope": "user", "state": "halted", "reason": "a test"})
-    first = await outcome_of(api, made, alert)
+    first = await outcome_of(api, made, signal)
     await user.put("/switches", json={"scope": "user", "state": "open", "reason": "a test"})
-    again = await post(api, made, alert)
+    again = await post(api, made, signal)
     assert [one.json()["code"] for one in (first, again)] == ["TRADING_HALTED"] * 2
     assert first.json()["detail"] == again.json()["detail"]
     # Taken, and then this process died: it may come again, but not at any time.
-    late = an_alert(made, id="late", time=(datetime.now(UTC) - timedelta(seconds=90)).isoformat())
+    late = a_signal(made, id="late", time=(datetime.now(UTC) - timedelta(seconds=90)).isoformat())
     webhook = Webhook(id=UUID(made["id"]), user_id=api.user, account_id="main")
     async with api.services.database.session() as session:
-        digest = plan_of(Alert.model_validate(late), webhook).digest
-        await webhooks.note_alert(session, webhook.id, digest, {})
+        digest = plan_of(Signal.model_validate(late), webhook).digest
+        await webhooks.note_signal(session, webhook.id, digest, {})
     assert (await post(api, made, late)).json()["code"] == "ALERT_OUTDATED"
     assert worker.popped == []
 
@@ -269,29 +269,29 @@ async def test_an_entry_closes_the_other_side_first_and_a_repeat_does_nothing(
 ) -> None:
     worker = await broker(api, start_worker, -2)
     made = await make(api)
-    alert = an_alert(made, action="long_entry", symbol="MXFA6", quantity=3)
-    answer = await outcome_of(api, made, alert)
+    signal = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
+    answer = await outcome_of(api, made, signal)
     body = answer.json()
     assert (answer.status_code, body["action"], body["complete"]) == (201, "long_entry", True), body
     assert [(leg["side"], leg["quantity"], leg["state"]) for leg in body["legs"]] == [
         ("buy", 2, "filled"),
         ("buy", 3, "filled"),
     ]
-    again = await outcome_of(api, made, alert, new=False)
+    again = await outcome_of(api, made, signal, new=False)
     assert (again.status_code, again.json()["legs"]) == (200, body["legs"])
     assert sent(worker) == [("buy", 2, True), ("buy", 3, False)]
 
 
-async def test_an_entry_goes_on_after_its_answer_because_nobody_repeats_an_alert(
+async def test_an_entry_goes_on_after_its_answer_because_nobody_repeats_a_signal(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     worker = await broker(api, start_worker, -2, silent)
     made = await make(api)
-    alert = an_alert(made, action="long_entry", symbol="MXFA6", quantity=3)
-    answer = await post(api, made, alert)
+    signal = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
+    answer = await post(api, made, signal)
     assert (answer.status_code, answer.json()["complete"]) == (202, False)
     await until(lambda: len(worker.popped) == 1)
-    again = await post(api, made, alert)  # the first answer may have come before there was a leg
+    again = await post(api, made, signal)  # the first answer may have come before there was a leg
     assert (again.status_code, again.json()["complete"]) == (202, False)
     assert [leg["reduce_only"] for leg in again.json()["legs"]] == [True]
     worker.script = filled
@@ -301,7 +301,7 @@ async def test_an_entry_goes_on_after_its_answer_because_nobody_repeats_an_alert
 
 
 @pytest.mark.parametrize(
-    ("held", "alert", "expected"),
+    ("held", "signal", "expected"),
     [
         (3, {"action": "close"}, ("sell", 3)),
         (-3, {"action": "close", "quantity": 1}, ("buy", 1)),
@@ -310,28 +310,28 @@ async def test_an_entry_goes_on_after_its_answer_because_nobody_repeats_an_alert
     ],
 )
 async def test_a_close_goes_by_the_brokers_position(
-    api: ServedApi, start_worker: StartWorker, held: int, alert: dict[str, Any], expected: tuple[str, int]
+    api: ServedApi, start_worker: StartWorker, held: int, signal: dict[str, Any], expected: tuple[str, int]
 ) -> None:
     worker = await broker(api, start_worker, held)
     made = await make(api)
-    answer = await outcome_of(api, made, an_alert(made, **{"quantity": None, "symbol": "MXFA6", **alert}))
+    answer = await outcome_of(api, made, a_signal(made, **{"quantity": None, "symbol": "MXFA6", **signal}))
     assert answer.status_code == 201, answer.text
     assert sent(worker) == [(*expected, True)]
 
 
 @pytest.mark.parametrize(
-    "alert",
+    "signal",
     [
         {"action": "short_exit"},
         {"action": "buy", "quantity": 1, "reduce_only": True},
     ],
 )
 async def test_what_only_reduces_opens_nothing_also_when_it_comes_again(
-    api: ServedApi, start_worker: StartWorker, alert: dict[str, Any]
+    api: ServedApi, start_worker: StartWorker, signal: dict[str, Any]
 ) -> None:
     worker = await broker(api, start_worker, 3)
     made = await make(api)
-    said = an_alert(made, **{"quantity": None, "symbol": "MXFA6", **alert})
+    said = a_signal(made, **{"quantity": None, "symbol": "MXFA6", **signal})
     first = await outcome_of(api, made, said)
     assert (first.status_code, first.json()["code"]) == (409, "NO_POSITION")
     worker.reply = holding(position("MXFA6", -3))
@@ -344,8 +344,8 @@ async def test_nothing_secret_is_logged(
 ) -> None:
     await start_worker(api.user)
     made = await make(api)
-    await post(api, made, an_alert(made))
-    await post(api, made, an_alert(made, secret="canary-guess"))
+    await post(api, made, a_signal(made))
+    await post(api, made, a_signal(made, secret="canary-guess"))
     await post(api, made, b"canary-garbage")
     logged = "".join(capsys.readouterr())
     assert "/v1/webhooks/…" in logged

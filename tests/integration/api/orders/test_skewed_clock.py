@@ -62,6 +62,7 @@ async def skewed(
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(HOOK.format(off=request.param))
     monkeypatch.setenv("PYTHONPATH", str(hook))
+    monkeypatch.setenv("BERTH_LOCAL_PASS_ENVIRONMENT", '["PYTHONPATH"]')
     _, url = serve(1)
     await alive(url)
     headers = {"X-API-Key": api.key}

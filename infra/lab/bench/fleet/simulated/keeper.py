@@ -106,7 +106,8 @@ class SimulatedKeeper:
         self._renewals = SimulatedMarkRenewer()
         self._by_token: dict[str, Task] = {}
         self._kept: dict[str, _SimulatedTask] = {}
-        self._names: set[str] = set()
+        #: The task of each running worker.
+        self._task_ids: dict[str, str] = {}
         self._ends: list[TaskExit] = []
         self._news = asyncio.Event()
         self._background = {asyncio.create_task(self._renewals.run())}
@@ -114,13 +115,20 @@ class SimulatedKeeper:
     def tasks(self) -> list[Task]:
         return [one.entry.task for one in self._kept.values()]
 
+    def is_running(self, task_id: str) -> bool:
+        return task_id in self._kept
+
+    def tasks_of(self, worker_id: str) -> list[Task]:
+        task_id = self._task_ids.get(worker_id)
+        return [] if task_id is None else [self._kept[task_id].entry.task]
+
     def launch(self, request: LaunchTask) -> Task:
         """Starts one worker, or returns the one that this token has started. Raises `LaunchFailed`."""
         known = self._by_token.get(request.token)
         if known is not None:
             return known
         config = request.config
-        if config.worker_id in self._names:
+        if config.worker_id in self._task_ids:
             raise LaunchFailed(f"worker {config.worker_id} runs already, launched by another token")
         entry = NodeEntry(
             task_id=f"task-{secrets.token_hex(8)}",
@@ -136,7 +144,7 @@ class SimulatedKeeper:
         one = _SimulatedTask(entry, SimulatedWorker(config, link, self._habits))
         self._by_token[request.token] = entry.task
         self._kept[entry.task_id] = one
-        self._names.add(config.worker_id)
+        self._task_ids[config.worker_id] = entry.task_id
         living = asyncio.create_task(self._live(one))
         self._background.add(living)
         living.add_done_callback(self._background.discard)
@@ -162,7 +170,7 @@ class SimulatedKeeper:
             )
         )
         del self._kept[one.entry.task_id]
-        self._names.discard(one.entry.worker_id)
+        self._task_ids.pop(one.entry.worker_id, None)
         one.ended.set()
         news, self._news = self._news, asyncio.Event()
         news.set()

@@ -1,9 +1,12 @@
-"""`berth bench sweep`: how long maintenance takes for ten thousand workers, a tenth of them with an anomaly.
+"""`berth bench maintenance`: how long a pass takes for ten thousand workers, a tenth of them with an anomaly.
 
 Orchestrator, Temporal, PostgreSQL and Valkey are real. The workers are names: assignments in PostgreSQL,
 marks and pool entries in Valkey, and tasks of a node that lists and ends them. Passes are started here in the
 schedule's place. The first two only scan, the third cleans up and is measured: `scan_s` is its scan of all
 workers, `total_s` its workflow from start to end, with all children.
+
+`work` is what that pass cost the servers: CPU seconds, questions to the launcher and tasks in its answers,
+commands to Valkey and bytes of its answers. It is counted, so that a busy machine does not change it.
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from infra.database.engine import Database
 from infra.database.workers import passes
 from infra.lab import figures
 from infra.lab.bench.fleet.planted_fleet import PlantedFleet
+from infra.lab.cpu import cpu_seconds
 from infra.lab.figures import Say, silent
 from infra.lab.target import own_folder
+from infra.launchers.process import ProcessLauncher
 from infra.local.components import NodeComponent
 from infra.local.process import ServerFailed
 from infra.local.stack import LocalStack
@@ -61,6 +66,8 @@ class _PlantedStack(LocalStack):
         node = _PlantedNode(real.directory, self.settings, planted)
         node.log_path, node.records = real.log_path, real.records
         self.node = node
+        #: Written by the node at each ping.
+        self.counts = planted.with_name(f"{planted.name}.counts")
         self.servers = tuple(node if server is real else server for server in self.servers)
 
 
@@ -69,13 +76,13 @@ def run(workers: Sequence[int] = (1000, 10_000, 20_000), say: Say = silent) -> d
 
     Raises `ServerFailed`.
     """
-    sizes = {str(count): _sweep(count, say) for count in workers}
+    sizes = {str(count): _measure_size(count, say) for count in workers}
     return {**sizes.get("10000", list(sizes.values())[-1]), "sizes": sizes}
 
 
-def _sweep(workers: int, say: Say) -> dict[str, Any]:
+def _measure_size(workers: int, say: Say) -> dict[str, Any]:
     planted = PlantedFleet(workers, workers // ONE_IN)
-    say(f"sweep: planting {workers} workers")
+    say(f"maintenance: planting {workers} workers")
     with own_folder() as folder:
         tasks = folder / "planted.json"
         tasks.write_bytes(msgspec.json.encode(planted.tasks))
@@ -83,7 +90,7 @@ def _sweep(workers: int, say: Say) -> dict[str, Any]:
             return asyncio.run(_measure(stack, planted, say))
 
 
-async def _measure(stack: LocalStack, planted: PlantedFleet, say: Say) -> dict[str, Any]:
+async def _measure(stack: _PlantedStack, planted: PlantedFleet, say: Say) -> dict[str, Any]:
     settings = stack.settings
     database = Database(settings.database_url)
     client = await open_client(settings)
@@ -91,25 +98,27 @@ async def _measure(stack: LocalStack, planted: PlantedFleet, say: Say) -> dict[s
         with Redis.from_url(settings.valkey_url) as valkey:
             planted.into_valkey(valkey)
             valkey.set(keys.GENERATION, "planted", nx=True)
-        await planted.into_database(database)
-        await asyncio.sleep(_SETTLE)
-        rounds = []
-        for number, name in enumerate(("first pass", "second pass", "clean up", "afterwards")):
-            say(f"sweep: {planted.workers} workers, {name}")
-            began = time.monotonic()
-            await client.execute_workflow(
-                _WORKFLOW, {"batch": 100, "abreast": 4}, id=f"sweep-{number}", task_queue=_QUEUE
-            )
-            async with database.session() as session:
-                shown = await passes.pass_summary(session)
-            if shown is None:
-                raise ServerFailed(f"the pass was not written down:\n{stack.orchestrator.log_tail()}")
-            rounds.append((shown, time.monotonic() - began))
+            await planted.into_database(database)
+            await asyncio.sleep(_SETTLE)
+            rounds = []
+            for number, name in enumerate(("first pass", "second pass", "clean up", "afterwards")):
+                say(f"maintenance: {planted.workers} workers, {name}")
+                before, began = await _work(stack, valkey), time.monotonic()
+                await client.execute_workflow(
+                    _WORKFLOW, {"batch": 100, "abreast": 4}, id=f"maintenance-{number}", task_queue=_QUEUE
+                )
+                seconds = time.monotonic() - began
+                work = {name: total - before[name] for name, total in (await _work(stack, valkey)).items()}
+                async with database.session() as session:
+                    shown = await passes.pass_summary(session)
+                if shown is None:
+                    raise ServerFailed(f"the pass was not written down:\n{stack.orchestrator.log_tail()}")
+                rounds.append((shown, seconds, work))
     finally:
         await database.close()
         await asyncio.sleep(0.1)  # the client's threads end before the loop does (sdk-python#300)
-    cleaned, seconds = rounds[2]
-    left = sum(rounds[3][0].found.values())
+    cleaned, seconds, work = rounds[2]
+    after, quiet_seconds, quiet_work = rounds[3]
     done = sum(cleaned.outcomes.values())
     if cleaned.guarded or done != planted.anomalies:
         raise ServerFailed(
@@ -121,10 +130,30 @@ async def _measure(stack: LocalStack, planted: PlantedFleet, say: Say) -> dict[s
         "anomalies": planted.anomalies,
         "scan_s": round(cleaned.scan_seconds, 3),
         "total_s": round(seconds, 3),
-        "quiet_total_s": round(rounds[3][1], 3),
-        "left": left,
+        "quiet_total_s": round(quiet_seconds, 3),
+        "left": sum(after.found.values()),
         "found": cleaned.found,
         "outcomes": cleaned.outcomes,
+        "work": {name: round(amount, 2) for name, amount in work.items()},
+        "quiet_work": {name: round(amount, 2) for name, amount in quiet_work.items()},
+    }
+
+
+async def _work(stack: _PlantedStack, valkey: Redis) -> dict[str, float]:
+    """Return what all servers have done so far, by kind."""
+    cpu = {f"{server.name}_cpu_s": cpu_seconds(server.pid) for server in stack.servers}
+    await ProcessLauncher(stack.settings.node_socket).ping()
+    asked = msgspec.json.decode(stack.counts.read_bytes(), type=dict[str, int])
+    commands: Any = valkey.info("commandstats")
+    traffic: Any = valkey.info("stats")
+    return {
+        "cpu_s": sum(cpu.values()),
+        **cpu,
+        "launcher_requests": asked.get("requests", 0),
+        "launcher_listings": asked.get("ListTasks", 0),
+        "launcher_tasks": asked.get("tasks", 0),
+        "valkey_commands": sum(command["calls"] for command in commands.values()),
+        "valkey_bytes": traffic["total_net_output_bytes"],
     }
 
 
@@ -132,9 +161,10 @@ def table(result: dict[str, Any]) -> None:
     rows = [
         (
             f"{size['workers']} workers, {size['anomalies']} anomalies",
-            f"scan of all {size['scan_s']} s   whole pass {size['total_s']} s   "
+            f"scan of all {size['scan_s']} s   "
+            f"whole pass {size['total_s']} s, {size['work']['cpu_s']} CPU-s   "
             f"a pass that finds nothing {size['quiet_total_s']} s",
         )
         for size in result["sizes"].values()
     ]
-    figures.print_table("sweep: a pass of maintenance that cleans up", rows)
+    figures.print_table("maintenance: a pass that cleans up", rows)

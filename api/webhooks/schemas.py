@@ -1,4 +1,4 @@
-"""Webhooks, and the alerts that come to them: what they say, and the orders that are planned of them."""
+"""Webhooks, and the signals that come to them: what they say, and the orders that are planned of them."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -47,14 +47,14 @@ def _network(text: str) -> str:
 
 
 class WebhookRequest(Body):
-    """A new place to which alerts may be posted."""
+    """A new place to which signals may be posted."""
 
     account_id: AccountId
     sources: tuple[Annotated[str, Field(max_length=64), AfterValidator(_network)], ...] = Field(
         default=(), max_length=32, description="Addresses or networks that may post; empty: all."
     )
     window_s: int = Field(
-        default=60, ge=1, le=3600, description="Seconds that an alert's own time may differ from ours."
+        default=60, ge=1, le=3600, description="Seconds that a signal's own time may differ from ours."
     )
 
 
@@ -74,8 +74,8 @@ class WebhookWithSecretsView(WebhookView):
     """A new webhook. Token and secret are shown this once."""
 
     token: str
-    secret: str = Field(description="Goes into the body of every alert.")
-    path: str = Field(description="Where alerts are posted.")
+    secret: str = Field(description="Goes into the body of every signal.")
+    path: str = Field(description="Where signals are posted.")
 
 
 class WebhookList(View):
@@ -84,8 +84,8 @@ class WebhookList(View):
     webhooks: list[WebhookView]
 
 
-class AlertAction(StrEnum):
-    """What an alert asks for: an order, or what a strategy wants."""
+class SignalAction(StrEnum):
+    """What a signal asks for: an order, or what a strategy wants."""
 
     BUY = "buy"
     SELL = "sell"
@@ -97,7 +97,7 @@ class AlertAction(StrEnum):
 
 
 #: Actions that open something, and so have to say how much.
-_OPENS = frozenset({AlertAction.BUY, AlertAction.SELL, AlertAction.LONG_ENTRY, AlertAction.SHORT_ENTRY})
+_OPENS = frozenset({SignalAction.BUY, SignalAction.SELL, SignalAction.LONG_ENTRY, SignalAction.SHORT_ENTRY})
 
 
 def _whole(value: object) -> object:
@@ -111,14 +111,14 @@ def _whole(value: object) -> object:
     return value
 
 
-class Alert(BaseModel):
-    """What an alert says. Other fields are left alone: alerts carry more than we need."""
+class Signal(BaseModel):
+    """What a signal says. Other fields are left alone: signals carry more than we need."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", json_schema_extra=with_examples)
 
     secret: str = Field(min_length=1, max_length=256, repr=False)
-    time: AwareDatetime = Field(description="When the alert was sent, with a zone.")
-    action: AlertAction
+    time: AwareDatetime = Field(description="When the signal was sent, with a zone.")
+    action: SignalAction
     symbol: Symbol
     quantity: Annotated[
         Annotated[int, Field(strict=True, gt=0, le=MAX_QUANTITY)] | None, BeforeValidator(_whole)
@@ -140,7 +140,7 @@ class Alert(BaseModel):
         default="",
         max_length=128,
         pattern=r"^[^\x00]*$",  # PostgreSQL takes no NUL
-        description="Tells alerts apart that are otherwise the same, also in time.",
+        description="Tells signals apart that are otherwise the same, also in time.",
     )
 
     @model_validator(mode="after")
@@ -148,21 +148,21 @@ class Alert(BaseModel):
         opens = self.action in _OPENS
         if opens and self.quantity is None:
             raise ValueError("this action needs a quantity")
-        if self.reduce_only and self.action in (AlertAction.LONG_ENTRY, AlertAction.SHORT_ENTRY):
+        if self.reduce_only and self.action in (SignalAction.LONG_ENTRY, SignalAction.SHORT_ENTRY):
             raise ValueError("an entry does not only reduce")
         return self
 
     @property
     def plain(self) -> bool:
         """An order as it stands, whatever the positions are."""
-        return self.action in (AlertAction.BUY, AlertAction.SELL) and not self.reduce_only
+        return self.action in (SignalAction.BUY, SignalAction.SELL) and not self.reduce_only
 
 
-class AlertOutcome(View):
-    """How far an alert has come that is more than one plain order."""
+class SignalOutcome(View):
+    """How far a signal has come that is more than one plain order."""
 
     client_order_id: str
-    action: AlertAction
+    action: SignalAction
     legs: list[OrderView] = Field(description="Its orders so far, the closing one first.")
     complete: bool = Field(description="False: it goes on without the caller.")
 
@@ -171,10 +171,10 @@ _INTENTS = frozenset(intent.value for intent in Intent)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlertPlan:
-    """What is to be done for an alert."""
+class SignalPlan:
+    """What is to be done for a signal."""
 
-    #: Hash of all that tells this alert from others.
+    #: Hash of all that tells this signal from others.
     digest: str
     #: Client order ids that its orders may have.
     ids: Sequence[str]
@@ -195,44 +195,46 @@ def _refusing_body() -> Iterator[None]:
 
 
 @_refusing_body()
-def parse_alert(body: bytes) -> Alert:
-    return Alert.model_validate_json(body)
+def parse_signal(body: bytes) -> Signal:
+    return Signal.model_validate_json(body)
 
 
 @_refusing_body()
-def plan_of(alert: Alert, webhook: Webhook) -> AlertPlan:
+def plan_of(signal: Signal, webhook: Webhook) -> SignalPlan:
     """Raises `InvalidRequest` for what its kind of order cannot be."""
-    digest = _digest(alert, webhook)
+    digest = _digest(signal, webhook)
     # An intent's id has at most 48 characters, because its orders' ids are longer.
-    name = f"webhook-{digest[: 48 if alert.plain else 40]}"
-    priced: dict[str, Any] = {"client_order_id": name, "quantity": alert.quantity}
-    priced |= {field: getattr(alert, field) for field in PricedBody.model_fields}
-    if alert.action.value in _INTENTS:
-        intent = IntentRequest(intent=Intent(alert.action.value), symbol=alert.symbol, **priced)
-        return AlertPlan(digest=digest, ids=(*part_ids(f"{name}.close"), f"{name}.open"), what=intent)
+    name = f"webhook-{digest[: 48 if signal.plain else 40]}"
+    priced: dict[str, Any] = {"client_order_id": name, "quantity": signal.quantity}
+    priced |= {field: getattr(signal, field) for field in PricedBody.model_fields}
+    if signal.action.value in _INTENTS:
+        intent = IntentRequest(intent=Intent(signal.action.value), symbol=signal.symbol, **priced)
+        return SignalPlan(digest=digest, ids=(*part_ids(f"{name}.close"), f"{name}.open"), what=intent)
     body = ClosePositionRequest(**priced)
-    if alert.plain:
-        assert alert.quantity is not None  # seen to by the schema  # noqa: S101
-        side = Side(alert.action.value)
-        order = body.order(name, webhook.account_id, alert.symbol, side, alert.quantity)
-        return AlertPlan(digest=digest, ids=(name,), what=order)
-    long = None if alert.action is AlertAction.CLOSE else alert.action is AlertAction.SELL
-    close = PositionClose.of(body, webhook.user_id, webhook.account_id, alert.symbol, actor_of(webhook), long)
-    return AlertPlan(digest=digest, ids=part_ids(name), what=close)
+    if signal.plain:
+        assert signal.quantity is not None  # seen to by the schema  # noqa: S101
+        side = Side(signal.action.value)
+        order = body.order(name, webhook.account_id, signal.symbol, side, signal.quantity)
+        return SignalPlan(digest=digest, ids=(name,), what=order)
+    long = None if signal.action is SignalAction.CLOSE else signal.action is SignalAction.SELL
+    close = PositionClose.of(
+        body, webhook.user_id, webhook.account_id, signal.symbol, actor_of(webhook), long
+    )
+    return SignalPlan(digest=digest, ids=part_ids(name), what=close)
 
 
 def actor_of(webhook: Webhook) -> str:
     return f"webhook:{webhook.id}"
 
 
-def _digest(alert: Alert, webhook: Webhook) -> str:
+def _digest(signal: Signal, webhook: Webhook) -> str:
     said = [
-        *(str(webhook.id), f"{alert.time.timestamp():.6f}", alert.action.value, alert.symbol),
-        *("" if alert.quantity is None else alert.quantity, alert.price_type, plain_price(alert.price)),
-        *(alert.time_in_force or "", alert.id),
+        *(str(webhook.id), f"{signal.time.timestamp():.6f}", signal.action.value, signal.symbol),
+        *("" if signal.quantity is None else signal.quantity, signal.price_type, plain_price(signal.price)),
+        *(signal.time_in_force or "", signal.id),
     ]
-    said += special_terms(alert.lot, alert.condition, alert.open_close)
-    if alert.reduce_only:  # only then, so that digests from before this field stay the same
+    said += special_terms(signal.lot, signal.condition, signal.open_close)
+    if signal.reduce_only:  # only then, so that digests from before this field stay the same
         said.append("reduce_only")
     # As a list: no value can pass for a part of the next one.
     return sha256(json.dumps(said).encode()).hexdigest()

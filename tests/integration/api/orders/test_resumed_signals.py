@@ -14,11 +14,11 @@ from sqlalchemy import func, select, text
 from sqlalchemy.engine import make_url
 
 from infra.database.models import AuditEntry, Order
-from infra.database.trading.models import WebhookAlert
+from infra.database.trading.models import WebhookDelivery
 from infra.local.process import HOST
 from infra.settings import Settings
 from tests.integration.activities.maintenance.maintaining import ValkeyLine
-from tests.integration.api.accounts.test_webhooks import an_alert, make, outcome_of, post
+from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
 from tests.integration.api.orders.test_intents import broker, sent
 from tests.integration.api.orders.test_order_changes import resting, set_row
@@ -28,26 +28,26 @@ from worker_runtime.protocol.messages import PlaceOrder
 
 @pytest.fixture
 def settings(settings: Settings) -> Settings:
-    """An answer of 202 comes soon: here it stands for an alert that goes on after it."""
+    """An answer of 202 comes soon: here it stands for a signal that goes on after it."""
     return settings.model_copy(update={"webhook_wait": 0.3})
 
 
 async def leave(api: ServedApi, **columns: str) -> None:
-    """As if much time had passed for the alert: its columns are these."""
+    """As if much time had passed for the signal: its columns are these."""
     async with api.services.database.session() as session:
         for name, value in columns.items():
             await session.execute(text(f"update webhook_deliveries set {name} = {value}"))  # noqa: S608
 
 
-async def delivery(api: ServedApi) -> WebhookAlert:
+async def delivery(api: ServedApi) -> WebhookDelivery:
     async with api.services.database.session() as session:
-        return (await session.scalars(select(WebhookAlert))).one()
+        return (await session.scalars(select(WebhookDelivery))).one()
 
 
 async def failures(api: ServedApi) -> list[AuditEntry]:
-    """What the audit trail tells of alerts that were promised."""
+    """What the audit trail tells of signals that were promised."""
     async with api.services.database.session() as session:
-        found = select(AuditEntry).where(AuditEntry.action.like("webhook.alert%"))
+        found = select(AuditEntry).where(AuditEntry.action.like("webhook.signal%"))
         return list(await session.scalars(found))
 
 
@@ -68,12 +68,12 @@ async def way_to_postgresql(api: ServedApi) -> AsyncIterator[tuple[ValkeyLine, s
 
 
 async def took_and_died(
-    api: ServedApi, start_worker: StartWorker, **alert: Any
+    api: ServedApi, start_worker: StartWorker, **signal: Any
 ) -> tuple[ScriptedWorker, dict[str, Any], dict[str, Any]]:
     """A process takes an entry and answers 202 while the close is not filled yet; then it is gone."""
     worker = await broker(api, start_worker, -2, silent)
     made = await make(api)
-    said = an_alert(made, action="long_entry", symbol="MXFA6", quantity=3, **alert)
+    said = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3, **signal)
     async with running_api(api.settings) as dying:
         answer = await post(dying, made, said)
         assert (answer.status_code, answer.json()["complete"]) == (202, False)
@@ -92,7 +92,7 @@ async def test_an_entry_whose_process_died_after_its_answer_is_carried_on_once(
     assert held.alert is not None
     assert made["secret"] not in str(held.alert)
     keeper = api.services.webhooks
-    assert await keeper.keep_alerts() == 0  # the one that took it may be alive
+    assert await keeper.keep_signals() == 0  # the one that took it may be alive
     assert sent(worker) == [("buy", 2, True)]
     await leave(api, held_until="now()")
     await until(lambda: len(worker.popped) == 2)
@@ -104,19 +104,19 @@ async def test_an_entry_whose_process_died_after_its_answer_is_carried_on_once(
     assert str(done.order_id) == answer.json()["legs"][1]["id"]
 
 
-async def test_two_processes_at_one_alert_make_each_leg_once(
+async def test_two_processes_at_one_signal_make_each_leg_once(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     worker = await broker(api, start_worker, -2, silent)
     made = await make(api)
-    said = an_alert(made, action="long_entry", symbol="MXFA6", quantity=3)
+    said = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
     async with running_api(api.settings) as other:
         assert (await post(other, made, said)).status_code == 202
         await until(lambda: len(worker.popped) == 1)
         keeper = api.services.webhooks
         while not api.services.webhooks.under_way:
             await leave(api, held_until="now()")  # it was too slow to renew its lease, and lives
-            await keeper.keep_alerts()
+            await keeper.keep_signals()
         assert api.services.webhooks.under_way == other.services.webhooks.under_way
         worker.script = filled
         await worker.answer_later(filled(worker.popped[0]))
@@ -125,17 +125,17 @@ async def test_two_processes_at_one_alert_make_each_leg_once(
     assert sent(worker) == [("buy", 2, True), ("buy", 3, False)]
 
 
-async def test_after_its_deadline_an_alert_opens_nothing_and_its_end_is_written(
+async def test_after_its_deadline_a_signal_opens_nothing_and_its_end_is_written(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     worker, made, said = await took_and_died(api, start_worker)
     await leave(api, until="now()", held_until="now()")
     keeper = api.services.webhooks
-    await keeper.keep_alerts()  # or the process's own, at the same time
+    await keeper.keep_signals()  # or the process's own, at the same time
 
-    async def ended() -> WebhookAlert:
+    async def ended() -> WebhookDelivery:
         while (row := await delivery(api)).refused is None:
-            await keeper.keep_alerts()
+            await keeper.keep_signals()
         return row
 
     row = await ended()
@@ -155,19 +155,19 @@ async def test_a_close_that_was_placed_is_done_whatever_became_of_its_process(
 ) -> None:
     worker = await broker(api, start_worker, -2, silent)
     made = await make(api)
-    said = an_alert(made, action=action, symbol="MXFA6", quantity=None)
+    said = a_signal(made, action=action, symbol="MXFA6", quantity=None)
     async with running_api(api.settings) as dying:
         assert (await post(dying, made, said)).status_code == 202
         await until(lambda: len(worker.popped) == 1)
     await leave(api, until="now()", held_until="now()")
     while (await delivery(api)).held_until is not None:
-        await api.services.webhooks.keep_alerts()
+        await api.services.webhooks.keep_signals()
     row = await delivery(api)
     assert (row.refused, row.order_id is not None) == (None, True)
     assert sent(worker) == [("buy", 2, True)]
 
 
-async def test_an_alert_is_held_from_its_promise_on_also_when_it_was_refused_before(
+async def test_a_signal_is_held_from_its_promise_on_also_when_it_was_refused_before(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     worker = await broker(api, start_worker, 2, resting)
@@ -175,7 +175,7 @@ async def test_an_alert_is_held_from_its_promise_on_also_when_it_was_refused_bef
     order = an_order(7, symbol="MXFA6", side="sell", quantity=1)
     async with api.client(api.key) as user:
         placed = (await user.post(f"/users/{api.user}/orders", json=order)).json()
-    said = an_alert(made, action="long_exit", symbol="MXFA6", quantity=None)
+    said = a_signal(made, action="long_exit", symbol="MXFA6", quantity=None)
     refused = await outcome_of(api, made, said)
     assert refused.json()["code"] == "POSITION_BUSY"
     assert (await delivery(api)).held_until is None
@@ -191,12 +191,12 @@ async def test_an_alert_is_held_from_its_promise_on_also_when_it_was_refused_bef
     assert timedelta(0) < held.until - held.at <= timedelta(seconds=api.settings.order_deadline + 20)
 
 
-async def test_an_alert_that_was_answered_with_an_error_is_not_carried_on(
+async def test_a_signal_that_was_answered_with_an_error_is_not_carried_on(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     worker = await broker(api, start_worker, -2, silent)
     made = await make(api)
-    said = an_alert(made, action="long_entry", symbol="MXFA6", quantity=3)
+    said = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
     async with AsyncExitStack() as stack:
         line, url = await stack.enter_async_context(way_to_postgresql(api))
         # The answer is given when this time is over, by which the worker has taken the close.
@@ -214,7 +214,7 @@ async def test_an_alert_that_was_answered_with_an_error_is_not_carried_on(
         await worker.answer_later(filled(worker.popped[0]))
         await until(lambda: not failing.services.webhooks.under_way)
     await leave(api, held_until="case when held_until is not null then now() end")
-    assert await api.services.webhooks.keep_alerts() == 0
+    assert await api.services.webhooks.keep_signals() == 0
     assert not api.services.webhooks.under_way
     assert sent(worker) == [("buy", 2, True)]
 
@@ -224,7 +224,7 @@ async def test_a_promised_reversal_that_was_stopped_halfway_is_finished(
 ) -> None:
     worker = await broker(api, start_worker, -2, silent)
     made = await make(api)
-    said = an_alert(made, action="long_entry", symbol="MXFA6", quantity=3)
+    said = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
     assert (await post(api, made, said)).status_code == 202
     await until(lambda: len(worker.popped) == 1)
     worker.script = resting
@@ -248,7 +248,7 @@ async def test_what_refuses_the_second_half_of_a_promised_reversal_is_written(
 ) -> None:
     worker = await broker(api, start_worker, -2, silent)
     made = await make(api)
-    said = an_alert(made, action="long_entry", symbol="MXFA6", quantity=3)
+    said = a_signal(made, action="long_entry", symbol="MXFA6", quantity=3)
     assert (await post(api, made, said)).status_code == 202
     await until(lambda: len(worker.popped) == 1)
     async with api.client(api.key) as user:
@@ -264,7 +264,7 @@ async def test_what_refuses_the_second_half_of_a_promised_reversal_is_written(
     assert sent(worker) == [("buy", 2, True)]
 
 
-async def test_no_order_of_an_alert_is_valid_beyond_its_deadline(
+async def test_no_order_of_a_signal_is_valid_beyond_its_deadline(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     worker, _, _ = await took_and_died(api, start_worker)
@@ -275,36 +275,36 @@ async def test_no_order_of_an_alert_is_valid_beyond_its_deadline(
         opened = await session.get(Order, UUID(worker.popped[1].order_id))
     assert opened is not None
     assert end is not None
-    assert opened.deadline_at < end + timedelta(seconds=5)  # 30 s after now without the alert's own
+    assert opened.deadline_at < end + timedelta(seconds=5)  # 30 s after now without the signal's own
     assert worker.popped[1].lifetime_ms <= 12_000
 
 
-async def test_an_alert_that_cannot_be_read_holds_up_no_other(
+async def test_a_signal_that_cannot_be_read_holds_up_no_other(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     worker, made, _ = await took_and_died(api, start_worker)
     async with api.services.database.session() as session:
-        for digest, alert in (("1" * 64, {}), ("2" * 64, None)):
+        for digest, signal in (("1" * 64, {}), ("2" * 64, None)):
             now = func.clock_timestamp()
-            row = WebhookAlert(webhook_id=UUID(made["id"]), digest=digest, alert=alert)
+            row = WebhookDelivery(webhook_id=UUID(made["id"]), digest=digest, alert=signal)
             row.until, row.held_until = now + timedelta(seconds=60), now - timedelta(seconds=60)
             session.add(row)
-        session.add(WebhookAlert(webhook_id=uuid4(), digest="3" * 64, alert={}, held_until=func.now()))
+        session.add(WebhookDelivery(webhook_id=uuid4(), digest="3" * 64, signal={}, held_until=func.now()))
     await leave(api, held_until="least(held_until, now())")
     keeper = api.services.webhooks
 
     async def refusals() -> list[str]:
         async with api.services.database.session() as session:
-            return [str(one) for one in await session.scalars(select(WebhookAlert.refused)) if one]
+            return [str(one) for one in await session.scalars(select(WebhookDelivery.refused)) if one]
 
-    await keeper.keep_alerts()
+    await keeper.keep_signals()
     await until(lambda: len(worker.popped) == 2)
     while len(found := await refusals()) < 2:  # the process's own keeper is at them
-        await keeper.keep_alerts()
+        await keeper.keep_signals()
     assert {one.partition(":")[0] for one in found} == {"INVALID_REQUEST"}
 
 
-async def test_an_alert_of_a_revoked_webhook_is_not_taken_up_again(
+async def test_a_signal_of_a_revoked_webhook_is_not_taken_up_again(
     api: ServedApi, start_worker: StartWorker
 ) -> None:
     worker, made, _ = await took_and_died(api, start_worker)
@@ -312,7 +312,7 @@ async def test_an_alert_of_a_revoked_webhook_is_not_taken_up_again(
         await user.delete(f"/users/{api.user}/webhooks/{made['id']}")
     await leave(api, held_until="now()")
     while (row := await delivery(api)).held_until is not None:
-        await api.services.webhooks.keep_alerts()
+        await api.services.webhooks.keep_signals()
     assert str(row.refused).startswith("WEBHOOK_UNKNOWN")
     assert [entry.data["code"] for entry in await failures(api)] == ["WEBHOOK_UNKNOWN"]
     assert sent(worker) == [("buy", 2, True)]

@@ -1,0 +1,306 @@
+"""Chooses which drills a run takes: those of what changed lately, and a quarter of the rest.
+
+A drill is a test that takes minutes, mostly with a whole system of its own, and is marked `drill`.
+`--drills=rotate`, which `.ci/run` passes, leaves out those that are not due:
+
+- A drill runs if one of its paths changed in the last `RECENT_COMMITS` commits, or has changes that are not
+  committed.
+- Of the rest, one quarter runs: the number of commits, modulo 4, chooses it. Each drill keeps its quarter
+  until `DRILLS` changes, and the quarters take about equally long.
+- Without a full history (no git, a shallow clone) all drills run. A drill without an entry in `DRILLS` always
+  runs.
+
+The head of pytest's output names each drill that runs and each that is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from xdist.workermanage import WorkerController
+
+#: Commits, without merges, in which a change of a drill's paths makes it run.
+RECENT_COMMITS = 20
+#: Parts into which the drills are divided; a run takes one of them.
+ROTATION_PARTS = 4
+
+
+@dataclass(frozen=True)
+class DrillGroup:
+    """Drills that share a system, and the paths that they are about."""
+
+    name: str
+    #: A test, a module, or a folder with a slash at its end. Drills below it belong to this entry.
+    tests: str
+    #: Files, or folders with a slash at their end. A change of the drills' own module counts, too.
+    about: tuple[str, ...]
+    #: Process-seconds on 2 cores, rounded; they balance the quarters.
+    duration_s: int
+
+    def is_about(self, path: str) -> bool:
+        """Returns True if a change of the file at `path` makes this drill run."""
+        own = self.tests.partition("::")[0]
+        return any(
+            path == entry or (entry.endswith("/") and path.startswith(entry)) for entry in (own, *self.about)
+        )
+
+    def includes(self, node_id: str) -> bool:
+        """Returns True if the test belongs to this entry."""
+        if self.tests.endswith("/"):
+            return node_id.startswith(self.tests)
+        return node_id == self.tests or node_id.startswith((f"{self.tests}::", f"{self.tests}["))
+
+
+#: The first entry that includes a drill counts.
+DRILLS = (
+    DrillGroup(
+        "compose",
+        "tests/compose/",
+        (
+            ".dockerignore",
+            "compose.yaml",
+            "infra/compose/",
+            "infra/images/",
+            "infra/launchers/docker/",
+            "infra/node/",
+        ),
+        400,
+    ),
+    DrillGroup(
+        "benches",
+        "tests/integration/bench/test_bench.py",
+        ("infra/lab/bench/", "infra/lab/target.py", "infra/lab/figures.py"),
+        300,
+    ),
+    DrillGroup(
+        "kill steps beside an order's way",
+        "tests/chaos/test_steps.py",
+        (
+            "activities/events/recorder.py",
+            "activities/orders/",
+            "infra/database/orders/",
+            "tests/chaos/steps.py",
+            "tests/chaos/traps.py",
+            "workflows/order/",
+            "worker_runtime/trading/",
+        ),
+        300,
+    ),
+    DrillGroup(
+        "rolling hosts",
+        "tests/chaos/test_drill.py",
+        ("activities/rollout/", "infra/launchers/process.py", "infra/node/", "workflows/rollout/"),
+        120,
+    ),
+    DrillGroup(
+        "lost host",
+        "tests/chaos/test_host_lost.py",
+        (
+            "activities/claims/stop.py",
+            "activities/events/mark_watcher.py",
+            "workflows/user_worker/supervision.py",
+        ),
+        120,
+    ),
+    DrillGroup(
+        "late lists",
+        "tests/chaos/test_late_lists.py",
+        ("activities/claims/", "activities/maintenance/", "infra/launchers/process.py"),
+        60,
+    ),
+    DrillGroup(
+        "restore",
+        "tests/integration/local/test_restore.py",
+        ("infra/recovery/", "infra/database/migrations/"),
+        150,
+    ),
+    DrillGroup(
+        "two releases",
+        "tests/integration/local/test_two_releases.py",
+        (
+            "activities/orchestrator/",
+            "infra/database/migrations/",
+            "tests/contract/protocol/",
+            "worker_runtime/protocol/messages.py",
+        ),
+        120,
+    ),
+    DrillGroup(
+        "versions of the orchestrator",
+        "tests/e2e/test_versions.py",
+        ("activities/orchestrator/", "workflows/entity.py", "workflows/sandbox.py"),
+        150,
+    ),
+    DrillGroup(
+        "fleet of Valkey users",
+        "tests/e2e/test_worker_users.py",
+        ("infra/valkey/", "activities/events/pump.py", "infra/lab/bench/fleet/simulated/"),
+        60,
+    ),
+    DrillGroup(
+        "trading day",
+        "tests/workflow/days/test_trading_day.py",
+        ("workflows/morning/", "infra/market/", "tests/workflow/days/moved_system.py"),
+        60,
+    ),
+    DrillGroup(
+        "year",
+        "tests/workflow/days/test_year.py",
+        (
+            "workflows/reports/",
+            "infra/market/",
+            "infra/temporal/schedules.py",
+            "tests/workflow/days/moved_system.py",
+        ),
+        100,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class History:
+    """What git knows of a checkout."""
+
+    commit_count: int
+    changed: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which drills a run takes; each has the reason."""
+
+    summary: str
+    taken: Mapping[str, str]
+    left_out: Mapping[str, str]
+
+    def lines(self) -> Iterator[str]:
+        """Yields the lines of the head of pytest's output."""
+        yield f"drills: {self.summary}"
+        for name, reason in self.taken.items():
+            yield f"  runs      {name}: {reason}"
+        for name, reason in self.left_out.items():
+            yield f"  left out  {name}: {reason}"
+
+
+def read_history(root: Path) -> History | None:
+    """Reads the number of commits and the paths of the last ones; None without git or a full history."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(root), *words],  # noqa: S607 - whichever git the machine has
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+
+    try:
+        if git("rev-parse", "--is-shallow-repository").strip() != "false":
+            return None
+        recent = (
+            "log",
+            f"--max-count={RECENT_COMMITS}",
+            "--no-merges",
+            "--format=",
+            "--name-only",
+            "--no-renames",
+        )
+        listings = (
+            git(*recent, "-z"),
+            git("diff", "HEAD", "--name-only", "--no-renames", "-z"),
+            git("ls-files", "--others", "--exclude-standard", "-z"),
+        )
+        changed = frozenset(path for listing in listings for path in listing.split("\0") if path)
+        return History(int(git("rev-list", "--count", "HEAD")), changed)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def divide(drills: Sequence[DrillGroup]) -> dict[str, int]:
+    """Returns the part of the rotation, from 0, of each drill. The longest go first, to the emptiest part."""
+    totals = [0] * ROTATION_PARTS
+    parts = {}
+    for drill in sorted(drills, key=lambda drill: (-drill.duration_s, drill.name)):
+        part = totals.index(min(totals))
+        parts[drill.name] = part
+        totals[part] += drill.duration_s
+    return parts
+
+
+def choose_drills(history: History | None, drills: Sequence[DrillGroup] = DRILLS) -> Choice:
+    """Chooses the drills of a run of this checkout."""
+    if history is None:
+        reason = "git has no full history here"
+        return Choice(f"all, since {reason}", {drill.name: reason for drill in drills}, {})
+    turn = history.commit_count % ROTATION_PARTS
+    parts = divide(drills)
+    taken, left_out = {}, {}
+    for drill in drills:
+        changed = sorted(filter(drill.is_about, history.changed))
+        part = parts[drill.name]
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            taken[drill.name] = f"{changed[0]}{more} changed in the last {RECENT_COMMITS} commits"
+        elif part == turn:
+            taken[drill.name] = f"its part, {part + 1}, is due"
+        else:
+            left_out[drill.name] = f"its part is {part + 1}, and nothing that it is about changed"
+    seconds = sum(drill.duration_s for drill in drills if drill.name in taken)
+    return Choice(
+        f"part {turn + 1} of {ROTATION_PARTS} is due at {history.commit_count} commits; about {seconds} s "
+        f"of {sum(drill.duration_s for drill in drills)} s run",
+        taken,
+        left_out,
+    )
+
+
+def drill_of(node_id: str, drills: Iterable[DrillGroup] = DRILLS) -> DrillGroup | None:
+    """Returns the entry that a test marked `drill` belongs to."""
+    return next((drill for drill in drills if drill.includes(node_id)), None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--drills",
+        choices=("all", "rotate"),
+        default="all",
+        help="all: every drill. rotate: those whose paths changed lately, and a quarter of the rest",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the rotation if the run asks for it. The first process chooses, and tells the others."""
+    if config.getoption("drills") != "rotate":
+        return
+    told = getattr(config, "workerinput", {}).get("left_out_drills")
+    choice = choose_drills(read_history(config.rootpath)) if told is None else Choice("", {}, told)
+    config.pluginmanager.register(DrillRotation(choice), "berth-drill-rotation")
+
+
+class DrillRotation:
+    """The plugin that reports the choice and leaves out the other drills."""
+
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
+
+    def pytest_report_header(self) -> list[str]:
+        return list(self._choice.lines())
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: WorkerController) -> None:
+        node.workerinput["left_out_drills"] = dict(self._choice.left_out)
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        left_out = []
+        for item in items:
+            if item.get_closest_marker("drill") is not None:
+                drill = drill_of(item.nodeid)
+                if drill is not None and drill.name in self._choice.left_out:
+                    left_out.append(item)
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            gone = set(left_out)
+            items[:] = [item for item in items if item not in gone]
