@@ -14,6 +14,8 @@ What each program reads, and what was decided:
   URL says all (`sslmode` and `sslrootcert` included).
 - temporalio, the program `temporal`: `TEMPORAL_*`. Forgotten everywhere; `BERTH_TEMPORAL_*` say all. The
   program also reads a file in the home folder: the local stack tells it not to.
+- prometheus_client: `PROMETHEUS_MULTIPROC_DIR` would have it count in memory-mapped files. Forgotten when
+  `infra` is imported, because the library reads it at its own import.
 - redis-py and Valkey read none.
 - boto3: `AWS_*`. Passed on: it runs only where a setting names a KMS key, a secret or an ECS cluster.
 - httpx, pip, OpenSSL: proxies and certificates (`HTTPS_PROXY`, `SSL_CERT_FILE` …) are passed on, since what
