@@ -98,8 +98,8 @@ DRILLS = (
     DrillGroup(
         "benches under a quota",
         (
-            f"{BENCHES}::test_leases_of_a_throttled_runner_are_counted_beside_the_naive_ones",
-            f"{BENCHES}::test_renewals_of_a_throttled_worker_are_counted_beside_the_naive_ones",
+            f"{BENCHES}::test_a_throttled_runner_loses_no_lease_and_its_late_renewals_are_reported",
+            f"{BENCHES}::test_a_throttled_worker_renews_in_time_beside_a_naive_one_that_does_not",
         ),
         ("infra/lab/bench/starvation/",),
         50,
