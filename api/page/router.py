@@ -36,6 +36,7 @@ from api.page.rendering import ROWS, InPage, PageRoute, show_template
 from api.pools import router as pools
 from api.switches import router as switches
 from api.users import router as users
+from api.webhook_calls import router as webhook_calls
 from api.webhooks import router as webhooks
 from api.workers import router as workers
 from infra.database import api_keys, audit
@@ -104,6 +105,23 @@ async def show_user(user_id: UserId, page: InPage) -> HTMLResponse:
         placed=page.read(orders.list_orders, user_id=user_id, query=OrderQuery(limit=ORDERS)),
         differences=page.read(attention.list_reconciliations, user_id=user_id),
         hooks=page.read(webhooks.list_webhooks, user_id=user_id),
+    )
+
+
+@router.get("/page/users/{user_id}/webhooks/{webhook_id}")
+async def show_webhook(
+    user_id: UserId,
+    webhook_id: UUID,
+    page: InPage,
+    cursor: Annotated[int | None, Query(ge=1, le=2**63 - 1)] = None,
+) -> HTMLResponse:
+    """What came to a webhook lately, and what became of it."""
+    page.require_user(user_id)
+    calls = page.read(
+        webhook_calls.list_calls, user_id=user_id, webhook_id=webhook_id, limit=ROWS, cursor=cursor
+    )
+    return await page.show(
+        "webhook.html", f"Webhook {webhook_id}", user_id=user_id, webhook_id=webhook_id, calls=calls
     )
 
 

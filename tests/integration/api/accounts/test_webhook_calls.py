@@ -21,6 +21,7 @@ from tests.integration.api.accounts.test_portfolio import held as position
 from tests.integration.api.accounts.test_portfolio import holding
 from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
 from tests.integration.api.conftest import ServedApi, StartWorker
+from tests.integration.api.test_page import browser
 
 
 async def ask(api: ServedApi, method: str, path: str, key: str | None = None, **how: Any) -> httpx.Response:
@@ -92,6 +93,20 @@ async def test_calls_are_exported_for_spreadsheets_without_formulas(api: ServedA
     assert row["outcome"] == "INVALID_REQUEST"
     assert row["received_at"].endswith("+08:00")
     assert row["body"].startswith("'=HYPERLINK")
+
+
+async def test_a_page_shows_the_calls_and_pauses_the_webhook(api: ServedApi) -> None:
+    made = await make(api)
+    await post(api, made, a_signal(made, action="hold<script>"))
+    async with browser(api, api.key) as page:
+        user = await page.get(f"/page/users/{api.user}")
+        assert f"/page/users/{api.user}/webhooks/{made['id']}" in user.text
+        assert f"/v1/users/{api.user}/webhooks/{made['id']}/pause" in user.text
+        shown = await page.get(f"/page/users/{api.user}/webhooks/{made['id']}")
+    assert shown.status_code == 200
+    assert "INVALID_REQUEST" in shown.text
+    assert "hold<script>" not in shown.text
+    assert made["secret"] not in shown.text
 
 
 async def test_another_user_sees_nothing_of_a_webhook(api: ServedApi) -> None:
