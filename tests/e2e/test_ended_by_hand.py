@@ -35,7 +35,8 @@ def end(house: House, how: str, workflow_id: str) -> None:
             *("--type", "FirstWorkflowTask", "--reason", "by a test"),
         )
     else:
-        temporal(house, "workflow", how, "--workflow-id", workflow_id)
+        sure = ("--yes",) if how == "delete" else ()
+        temporal(house, "workflow", how, "--workflow-id", workflow_id, *sure)
 
 
 def pool_view(house: House) -> dict[str, Any] | None:
@@ -106,7 +107,7 @@ def test_a_user_with_an_order_in_flight_keeps_the_worker(house: House, how: str)
     house.exchange(lambda admin: admin.set_behaviour(trader.account_id, Behaviour()))
 
     def final() -> bool:
-        path = f"/v1/users/{trader.user_id}/orders/{placed.json()['id']}"
+        path = f"/v1/orders/{placed.json()['id']}"
         return bool(house.call("GET", path, trader.api_key).json()["state"] == "filled")
 
     until(final, "final order", BACK)
