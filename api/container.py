@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
+from sqlalchemy.ext.asyncio import AsyncSession
 from temporalio.client import Client
 
 from api.fleet.alerts import OperatorAlerts
@@ -44,6 +45,7 @@ from infra.alerts.errors import send_errors
 from infra.database import api_keys, audit, users
 from infra.database.engine import Database, Turns
 from infra.database.migrate import SchemaCheck
+from infra.database.models import ApiKey
 from infra.database.orders import feed as order_changes
 from infra.database.workers import timeline
 from infra.doctor.servers import API_KEYS, BROKER, POSTGRESQL, VALKEY, log_problems
@@ -178,10 +180,13 @@ class Services:
         if not self.tokens.is_genuine(token):
             return None  # made up: it costs no query
         self.schema.require()  # every genuine request passes here: none meets a table that is not there yet
-        async with self.database.session() as session:
+
+        async def find(session: AsyncSession) -> tuple[ApiKey | None, ApiKey | None, bool]:
             key = await api_keys.find_api_key(session, token)
             owner = await api_keys.find_owner(session, key) if key else None
-            disabled = owner is not None and await users.is_disabled(session, owner.user_id)
+            return key, owner, owner is not None and await users.is_disabled(session, owner.user_id)
+
+        key, owner, disabled = await self.database.read(find)
         if key is None or owner is None:
             return None
         ends = min((one.expires_at for one in (key, owner) if one.expires_at), default=None)

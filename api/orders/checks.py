@@ -74,8 +74,7 @@ class PreTradeChecks:
         until, usage = self._known.get(name, (0.0, None))
         if until > now:
             return usage
-        async with self._database.session(autocommit=True) as session:
-            found = await trading_limits.account_usage(session, *name)
+        found = await self._database.read(trading_limits.account_usage, *name)
         if found is None or self._max_orders(found) - found.tags < RECOUNT_BELOW:
             self._known.pop(name, None)
             return found

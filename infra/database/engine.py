@@ -32,6 +32,8 @@ T = TypeVar("T")
 #: Seconds that a transaction may wait for its own process, so that a process that is stopped or cut off loses
 #: its locks. A claim holds its user's row while it asks Valkey, whose socket timeout is 5 s.
 IDLE_IN_TRANSACTION = 20
+#: Seconds after which a failed read is not repeated: a connection that died silently is found within one.
+REPEAT_READ_WITHIN_S = 1.9
 #: How asyncpg connects. Seconds.
 _CONNECT: dict[str, Any] = {
     "timeout": 5.0,  # a connect takes about 10 ms, but a busy host can stand still for 2 to 3 s
@@ -349,6 +351,18 @@ class Database:
         """
         async with self.session(autocommit=True) as session:
             return await function(session, *args, **named)
+
+    async def read(
+        self, function: Callable[Concatenate[AsyncSession, P], Awaitable[T]], *args: P.args, **named: P.kwargs
+    ) -> T:
+        """`fetch` for a function that only reads: repeated once if its connection had died silently."""
+        began = time.monotonic()
+        try:
+            return await self.fetch(function, *args, **named)
+        except DatabaseUnavailable:
+            if time.monotonic() - began > REPEAT_READ_WITHIN_S:
+                raise
+        return await self.fetch(function, *args, **named)
 
     async def write(
         self, function: Callable[Concatenate[AsyncSession, P], Awaitable[T]], *args: P.args, **named: P.kwargs
