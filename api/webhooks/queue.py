@@ -331,13 +331,13 @@ class SignalQueue:
 
     async def _place(self, run: SignalRun, plan: SignalPlan, orders: Sequence[PlannedOrder]) -> None:
         """Writes orders together and sends them. Raises why one of them never reached the broker."""
-        call, symbol = run.call, run.meaning.symbol
+        call = run.call
         origin = "" if run.meaning.wish.is_plain else f"{run.meaning.wish.action}:{call.id}"
         legs: list[tuple[OrderRequest, OrderLeg]] = []
         for order in orders:
             if order.closes and order.quantity > MAX_QUANTITY:
                 raise errors.CloseInvalid(f"one close takes at most {MAX_QUANTITY}; close it in steps")
-            body = _body_of(order, call.account_id, symbol)
+            body = order_request(order, run.meaning, call.account_id)
             legs.append(
                 (body, OrderLeg(fingerprint=body.fingerprint, origin=origin, reduce_only=order.closes))
             )
@@ -432,13 +432,18 @@ def _reason_of(plan: SignalPlan, run: SignalRun) -> str:
     return "; ".join(notes)
 
 
-def _body_of(order: PlannedOrder, account_id: str, symbol: str) -> OrderRequest:
-    """The order as a request; our own ids and quantities are not among a caller's."""
+def order_request(order: PlannedOrder, meaning: Meaning, account_id: str) -> OrderRequest:
+    """Returns the request for a planned order. It is not validated: callers may not use our ids.
+
+    The duplicate check does not apply to `position`. The order is what is missing from the position that was
+    read under the lane's lease, so the same order again within the window (from 0 to 1, then from 1 to 2) is
+    meant.
+    """
     pricing = order.pricing
     return OrderRequest.model_construct(
         client_order_id=order.client_order_id,
         account_id=account_id,
-        symbol=symbol,
+        symbol=meaning.symbol,
         side=order.side,
         quantity=order.quantity,
         price_type=pricing.price_type,
@@ -447,7 +452,7 @@ def _body_of(order: PlannedOrder, account_id: str, symbol: str) -> OrderRequest:
         lot=pricing.lot,
         condition=pricing.condition or OrderCondition.CASH,
         open_close=pricing.open_close,
-        allow_duplicate=False,
+        allow_duplicate=meaning.wish.action is SignalAction.POSITION,
     )
 
 

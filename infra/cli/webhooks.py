@@ -64,7 +64,10 @@ def list_webhooks(api: OperatorApi, user: OfUser) -> CommandAnswer:
         row["unit"] = row["quantity_unit"] or "unconfirmed"
     columns = "id, account: account_id, unit, odd, entries: entry_mode, sources, window (s): window_s"
     return list_answer(
-        rows, f"{columns}, made (UTC): created_at, revoked (UTC): revoked_at", none="no webhook"
+        rows,
+        f"{columns}, made (UTC): created_at, paused (UTC): paused_at, expires (UTC): expires_at,"
+        " revoked (UTC): revoked_at",
+        none="no webhook",
     )
 
 
