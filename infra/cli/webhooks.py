@@ -226,6 +226,6 @@ def set_symbol(
 
 @api_command(symbols_app)
 def forget(api: OperatorApi, name: Name) -> CommandAnswer:
-    """Forget a name: from now on it means what it means without the table."""
+    """Forget a name: from now on it is resolved without the table."""
     done = api.delete("symbols", name).body
-    return CommandAnswer(done, f"{name.upper()} has no meaning of its own any more")
+    return CommandAnswer(done, f"{name.upper()} is resolved without the table again")
