@@ -1,4 +1,4 @@
-"""What a webhook's calls look like, and a test of a signal."""
+"""Bodies and views of a webhook's calls, and of a test of a signal."""
 
 from datetime import datetime
 from typing import Annotated, Any, Self

@@ -1,4 +1,4 @@
-"""Tests signals without placing orders, exports a webhook's calls, and tells its owner of failures."""
+"""Tests signals without placing orders, exports a webhook's calls, and reports failures to its owner."""
 
 import asyncio
 import csv
@@ -33,7 +33,7 @@ from worker_runtime.protocol.errors import BerthError, MalformedMessage
 
 #: Seconds for which a test waits for the broker's positions: a worker may have to be started.
 TEST_TIMEOUT_S = 20.0
-#: Seconds between two looks for failures that are due to be told.
+#: Seconds between two checks for failures that are due to be reported.
 CHECK_INTERVAL_S = 5.0
 #: Name of the event in deliveries to a user's own receiver (`DeliverWebhook.event`).
 FAILURE_EVENT = "webhook.signals_failed"
@@ -121,7 +121,7 @@ class SignalTester:
 
 
 class FailureNotices:
-    """Tells a webhook's owner of signals that failed, where their daily statements go, too."""
+    """Reports failed signals to a webhook's owner, at the addresses of their daily statements."""
 
     def __init__(self, database: Database, jobs: KeptJobs, require_schema: Callable[[], None]) -> None:
         """`require_schema` raises `DatabaseUnavailable` until the tables are there."""
@@ -130,7 +130,7 @@ class FailureNotices:
         self._require_schema = require_schema
 
     async def run(self) -> None:
-        """Sends what is due, for ever."""
+        """Sends the reports that are due, for ever."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             try:
@@ -143,10 +143,10 @@ class FailureNotices:
                 log.exception("failure_notices_failed")
 
     async def send_due(self) -> bool:
-        """Sends what is due for one webhook; False if nothing is. Raises `DatabaseUnavailable`.
+        """Sends the report of one webhook; returns False if none is due. Raises `DatabaseUnavailable`.
 
-        The jobs are made before the failures are noted as told, under ids of the first failure: a process
-        that dies between both sends nothing twice.
+        The jobs are made before the failures are marked as reported, and are named after the first failure: a
+        process that dies in between sends nothing twice.
         """
         async with self._database.session() as session:
             failures = await webhook_calls.take_failures(session)

@@ -1,4 +1,4 @@
-"""What a signal means when it comes: contract, unit and quantity, by the webhook's settings of that moment.
+"""Interprets a signal when it comes: contract, unit and quantity, by the webhook's settings of that moment.
 
 It is stored with the signal before anything is placed. So a repeat, or another process that takes the signal
 over, does the same after a roll date, after an edited table of symbols and after a change of the webhook.
@@ -21,7 +21,7 @@ from worker_runtime.protocol.order_terms import ODD_LOTS, SHARES_PER_LOT, OrderL
 
 @dataclass(frozen=True, kw_only=True)
 class ReceivedSignal:
-    """A signal with its meaning, and the columns that keep both."""
+    """Holds a signal with its meaning, and the columns that store both."""
 
     signal: Signal
     digest: str
@@ -60,11 +60,11 @@ def interpret(
         unit = QuantityUnit.SHARES
     else:
         unit = QuantityUnit(webhook.quantity_unit or QuantityUnit.LOTS)
-    most = MAX_QUANTITY * (SHARES_PER_LOT if unit is QuantityUnit.SHARES else 1)
-    asked = max(signal.quantity or 0, abs(signal.target or 0))
-    if asked > most:
-        raise InvalidRequest(f"{asked} {unit} are more than one signal may be for ({most})")
-    after_close = calendar.is_open(Market.STOCK, at, OrderLot.ODD)
+    max_quantity = MAX_QUANTITY * (SHARES_PER_LOT if unit is QuantityUnit.SHARES else 1)
+    quantity = max(signal.quantity or 0, abs(signal.target or 0))
+    if quantity > max_quantity:
+        raise InvalidRequest(f"{quantity} {unit} are too many: one signal may be for {max_quantity} at most")
+    trades_after_close = calendar.is_open(Market.STOCK, at, OrderLot.ODD)
     meaning = Meaning(
         symbol=symbol,
         unit=unit,
@@ -74,7 +74,7 @@ def interpret(
         rounding=PriceRounding(webhook.price_rounding or PriceRounding.SAFE),
         pricing=signal.pricing,
         names=signal.names(digest),
-        odd_lot=OrderLot.ODD if after_close else OrderLot.INTRADAY_ODD,
+        odd_lot=OrderLot.ODD if trades_after_close else OrderLot.INTRADAY_ODD,
     )
     return ReceivedSignal(signal=signal, digest=digest, meaning=meaning)
 

@@ -38,7 +38,7 @@ ODD_LOT_MARGIN = Decimal("0.01")
 
 
 class SignalAction(StrEnum):
-    """What a signal asks for: an order, or what a strategy wants."""
+    """Names what a signal asks for: an order, or what a strategy wants."""
 
     BUY = "buy"
     SELL = "sell"
@@ -51,7 +51,7 @@ class SignalAction(StrEnum):
 
 
 class QuantityUnit(StrEnum):
-    """What a signal's quantity counts."""
+    """Says what a signal's quantity counts."""
 
     SHARES = "shares"
     LOTS = "lots"
@@ -59,7 +59,7 @@ class QuantityUnit(StrEnum):
 
 
 class OddLots(StrEnum):
-    """What becomes of shares beyond full lots."""
+    """Says what happens to shares beyond full lots."""
 
     SPLIT = "split"
     REFUSE = "refuse"
@@ -67,22 +67,25 @@ class OddLots(StrEnum):
 
 
 class EntryMode(StrEnum):
-    """`open`: an entry opens its whole quantity, after it closed the other side. `delta`: it trades its
-    quantity, of which the close of the other side is a part."""
+    """Says what an entry's quantity is.
+
+    `open`: what it opens, after it closed the other side. `delta`: all that it trades; the close of the other
+    side is a part of it.
+    """
 
     OPEN = "open"
     DELTA = "delta"
 
 
 class PriceRounding(StrEnum):
-    """`safe`: a limit price between two ticks is moved so that it is no worse for its sender."""
+    """Says what happens to a limit price between two ticks; `safe` moves it in its sender's favour."""
 
     SAFE = "safe"
     REFUSE = "refuse"
 
 
 class Outcome(StrEnum):
-    """What became of a signal that was not refused."""
+    """Says how a signal ended that was not refused."""
 
     PLACED = "placed"
     NOTHING_TO_CLOSE = "nothing_to_close"
@@ -91,7 +94,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What a signal asks for, in the unit of its webhook."""
+    """Holds what a signal asks for, in the unit of its webhook."""
 
     action: SignalAction
     #: None: all of the position.
@@ -102,7 +105,7 @@ class Wish:
 
     @property
     def is_plain(self) -> bool:
-        """An order as it stands, whatever the positions are."""
+        """True for an order as it stands, whatever the positions are."""
         return self.action in (SignalAction.BUY, SignalAction.SELL) and not self.reduce_only
 
     @property
@@ -116,7 +119,7 @@ class Wish:
 
     @property
     def closes_long(self) -> bool | None:
-        """The side of positions that it may close; None: either."""
+        """Returns True if it may close long positions, False for short ones, None for either."""
         match self.action:
             case SignalAction.LONG_EXIT | SignalAction.SHORT_ENTRY | SignalAction.SELL:
                 return True
@@ -127,7 +130,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Move:
-    """A step towards a position, in the unit of the webhook."""
+    """Holds one step towards a position, in the unit of the webhook."""
 
     side: Side
     quantity: int
@@ -136,7 +139,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Moves:
-    """All steps of a signal, closing ones first, and a sentence about what it asked for beyond them."""
+    """Holds all steps of a signal, closing ones first, and a sentence about what it asked for beyond them."""
 
     steps: Sequence[Move]
     outcome: Outcome = Outcome.PLACED
@@ -148,13 +151,13 @@ class Moves:
 
 
 def plan_moves(wish: Wish, held: int, mode: EntryMode = EntryMode.OPEN) -> Moves:
-    """Plan the steps from the position `held`, negative when short; it does not count for a plain order."""
+    """Plan the steps from the position `held`, negative when short; a plain order ignores it."""
     if wish.action is SignalAction.POSITION:
         return _towards(wish.target or 0, held)
     side, quantity = wish.opens_side, wish.quantity
     if side is None:
         return _exit(wish, held)
-    assert quantity is not None  # the schema sees to it  # noqa: S101
+    assert quantity is not None  # the schema requires it  # noqa: S101
     if wish.is_plain:
         return Moves([Move(side, quantity, closes=False)])
     against = max(0, -held if side is Side.BUY else held)
@@ -170,14 +173,14 @@ def _steps(side: Side, closed: int, opened: int) -> list[Move]:
 
 def _exit(wish: Wish, held: int) -> Moves:
     long = wish.closes_long
-    there = abs(held) if long is None or (held > 0) is long else 0
-    if not there:
+    closable = abs(held) if long is None or (held > 0) is long else 0
+    if not closable:
         kind = {None: "position", True: "long position", False: "short position"}[long]
         return Moves([], Outcome.NOTHING_TO_CLOSE, f"there is no {kind} to close")
-    quantity = min(there, wish.quantity or there)
+    quantity = min(closable, wish.quantity or closable)
     note = ""
-    if wish.quantity is not None and wish.quantity > there:
-        note = f"the position is {there}, so {there} of {wish.quantity} are closed"
+    if wish.quantity is not None and wish.quantity > closable:
+        note = f"the position is {closable}, so {closable} of {wish.quantity} are closed"
     return Moves(_steps(Side.SELL if held > 0 else Side.BUY, quantity, 0), note=note)
 
 
@@ -194,7 +197,7 @@ def _towards(target: int, held: int) -> Moves:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderPricing:
-    """How the orders of a signal are priced and what they are, as it says."""
+    """Holds price and terms of a signal's orders, as the signal gives them."""
 
     price_type: PriceType = PriceType.MARKET
     price: Decimal | None = None
@@ -206,7 +209,7 @@ class OrderPricing:
     quoted: Decimal | None = None
 
     def rounded(self, symbol: str, side: Side, rounding: PriceRounding) -> Self:
-        """Return it with a limit price that the exchange takes. Raises `PriceOffTick`."""
+        """Return the same pricing with a limit price that the exchange takes. Raises `PriceOffTick`."""
         if self.price is None:
             return self
         price = round_to_tick(symbol, self.price, buys=side is Side.BUY)
@@ -219,7 +222,7 @@ class OrderPricing:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedOrder:
-    """One order of a signal: its client order id and its terms."""
+    """Holds the client order id and the terms of one order of a signal."""
 
     client_order_id: str
     closes: bool
@@ -264,7 +267,7 @@ class PlannedOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class SignalPlan:
-    """What is done for a signal. It is stored before any of its orders is written."""
+    """Holds the orders of a signal. It is stored before any of them is written."""
 
     #: The position before, in the unit of the webhook; None for a plain order, which does not look at it.
     before: int | None
@@ -299,7 +302,7 @@ class SignalPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class OrderNames:
-    """Client order ids of a signal's orders; those of 0.1.0 for the orders that it makes, too."""
+    """Holds the client order ids of a signal's orders; those that release 0.1.0 made, too, have its ids."""
 
     close: str
     open: str
@@ -309,7 +312,7 @@ class OrderNames:
 
     @property
     def both(self) -> Sequence[tuple[str, bool]]:
-        """All names, and whether an order of this name may be in parts."""
+        """Returns each name with True if an order of this name may be split into parts."""
         return (
             (self.close, True),
             (f"{self.close}-odd", False),
@@ -320,7 +323,7 @@ class OrderNames:
 
 @dataclass(frozen=True, kw_only=True)
 class Meaning:
-    """What a signal means on the day it came: resolved once, and stored with it."""
+    """Holds what a signal means on the day it came: resolved once, and stored with it."""
 
     symbol: str
     unit: QuantityUnit

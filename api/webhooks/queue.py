@@ -6,9 +6,9 @@ twice: its client order id is made of the signal's text, and it is written only 
 lease, by a plan that was stored before. Until the first order of a plan is written, the plan is made anew at
 each try.
 
-A signal waits for what may pass: another order that works on the position, a fill that the position may not
-show yet, an order of unknown outcome, a worker that starts. What is still in its way at its deadline is named
-in its refusal.
+A signal waits for temporary obstacles: another order that works on the position, a fill that the position may
+not show yet, an order of unknown outcome, a worker that starts. If one is still there at the deadline, the
+refusal names it.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ ANSWER_GRACE = 3.0
 
 @dataclass(eq=False)
 class SignalRun:
-    """One signal in the hands of this process."""
+    """Holds one signal that this process carries out."""
 
     held: HeldSignal
     holder: UUID
@@ -95,7 +95,7 @@ class SignalRun:
 
     @property
     def names(self) -> list[str]:
-        """All client order ids that its orders may have."""
+        """Returns all client order ids that its orders may have."""
         return [
             name
             for base, in_parts in self.meaning.names.both
@@ -135,7 +135,7 @@ class SignalQueue:
         return list(self._lanes)
 
     async def close(self) -> None:
-        """Stops what is under way; other processes take it over at once."""
+        """Stops all runs and releases their leases, so that other processes take the signals over at once."""
         holders = list(self._holders)
         await cancel_tasks(*self._lanes.values())
         if holders:
@@ -164,7 +164,7 @@ class SignalQueue:
             self._waiting.pop(call_id, None)
 
     async def keep(self) -> int:
-        """One round: renews leases, expires what waited too long, takes up lanes that nobody works on.
+        """Renews leases, expires signals that waited too long, and takes up lanes that no process works on.
 
         Returns the number of lanes that it took up. Raises `DatabaseUnavailable`.
         """
@@ -250,9 +250,9 @@ class SignalQueue:
             event.set()
 
     async def _try_until_deadline(self, run: SignalRun) -> SignalPlan:
-        """Tries again as long as what is in the way may pass. Raises why the signal is refused.
+        """Tries again until the deadline while the obstacle is temporary. Raises why the signal is refused.
 
-        A try never submits an order for a second time: it finds what an earlier one has written.
+        A try never submits an order a second time: it finds the orders that an earlier try has written.
         """
         if run.held.webhook.revoked_at is not None:
             raise errors.WebhookUnknown("the webhook was revoked")
@@ -331,13 +331,13 @@ class SignalQueue:
 
     async def _place(self, run: SignalRun, plan: SignalPlan, orders: Sequence[PlannedOrder]) -> None:
         """Writes orders together and sends them. Raises why one of them never reached the broker."""
-        call, symbol = run.call, run.meaning.symbol
+        call = run.call
         origin = "" if run.meaning.wish.is_plain else f"{run.meaning.wish.action}:{call.id}"
         legs: list[tuple[OrderRequest, OrderLeg]] = []
         for order in orders:
             if order.closes and order.quantity > MAX_QUANTITY:
                 raise errors.CloseInvalid(f"one close takes at most {MAX_QUANTITY}; close it in steps")
-            body = _body_of(order, call.account_id, symbol)
+            body = order_request(order, run.meaning, call.account_id)
             legs.append(
                 (body, OrderLeg(fingerprint=body.fingerprint, origin=origin, reduce_only=order.closes))
             )
@@ -346,7 +346,7 @@ class SignalQueue:
             await signals.require_lease(session, call.id, run.holder)
 
         alone = not run.meaning.wish.is_plain
-        # What works on the other side would be filled beside a position that is opened afterwards.
+        # An order that works on the other side could be filled after the new position is opened.
         only_closes = not plan.opens
         placed = await self._positions.place_together(
             call.user_id,
@@ -402,7 +402,7 @@ class SignalQueue:
     async def _order_when(
         self, run: SignalRun, order: OrderView, fits: Callable[[OrderView], bool], end: float
     ) -> OrderView:
-        """The order once it fits, or as it is at the end."""
+        """Returns the order once `fits` accepts it, or as it is at `end`, an instant on `time.monotonic`."""
         with self._notifications.expect(order_changes.ORDERS_CHANNEL, order.user_id) as news:
             while not fits(order) and time.monotonic() < end:
                 news.clear()
@@ -414,7 +414,7 @@ class SignalQueue:
 
 
 class _Refused(Exception):
-    """An order of the signal never reached the broker, and this is the end, whatever kind of error it was."""
+    """Ends a signal whose order never reached the broker, whether or not the error is retryable."""
 
     def __init__(self, failure: BerthError) -> None:
         super().__init__(failure.detail)
@@ -432,13 +432,18 @@ def _reason_of(plan: SignalPlan, run: SignalRun) -> str:
     return "; ".join(notes)
 
 
-def _body_of(order: PlannedOrder, account_id: str, symbol: str) -> OrderRequest:
-    """The order as a request; our own ids and quantities are not among a caller's."""
+def order_request(order: PlannedOrder, meaning: Meaning, account_id: str) -> OrderRequest:
+    """Returns the request for a planned order. It is not validated: callers may not use our ids.
+
+    The duplicate check does not apply to `position`. The order is what is missing from the position that was
+    read under the lane's lease, so the same order again within the window (from 0 to 1, then from 1 to 2) is
+    meant.
+    """
     pricing = order.pricing
     return OrderRequest.model_construct(
         client_order_id=order.client_order_id,
         account_id=account_id,
-        symbol=symbol,
+        symbol=meaning.symbol,
         side=order.side,
         quantity=order.quantity,
         price_type=pricing.price_type,
@@ -447,12 +452,12 @@ def _body_of(order: PlannedOrder, account_id: str, symbol: str) -> OrderRequest:
         lot=pricing.lot,
         condition=pricing.condition or OrderCondition.CASH,
         open_close=pricing.open_close,
-        allow_duplicate=False,
+        allow_duplicate=meaning.wish.action is SignalAction.POSITION,
     )
 
 
 def _held(meaning: Meaning, holdings: Holdings) -> tuple[int, OrderCondition | None]:
-    """The position that a signal means, in its unit, and its condition. Raises `CloseInvalid`."""
+    """Returns the position that a signal means, in its unit, and its condition. Raises `CloseInvalid`."""
     wish, lot = meaning.wish, meaning.pricing.lot
     near = [
         position
@@ -469,27 +474,27 @@ def _held(meaning: Meaning, holdings: Holdings) -> tuple[int, OrderCondition | N
     def in_unit(position: Position) -> int:
         if meaning.unit is QuantityUnit.SHARES and lot not in ODD_LOTS:
             return position.shares
-        # Of shares it may not open beside lots on the other side.
+        # An entry in odd shares may not open while there are lots on the other side.
         return position.held(lot) or (position.quantity if enters else 0)
 
     if wish.action is not SignalAction.POSITION:
         long = wish.closes_long
-        positions = [one for one in positions if in_unit(one) and long in (None, in_unit(one) > 0)] or (
-            positions if enters else []
-        )
+        positions = [
+            position for position in positions if in_unit(position) and long in (None, in_unit(position) > 0)
+        ] or (positions if enters else [])
     if not enters and meaning.pricing.condition is not None:
-        positions = [one for one in positions if one.condition == meaning.pricing.condition]
-    closes = [one for one in positions if not enters or (in_unit(one) > 0) is wish.closes_long]
+        positions = [position for position in positions if position.condition == meaning.pricing.condition]
+    closes = [position for position in positions if not enters or (in_unit(position) > 0) is wish.closes_long]
     if len(closes) > 1:
-        kinds = ", ".join(sorted(one.condition for one in closes))
+        kinds = ", ".join(sorted(position.condition for position in closes))
         raise errors.CloseInvalid(f"there are several positions ({kinds}): say the condition of one")
     if closes and enters and lot in ODD_LOTS and not closes[0].odd_shares:
         raise errors.CloseInvalid(f"the position on the other side is {abs(closes[0].quantity)} full lots")
-    return sum(in_unit(one) for one in positions), closes[0].condition if closes else None
+    return sum(in_unit(position) for position in positions), closes[0].condition if closes else None
 
 
 def _plan_of_release_before(run: SignalRun, known: Mapping[str, Order]) -> SignalPlan:
-    """The plan of a signal that the release before has begun: by the orders that it has written."""
+    """Rebuilds the plan of a signal that the release before has begun, from the orders it has written."""
     meaning = run.meaning
     orders: list[PlannedOrder] = []
     for base, _ in meaning.names.both:
@@ -520,5 +525,5 @@ def _plan_of_release_before(run: SignalRun, known: Mapping[str, Order]) -> Signa
 
 
 def stored_error(call: WebhookCall) -> BerthError:
-    """The error that refused a signal."""
+    """Returns the error that refused a signal."""
     return from_code(call.outcome or "", call.reason or "")

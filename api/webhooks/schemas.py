@@ -338,7 +338,11 @@ class Signal(BaseModel):
         if self.action in _OPENS and self.quantity is None:
             raise ValueError(f"{self.action} needs a quantity")
         if self.reduce_only and self.action in (SignalAction.LONG_ENTRY, SignalAction.SHORT_ENTRY):
-            raise ValueError("an entry does not only reduce")
+            raise ValueError("an entry cannot be reduce_only: it opens a position")
+        if self.reduce_only and self.action is SignalAction.POSITION:
+            raise ValueError(
+                "position cannot be reduce_only: it may open a position; close and the exits only reduce one"
+            )
         if self.price_type is PriceType.LIMIT and self.price is None:
             raise ValueError("a limit order needs a price")
         if self.action is SignalAction.POSITION:

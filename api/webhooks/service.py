@@ -51,7 +51,7 @@ COUNTED = 60.0
 
 @dataclass(frozen=True, slots=True)
 class AnsweredSignal:
-    """How far a signal has come."""
+    """Holds how far a signal has come, for its answer."""
 
     view: OrderView | SignalOutcome
     #: False: it goes on without the caller.
@@ -102,14 +102,14 @@ class SignalReceiver:
             return found
         new = found is None
         call = found or await self._add(webhook, received, source, body, began)
-        if call is None:  # an equal one was quicker
+        if call is None:  # the same signal was stored a moment before
             new, call = False, await self._get(webhook, received)
         if new:
             self._log.info("signal_taken", signal=call.id, webhook=str(webhook.id))
         return await self._answer(call, signal, new=new, began=began)
 
     async def run(self) -> None:
-        """Keeps the queue for ever."""
+        """Runs a round of the queue's keeper every `PERIOD` seconds, for ever."""
         while True:
             await asyncio.sleep(PERIOD)
             try:
@@ -121,7 +121,7 @@ class SignalReceiver:
                 self._log.exception("signal_keeper_failed")
 
     async def keep_signals(self) -> int:
-        """One round of the queue's keeper; returns the number of lanes that it took up.
+        """Runs one round of the queue's keeper; returns the number of lanes that it took up.
 
         Raises `DatabaseUnavailable`.
         """
@@ -147,7 +147,7 @@ class SignalReceiver:
     async def _find_before(
         self, webhook: Webhook, received: ReceivedSignal
     ) -> WebhookCall | AnsweredSignal | None:
-        """The same signal, if it came before, perhaps to an earlier release. Raises what refused it there."""
+        """Returns the signal if it came before, perhaps to the release before. Raises what refused it."""
         digest = received.digest
         async with self.database.session(autocommit=True) as session:
             call = await signals.find_signal(session, webhook.id, digest)
@@ -188,7 +188,7 @@ class SignalReceiver:
         return call
 
     async def _answer(self, call: WebhookCall, signal: Signal, *, new: bool, began: float) -> AnsweredSignal:
-        """The outcome, or how far the signal is when its sender waits no longer: it goes on after that."""
+        """Returns the outcome, or how far the signal is when the wait ends; it continues alone."""
         if call.completed_at is None:
             self.queue.work(signals.lane_of(call))
             await self.queue.wait(call.id, max(0.0, self.settings.webhook_wait - (time.monotonic() - began)))
@@ -199,7 +199,7 @@ class SignalReceiver:
         except (BerthError, RedisError):
             if call.completed_at is not None:
                 raise
-            legs = []  # it is stored, and goes on
+            legs = []  # it is stored, and continues
         if call.state == signals.REFUSED:
             error = stored_error(call)
             if signal.plain and len(legs) == 1:
@@ -309,7 +309,7 @@ _SECRET_LIKE = re.compile(r"[A-Za-z0-9_-]{24,}")
 
 
 def shown_body(body: bytes) -> str:
-    """A call's text as its owner may see it later: bounded, and without anything that may be a secret."""
+    """Returns a call's text as its owner may see it: bounded, and without anything that may be a secret."""
     text = body[: 2 * MAX_BODY].decode("utf-8", "replace")
     with suppress(ValueError, RecursionError):
         words = json.loads(text)
@@ -327,8 +327,8 @@ def _require_open(webhook: Webhook) -> None:
 
 
 def _checked_signal(webhook: Webhook, source: str, body: bytes) -> Signal:
-    """The signal, if it is from one of the webhook's sources and has its secret: 256 bits, which nobody
-    guesses. Raises `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`."""
+    """Returns the signal if it comes from one of the webhook's sources and has its secret (256 bits, which
+    nobody guesses). Raises `SourceNotAllowed`, `BodyTooLarge`, `InvalidRequest`, `WebhookSecretWrong`."""
     if webhook.sources and not is_within(source, map(parse_network, webhook.sources)):
         raise errors.SourceNotAllowed
     if len(body) > MAX_BODY:

@@ -64,7 +64,10 @@ def list_webhooks(api: OperatorApi, user: OfUser) -> CommandAnswer:
         row["unit"] = row["quantity_unit"] or "unconfirmed"
     columns = "id, account: account_id, unit, odd, entries: entry_mode, sources, window (s): window_s"
     return list_answer(
-        rows, f"{columns}, made (UTC): created_at, revoked (UTC): revoked_at", none="no webhook"
+        rows,
+        f"{columns}, made (UTC): created_at, paused (UTC): paused_at, expires (UTC): expires_at,"
+        " revoked (UTC): revoked_at",
+        none="no webhook",
     )
 
 
@@ -223,6 +226,6 @@ def set_symbol(
 
 @api_command(symbols_app)
 def forget(api: OperatorApi, name: Name) -> CommandAnswer:
-    """Forget a name: from now on it means what it means without the table."""
+    """Forget a name: from now on it is resolved without the table."""
     done = api.delete("symbols", name).body
-    return CommandAnswer(done, f"{name.upper()} has no meaning of its own any more")
+    return CommandAnswer(done, f"{name.upper()} is resolved without the table again")

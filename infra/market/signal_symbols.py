@@ -1,4 +1,4 @@
-"""The symbols that charting programs write, as contracts and shares of Taiwan's exchanges.
+"""Translates the symbols that charting programs write into contracts and shares of Taiwan's exchanges.
 
 TradingView names a symbol by `{{ticker}}`, or with its exchange by `{{exchange}}:{{ticker}}`; delayed data
 has `_DL` or `_DLY` behind the exchange (https://www.tradingview.com/support/solutions/43000531021/).
@@ -56,7 +56,7 @@ def is_share(symbol: str) -> bool:
 
 
 def lane_of(symbol: str) -> str:
-    """Return what signals wait in line for: a share, or all contracts of a product.
+    """Return the name of a signal's lane: a share, or the product of a contract.
 
     A rolling code (`TXFR1`) may stand for any contract of its product.
     """
@@ -132,8 +132,10 @@ def tick_of(symbol: str, price: Decimal) -> Decimal | None:
 
 
 def round_to_tick(symbol: str, price: Decimal, *, buys: bool) -> Decimal:
-    """Return a price that the exchange takes and that is no worse for the caller: lower for a buy, higher for
-    a sale. Without a known tick it has four places."""
+    """Return a price that the exchange takes and that is no worse for the caller.
+
+    It is lower for a buy and higher for a sale. Without a known tick it has four decimal places.
+    """
     tick = tick_of(symbol, price) or Decimal("0.0001")
     steps = (price / tick).to_integral_value(ROUND_FLOOR if buys else ROUND_CEILING)
     rounded = (steps * tick).normalize()

@@ -23,7 +23,7 @@ from worker_runtime.protocol.errors import BerthError, from_code
 MAX_TEXT, MAX_REASON = 2000, 500
 #: Calls of a webhook that were refused before they became signals, and that are kept.
 KEPT_REFUSALS = 200
-#: What the release before this one answers to a repeat of a signal that this one has: come again.
+#: What the release before answers to a repeat of a signal that this one carries out: try again later.
 BARRED = "WEBHOOK_BUSY: a newer release carries this signal out"
 
 QUEUED, RUNNING, DONE, REFUSED = "queued", "running", "done", "refused"
@@ -87,7 +87,7 @@ async def add_signal(
 
 
 async def _bar_release_before(session: AsyncSession, webhook_id: uuid.UUID, digest: str) -> None:
-    """Keeps a process of the release before from the signal; its own refusal of it stays what it is."""
+    """Keeps processes of the release before from carrying the signal out. A refusal of theirs stays."""
     barred = insert(WebhookDelivery).values(webhook_id=webhook_id, digest=digest, refused=BARRED)
     nothing_done = and_(
         WebhookDelivery.refused.is_(None),
@@ -163,11 +163,17 @@ async def add_refusal(
         )
     )
     await session.flush()
-    none = WebhookCall.webhook_id == webhook.id, WebhookCall.digest.is_(None), WebhookCall.test.is_(False)
-    kept = select(WebhookCall.id).where(*none).order_by(WebhookCall.id.desc()).offset(KEPT_REFUSALS).limit(1)
+    refusals = (
+        WebhookCall.webhook_id == webhook.id,
+        WebhookCall.digest.is_(None),
+        WebhookCall.test.is_(False),
+    )
+    kept = (
+        select(WebhookCall.id).where(*refusals).order_by(WebhookCall.id.desc()).offset(KEPT_REFUSALS).limit(1)
+    )
     last = await session.scalar(kept)
     if last is not None:
-        await session.execute(delete(WebhookCall).where(*none, WebhookCall.id <= last))
+        await session.execute(delete(WebhookCall).where(*refusals, WebhookCall.id <= last))
 
 
 @dataclass(frozen=True)
@@ -269,7 +275,7 @@ async def complete_signal(
 ) -> bool:
     """Takes a signal out of the queue; False if another process holds it (`holder` None: if one does).
 
-    Of a refusal whose sender was answered before, the audit trail tells.
+    A refusal whose sender was answered before goes into the audit trail.
     """
     held = WebhookCall.state == QUEUED if holder is None else WebhookCall.held_by == holder
     completed = (
@@ -301,7 +307,7 @@ async def complete_signal(
 async def expire_queued(session: AsyncSession, limit: int) -> list[tuple[WebhookCall, WebhookCall]]:
     """Returns signals whose deadline passed in the queue, each with the one at the head of its lane.
 
-    The head itself is not among them: whoever takes it sees to its end.
+    The head itself is not among them: the process that takes it ends it.
     """
     head = aliased(WebhookCall)
     any_call = aliased(WebhookCall)

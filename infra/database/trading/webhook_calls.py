@@ -1,4 +1,4 @@
-"""The calls that came to a webhook, for those who look at them, and the failures that its owner hears of."""
+"""Lists the calls that came to a webhook, and takes the failures that are due to be reported to its owner."""
 
 import uuid
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from infra.database.trading.signals import REFUSED
 MAX_SHOWN_CALLS = 200
 #: Seconds between two messages to a webhook's owner: what fails meanwhile goes into the next one.
 NOTICE_INTERVAL_S = 600
-#: Seconds after which a failure is no news any more, if nobody could be told before.
+#: Seconds after which a failure is too old to be reported.
 NOTICE_MAX_AGE_S = 3600
 #: Failures that one message names; further ones are counted.
 MAX_FAILURES_NAMED = 10
@@ -57,7 +57,7 @@ async def add_test(session: AsyncSession, call: WebhookCall) -> WebhookCall:
 
 @dataclass(frozen=True)
 class WebhookFailures:
-    """Signals of one webhook that failed, and of which its owner has not heard."""
+    """Holds failed signals of one webhook that were not reported to its owner yet."""
 
     webhook_id: uuid.UUID
     user_id: str
@@ -68,18 +68,18 @@ class WebhookFailures:
 
 
 async def take_failures(session: AsyncSession) -> WebhookFailures | None:
-    """Returns the failures of one webhook that are due to be told, and notes that they were; else None.
+    """Returns the failures of one webhook that are due to be reported, and marks them as reported; else None.
 
     At most one message an interval is due for each webhook. One process at a time takes failures.
     """
     if not await take_turn(session, "webhook failures"):
         return None
-    told_before = aliased(WebhookCall)
-    told_lately = (
-        select(told_before.id)
+    reported = aliased(WebhookCall)
+    reported_lately = (
+        select(reported.id)
         .where(
-            told_before.webhook_id == WebhookCall.webhook_id,
-            told_before.notified_at > seconds_from_now(-NOTICE_INTERVAL_S),
+            reported.webhook_id == WebhookCall.webhook_id,
+            reported.notified_at > seconds_from_now(-NOTICE_INTERVAL_S),
         )
         .exists()
     )
@@ -90,7 +90,7 @@ async def take_failures(session: AsyncSession) -> WebhookFailures | None:
         WebhookCall.outcome.not_in(STRANGERS_OUTCOMES),
         WebhookCall.received_at > seconds_from_now(-NOTICE_MAX_AGE_S),
     )
-    first = select(WebhookCall).where(*unheard, not_(told_lately)).order_by(WebhookCall.id).limit(1)
+    first = select(WebhookCall).where(*unheard, not_(reported_lately)).order_by(WebhookCall.id).limit(1)
     call = await session.scalar(first)
     if call is None:
         return None

@@ -137,7 +137,9 @@ async def rotate_secret(
     Returns no webhook if the user has none of this id. A revoked one stays as it is.
     """
     secret = secrets.token_urlsafe(32)
-    row = await get_webhook(session, user_id, webhook_id)
+    # Two rotations at the same time wait for each other: the second one keeps the first one's secret.
+    own = select(Webhook).filter_by(id=webhook_id, user_id=user_id)
+    row = await session.scalar(own.with_for_update())
     if row is None or row.revoked_at is not None:
         return row, ""
     now = await database_time(session)
@@ -188,7 +190,8 @@ async def change_webhook(
     From then on the release before does not find it (`MARK`). No secret may be among the columns but by hash.
     """
     own = {"id": webhook_id, "user_id": user_id}
-    row: Webhook | None = await session.scalar(select(Webhook).filter_by(**own).with_for_update())
+    locked = select(Webhook).filter_by(**own).with_for_update()
+    row: Webhook | None = await session.scalar(locked.execution_options(populate_existing=True))
     if row is None or row.revoked_at is not None:
         return row
     for name, value in columns.items():

@@ -25,6 +25,7 @@ from api.webhooks.planning import (
     plan_moves,
     plan_signal,
 )
+from api.webhooks.queue import order_request
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OrderCondition, OrderLot
 
@@ -216,6 +217,24 @@ def test_a_limit_is_rounded_to_the_tick_that_is_no_worse_or_refused(
     else:
         with pytest.raises(PriceOffTick, match="between two ticks"):
             plan_signal(strict, 0)
+
+
+@pytest.mark.parametrize(
+    ("wish", "allowed"),
+    [
+        (Wish(action=SignalAction.POSITION, target=2000), True),
+        (Wish(action=SignalAction.BUY, quantity=1000), False),
+        (Wish(action=SignalAction.LONG_ENTRY, quantity=1000), False),
+    ],
+)
+def test_a_strategy_that_adds_the_same_twice_in_a_moment_gets_both_by_its_position(
+    wish: Wish, allowed: bool
+) -> None:
+    meant = meaning(wish)
+    (order,) = plan_signal(meant, 1000).orders
+    request = order_request(order, meant, "main")
+    assert (request.side, request.quantity, request.symbol) == (Side.BUY, 1, "2330")
+    assert request.allow_duplicate is allowed
 
 
 def test_a_plan_is_the_same_after_it_was_stored() -> None:

@@ -121,6 +121,7 @@ def test_what_a_signal_means_is_the_same_after_it_was_stored() -> None:
         *({"action": "buy", "quantity": None}, {"action": "long_entry", "quantity": None}),
         *({"action": "long_entry", "reduce_only": True}, {"reduce_only": "yes"}),
         {"action": "position"},
+        {"action": "position", "position_size": 2, "reduce_only": True},
         *({"action": "position", "position_size": "1.5"}, {"action": "position", "position_size": "x"}),
         {"action": "position", "position_size": -2, "market_position": "long"},
         {"action": "position", "position_size": 2, "market_position": "flat"},
