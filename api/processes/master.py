@@ -43,7 +43,7 @@ DEATHS_WINDOW_S: Final = 60.0
 RETRY_S, MAX_RETRY_S = 0.25, 5.0
 #: More of them would be no longer pause, and at last too large a number.
 MAX_DOUBLINGS: Final = 10
-#: Seconds that the master's own loop may be late before it trusts no clock of others.
+#: Seconds by which the master's own loop may be late. Beyond that, the silence of others proves nothing.
 OWN_PAUSE_S: Final = 5.0
 
 log = structlog.get_logger()
@@ -55,7 +55,7 @@ class ServingProcess:
     def __init__(self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
         self.process = process
         self.writer = writer
-        #: What it counted, as it told last.
+        #: What it had counted when it last reported.
         self.samples: Samples = {}
         self.started_at = time.monotonic()
         #: When it was heard last on `time.monotonic`; None: its connection is gone, so silence says nothing.
@@ -84,7 +84,7 @@ class ServingProcess:
             self.process.kill()
 
     async def ask(self, number: int) -> bool:
-        """Has `samples` brought up to date. Returns False if it did not answer in time."""
+        """Asks the process for its `samples`. Returns False if it did not answer in time."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
@@ -112,7 +112,7 @@ class ServingProcess:
 
 class Master:
     def __init__(self, listening: socket.socket, count: int, command: Sequence[str]) -> None:
-        """`command`: of a process; the descriptors of its two sockets are added, the listening one first."""
+        """`command` starts a process; the descriptors of two sockets are added, the listening one first."""
         self._listening = listening
         self._count = count
         self._command = command
