@@ -13,6 +13,7 @@ pytestmark = pytest.mark.timeout(600)
 #: Settings that no task gets, each with the reason.
 LEFT_OUT = {
     "its default holds on AWS, too": {
+        *("api_keep_alive", "forwarded_header", "entity_period"),
         *("api_key_cache", "limit_address", "limit_key", "limit_user", "order_deadline", "order_wait"),
         *("jobs_lease", "jobs_recycle", "jobs_waiting", "unknown_blocks", "webhook_rate", "webhook_wait"),
         *("database_pool", "database_pool_wait", "task_queues", "orchestrator_name", "deployment_name"),
@@ -37,6 +38,7 @@ LEFT_OUT = {
         *("check_duplicate_window", "check_symbols", "check_market_open", "symbols_file", "calendar_file"),
         *("temporal_ui_url", "traces_url", "metrics_address", "webhook_allow_private"),
     },
+    "the balancer serves the API at the root of its host": {"api_root_path"},
     "tasks on Fargate only": {"ecs_subnets", "ecs_security_groups"},
     "of a master key in files": {"master_public_file", "master_key_retired"},
     "other launchers, and the node": {
