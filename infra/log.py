@@ -1,4 +1,4 @@
-"""The log of a server process: JSON lines on standard error, a constant event name and fields beside it.
+"""The log of a server process: JSON lines on standard error, a constant event name with fields.
 
 Never a body, never a key. Modules log by `structlog.get_logger()`; a process calls `configure_log` once.
 """
@@ -25,14 +25,14 @@ _encoder = json.JSONEncoder(default=str, separators=(",", ":"))  # `json.dumps` 
 
 
 def collect_errors(_logger: Any, method: str, values: Any) -> Any:
-    """A processor: what is an error is told to operators."""
+    """Passes errors on to the operators' alerts; a processor of structlog."""
     if method in ERRORS:
         collector.collect(values)
     return values
 
 
 def _without_color(_logger: Any, _method: str, values: Any) -> Any:
-    """uvicorn adds its text a second time, with the codes of colours."""
+    """Removes the text that uvicorn adds a second time, with the codes of colours."""
     values.pop("color_message", None)
     return values
 
@@ -78,7 +78,7 @@ class LogWriter:
             self._has_lines.set()
 
     def flush(self) -> None:
-        """Lines are written soon by themselves; nobody waits for it."""
+        """Does nothing: the thread writes all lines within moments."""
 
     def drain(self, timeout: float = LAST_LINES_S) -> None:
         """Waits until all lines are written, `timeout` seconds at most."""
@@ -125,7 +125,8 @@ def drain_log() -> None:
 
 
 def configure_log(level: str, *, libraries: int = logging.WARNING) -> None:
-    """Our own lines from `level` on, and those of libraries that also reach `libraries`, in one format."""
+    """Has our own lines from `level` on, and those of libraries that also reach `libraries`, written in one
+    format."""
     number = logging.getLevelNamesMapping().get(level.upper(), logging.INFO)
     writer = LogWriter()
     _writers[:] = [writer]

@@ -126,7 +126,8 @@ _orders, _stage, _broker = cache(ORDERS.labels), cache(ORDER_STAGES.labels), cac
 
 
 def count_request(method: str, route: str, status: int, code: str | None, seconds: float) -> None:
-    """`route`: its path with the names of its parameters; '' if there is none. `code`: of the problem."""
+    """Counts a request. `route` is its path with the names of its parameters, '' if there is none; `code` is
+    that of the problem."""
     if not route or status == 405:  # anybody may make up paths and methods
         method = route = ""
     _http_requests(method, route, status).inc()
@@ -136,7 +137,8 @@ def count_request(method: str, route: str, status: int, code: str | None, second
 
 
 def count_order(answer: Answer, state: str, accepted: float, waited: float) -> None:
-    """`accepted`, `waited`: seconds from the request to the queue, and from there to the answer."""
+    """Counts an answered order. `accepted` and `waited` are the seconds from the request to the queue, and
+    from there to the answer."""
     at_broker = (answer.broker_us or 0) / 1e6
     _stage("accepted").observe(accepted)
     _stage("queued").observe(max(0.0, waited - at_broker))
@@ -149,7 +151,7 @@ def count_order(answer: Answer, state: str, accepted: float, waited: float) -> N
 
 
 def count_answer(call: str, answer: Answer) -> None:
-    """`call`: what was asked of the worker."""
+    """Counts an answer of a worker. `call` is what it was asked to do."""
     if answer.broker_us is not None:
         _broker(call).observe(answer.broker_us / 1e6)
     if answer.failure is not None:
@@ -161,7 +163,7 @@ def count_claim_failure(code: str) -> None:
 
 
 def _code_of(answer: Answer) -> str:
-    """A code that this release knows: a worker may make up others."""
+    """Return the answer's code, or one that this release knows: a worker may make up others."""
     return "" if answer.failure is None else from_code(answer.failure.code).code
 
 
@@ -233,7 +235,7 @@ PORT_RETRY_S: Final = 5.0
 def serving_metrics(address: str) -> Iterator[None]:
     """Shows this process's metrics on `host:port`, in a thread; '': nowhere.
 
-    A port that cannot be opened is logged and tried again: without metrics the process works as well.
+    A port that cannot be opened is logged and tried again: the process works without metrics.
     """
     if not address:
         yield

@@ -9,12 +9,12 @@ compares that list with the assignments and orders in PostgreSQL:
 |---|---|
 | the pool's workflow | it is started; it reads what operators had set from PostgreSQL |
 | a schedule | it is made anew |
-| the workflow of a user with a worker | it is started, and goes on with the same worker |
+| the workflow of a user with a worker | it is started, and continues with the same worker |
 | a user's workflow with another worker than PostgreSQL's: it was reset | it checks its worker |
 | the workflow of an order that is followed | the order is due at once: the sweeper starts it |
 | a run of a schedule, or a rollout, that was ended | it is reported; a rollout's extra workers go |
 
-The index lags: what seems to be missing is looked at once more, by its id, `CONFIRM_AFTER` seconds later. A
+The index lags: what seems to be missing is looked at once more, by its id, `CONFIRM_AFTER_S` seconds later. A
 pause is somebody's wish. It is reported, and never undone.
 """
 
@@ -51,13 +51,13 @@ from workflows.worker_pool import messages as pm
 #: Names the restorer's locks among PostgreSQL's advisory locks: one for each pool.
 LOCK = 0x6265_0000_0000
 #: Seconds until what seems to be missing is looked at once more.
-CONFIRM_AFTER = 10.0
+CONFIRM_AFTER_S = 10.0
 #: Seconds between two tries while PostgreSQL is away.
-RETRY = 1.0
-#: Workflows that are started at the same time.
-ABREAST = 20
-#: Orders that are given to the sweeper at once.
-MAX_ORDERS = 1000
+RETRY_INTERVAL_S = 1.0
+#: Workflows that are looked at, and started, at the same time.
+MAX_CONCURRENT_REPAIRS = 20
+#: Orders that are given to the sweeper in one look.
+MAX_ORDERS_PER_LOOK = 1000
 #: Runs that nobody starts again by themselves when somebody ended them.
 RUNS = (names.MORNING, names.STATEMENTS, names.DAILY_REPORT, names.ROLLOUT)
 _KINDS = {names.USER_WORKER: "user", names.ORDER: "order", **dict.fromkeys(RUNS, "run")}
@@ -87,7 +87,7 @@ class EntityRestorer:
     temporal: Client
     starter: WorkerStarter
     settings: Settings
-    confirm_after: float = CONFIRM_AFTER
+    confirm_after: float = CONFIRM_AFTER_S
 
     def __post_init__(self) -> None:
         #: Runs of `RUNS` that were open at the last look.
@@ -100,7 +100,7 @@ class EntityRestorer:
                 await lead(self.settings.database_url, lock, self._run_while_leading)
             except DatabaseUnavailable as error:
                 log.warning("restorer_waits", reason=error.detail)
-            await asyncio.sleep(RETRY)
+            await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def _run_while_leading(self, connection: AsyncConnection) -> None:
         self._runs.clear()
@@ -142,8 +142,8 @@ class EntityRestorer:
 
     async def look_at_schedules(self) -> None:
         """Makes schedules anew that somebody deleted. Raises `RPCError`."""
-        for schedule_id, wanted in SCHEDULES.items():
-            if wanted(self.settings) is None:
+        for schedule_id, make_schedule in SCHEDULES.items():
+            if make_schedule(self.settings) is None:
                 continue
             entity = f"schedule:{schedule_id}"
             handle = self.temporal.get_schedule_handle(schedule_id)
@@ -201,15 +201,19 @@ class EntityRestorer:
         return _Gaps(missing, outdated, surplus)
 
     async def _close_gaps(self, gaps: _Gaps) -> None:
-        """Acts on what is still so, by the exact state of each."""
+        """Closes the gaps that are still there, each by the exact state of its workflow."""
         now = await self.database.fetch(worker_sessions.live_assignments, self.settings.pool)
         present = {live.user_id: live for live in now}
-        turns = asyncio.Semaphore(ABREAST)
+        turns = asyncio.Semaphore(MAX_CONCURRENT_REPAIRS)
 
         async def close(user_id: str, seen: LiveAssignment) -> None:
-            if present.get(user_id) == seen:
-                async with turns:
+            if present.get(user_id) != seen:
+                return
+            async with turns:
+                try:
                     await self._close_gap(seen)
+                except (RPCError, BerthError, WorkflowQueryFailedError) as error:  # the others' are closed
+                    log.warning("gap_not_closed", user_id=user_id, reason=str(error)[:200])
 
         await asyncio.gather(*(close(*gap) for gap in (gaps.missing | gaps.outdated).items()))
         if gaps.surplus:
@@ -249,18 +253,19 @@ class EntityRestorer:
     async def _pass_on_orders(self, by_id: Mapping[str, ExecutionState]) -> None:
         """Makes orders due whose workflow is gone: the sweeper starts it, or learns that it runs."""
         followed = await self.database.fetch(order_watch.followed_orders, self.settings.entity_period)
-        gone = [order for order in followed if names.order_id(order) not in by_id][:MAX_ORDERS]
+        gone = [order for order in followed if names.order_id(order) not in by_id][:MAX_ORDERS_PER_LOOK]
         if gone:
             count = await self.database.fetch(order_watch.make_due, gone)
             log.warning("orders_without_workflow", count=count)
 
     async def _report_ended_runs(self, by_id: Mapping[str, ExecutionState]) -> None:
-        before, self._runs = self._runs, {key: run for key, run in by_id.items() if run.kind in RUNS}
-        for entity, run in before.items():
-            if entity in by_id:
-                continue
+        ended = {key: run for key, run in self._runs.items() if key not in by_id}
+        # One that has ended stays until it is reported, also if Temporal does not answer now.
+        self._runs |= {key: run for key, run in by_id.items() if run.kind in RUNS}
+        for entity, run in ended.items():
             now = await read_execution(self.temporal, entity)
             if now is not None and (now.run_id != run.run_id or now.end not in _BY_HAND or now.is_open):
+                self._runs.pop(entity, None)
                 continue
             why = await explain_end(self.temporal, entity, now)
             log.error("run_ended_by_hand", workflow=entity, reason=why)
@@ -273,11 +278,12 @@ class EntityRestorer:
                     subject=f"workflow:{entity}",
                 )
             )
+            self._runs.pop(entity, None)
 
     # --- a rollout that was ended ---------------------------------------------------------------------
 
     async def _surge(self) -> int:
-        """How many more workers than wanted the pool keeps; 0 also if it does not answer."""
+        """Return how many workers beyond its target the pool keeps; 0 also if it does not answer."""
         handle = self.temporal.get_workflow_handle(names.worker_pool_id(self.settings.pool))
         try:
             view: pm.PoolView = await handle.query("view", result_type=pm.PoolView, rpc_timeout=CALL)

@@ -1,4 +1,4 @@
-"""What an API process tells its master, and how it learns what all processes have counted together.
+"""Tells the master what an API process counts, and asks it what all processes have counted together.
 
 Whatever goes wrong here costs metrics, never an order.
 """
@@ -58,7 +58,7 @@ class ProcessCounts(Protocol):
 
 
 class OwnCounts:
-    """Of an API that has one process and no master."""
+    """Returns the counts of an API that runs as one process, without a master."""
 
     async def gather(self) -> GatheredCounts:
         return GatheredCounts(1, 1, 0, REGISTRY)
@@ -68,7 +68,7 @@ class OwnCounts:
         yield
 
     def begin_to_serve(self) -> None:
-        """Nobody has to know."""
+        """Does nothing: no master waits for it."""
 
 
 class MasterLink:
@@ -153,7 +153,7 @@ class MasterLink:
     async def _send_counts(self, number: int) -> None:
         try:
             self._send(Counted(await read_samples(), number))
-        except Exception:  # the boundary of the loops: they go on
+        except Exception:  # the boundary of the loops: they continue
             log.exception("metrics_not_counted")
 
     async def _answer(self, reader: asyncio.StreamReader) -> None:

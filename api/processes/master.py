@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
+from subprocess import SubprocessError
 from typing import Any, Final
 
 import msgspec
@@ -40,7 +41,9 @@ MAX_DEATHS: Final = 20
 DEATHS_WINDOW_S: Final = 60.0
 #: Seconds until the next start after a failed one, doubled with each further one.
 RETRY_S, MAX_RETRY_S = 0.25, 5.0
-#: Seconds that the master's own loop may be late before it trusts no clock of others.
+#: More of them would be no longer pause, and at last too large a number.
+MAX_DOUBLINGS: Final = 10
+#: Seconds by which the master's own loop may be late. Beyond that, the silence of others proves nothing.
 OWN_PAUSE_S: Final = 5.0
 
 log = structlog.get_logger()
@@ -52,7 +55,7 @@ class ServingProcess:
     def __init__(self, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter) -> None:
         self.process = process
         self.writer = writer
-        #: What it counted, as it told last.
+        #: What it had counted when it last reported.
         self.samples: Samples = {}
         self.started_at = time.monotonic()
         #: When it was heard last on `time.monotonic`; None: its connection is gone, so silence says nothing.
@@ -81,7 +84,7 @@ class ServingProcess:
             self.process.kill()
 
     async def ask(self, number: int) -> bool:
-        """Has `samples` brought up to date. Returns False if it did not answer in time."""
+        """Asks the process for its `samples`. Returns False if it did not answer in time."""
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:
@@ -109,7 +112,7 @@ class ServingProcess:
 
 class Master:
     def __init__(self, listening: socket.socket, count: int, command: Sequence[str]) -> None:
-        """`command`: of a process; the descriptors of its two sockets are added, the listening one first."""
+        """`command` starts a process; the descriptors of two sockets are added, the listening one first."""
         self._listening = listening
         self._count = count
         self._command = command
@@ -141,15 +144,20 @@ class Master:
         return self._reason
 
     async def _start(self) -> ServingProcess:
+        """Raises `OSError`, `SubprocessError`."""
         ours, theirs = socket.socketpair()
         with theirs:
             command = [*self._command, str(self._listening.fileno()), str(theirs.fileno())]
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(self._listening.fileno(), theirs.fileno()),
-                preexec_fn=end_with_parent(os.getpid()),
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=(self._listening.fileno(), theirs.fileno()),
+                    preexec_fn=end_with_parent(os.getpid()),
+                )
+            except BaseException:
+                ours.close()
+                raise
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         started = ServingProcess(process, writer)
         self._processes.append(started)
@@ -183,9 +191,24 @@ class Master:
         if self._reason:
             self._stopping.set()
             return
-        await asyncio.sleep(pause)
-        if not self._stopping.is_set():
-            await self._start()
+        await self._start_successor(pause)
+
+    async def _start_successor(self, pause: float) -> None:
+        """Starts a process in place of one that died, and tries again as long as the machine refuses."""
+        while True:
+            await asyncio.sleep(pause)
+            if self._stopping.is_set():
+                return
+            try:
+                await self._start()
+            except (OSError, SubprocessError) as error:  # too many processes or descriptors, no memory
+                why = f"{type(error).__name__}: {error}"
+                log.error("api_process_not_started", reason=why)
+                pause = self._pause_after_failed_start(why)
+                if self._reason:
+                    self._stopping.set()
+            else:
+                return
 
     def _pause_after(self, process: ServingProcess) -> float:
         """Return the seconds until the successor of a process that died is started, or set why to give up."""
@@ -201,17 +224,24 @@ class Master:
                     f"{process.describe_end()}"
                 )
             return 0.0
+        # One that says why it ends before any has served: settings or keys, so the next one would fail, too.
+        return self._pause_after_failed_start(
+            process.describe_end(), is_final=bool(process.reason) and not self._has_served
+        )
+
+    def _pause_after_failed_start(self, why: str, *, is_final: bool = False) -> float:
+        """Return the seconds until the next start, or set why to give up; `is_final`: it would fail again."""
         self._failed_starts += 1
         if any(other.serves.is_set() for other in self._processes):
             pass  # nobody ends a process that serves because another one cannot be started
-        elif process.reason and not self._has_served:  # settings or keys: it would fail again
-            self._reason = f"the API cannot start: {process.describe_end()}"
+        elif is_final:
+            self._reason = f"the API cannot start: {why}"
         elif self._failed_starts >= MAX_FAILED_STARTS:
             self._reason = (
                 f"{self._failed_starts} processes of the API in a row ended before they served; "
-                f"the last one: {process.describe_end()}"
+                f"the last one: {why}"
             )
-        return min(RETRY_S * 2.0 ** (self._failed_starts - 1), MAX_RETRY_S)
+        return min(RETRY_S * 2.0 ** min(self._failed_starts - 1, MAX_DOUBLINGS), MAX_RETRY_S)
 
     async def _listen(self, process: ServingProcess, reader: asyncio.StreamReader) -> None:
         decoder = msgspec.msgpack.Decoder(ToMaster)
@@ -272,7 +302,13 @@ class Master:
     async def _replace_all(self) -> None:
         """SIGHUP: replaces each process once its successor serves."""
         for old in list(self._processes):
-            new = await self._start()
+            if old.ended.is_set():  # it died meanwhile, and its successor is new already
+                continue
+            try:
+                new = await self._start()
+            except (OSError, SubprocessError) as error:
+                log.error("api_not_replaced", reason=f"{type(error).__name__}: {error}")
+                return
             waits = {asyncio.create_task(event.wait()) for event in (new.serves, new.ended, self._stopping)}
             await asyncio.wait(waits, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             await tasks.cancel_tasks(*waits)
@@ -283,6 +319,10 @@ class Master:
                 new.kill("not ready in time")
                 log.error("api_not_replaced", reason=new.describe_end())
                 return
+            if old.ended.is_set():  # it died while this one started, and has a successor of its own
+                new.retire()
+                await new.ended.wait()
+                continue
             old.retire()
             await old.ended.wait()
         log.info("api_replaced")

@@ -25,8 +25,8 @@ CHECK_TIMEOUT_S = 0.5
 MAX_AGE_S = 1800.0
 #: Seconds after which a statement without an answer is looked into, and again each time they have doubled.
 SILENT_AFTER_S = 0.5
-#: Seconds after which a statement is looked into when another one is: connections die together.
-SILENT_TOO_AFTER_S = 0.1
+#: Seconds after which a statement is looked into together with another one: connections die together.
+SILENT_WITH_OTHERS_AFTER_S = 0.1
 #: Seconds that its answer, if it is on its way, still has.
 CONFIRM_S = 0.2
 #: Seconds that a look may take.
@@ -79,7 +79,7 @@ class ConnectionWatch:
     # --- before a use -------------------------------------------------------------------------------
 
     def is_outdated(self, connection: WatchedConnection) -> bool:
-        """Whether the connection is closed, too old or suspect, and must not be used."""
+        """Return True if the connection is closed, too old or suspect, so that it must not be used."""
         now = time.monotonic()
         return (
             connection.is_closed() or connection.opened_at < self._suspect_before or now >= connection.ends_at
@@ -90,7 +90,7 @@ class ConnectionWatch:
         return time.monotonic() - connection.used_at > IDLE_BEFORE_CHECK_S
 
     async def answers(self, connection: WatchedConnection) -> bool:
-        """Whether the server answers on an idle connection. If not, all that are as old are suspect."""
+        """Return True if the server answers on an idle connection. If not, suspects all that are as old."""
         asked = time.monotonic()
         try:
             await connection.execute("select 1", timeout=CHECK_TIMEOUT_S)
@@ -108,14 +108,14 @@ class ConnectionWatch:
     # --- during a use -------------------------------------------------------------------------------
 
     def began(self, connection: WatchedConnection) -> None:
-        """Says that a statement was sent, and is waited for."""
+        """Notes that a statement was sent whose answer somebody waits for."""
         now = time.monotonic()
         self._waits[connection] = _Wait(now, now + SILENT_AFTER_S)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SILENT_AFTER_S, self._check_waits)
 
     def ended(self, connection: WatchedConnection) -> None:
-        """Says that nothing is waited for on this connection."""
+        """Notes that nobody waits for an answer on this connection."""
         self._waits.pop(connection, None)
 
     def _check_waits(self) -> None:
@@ -146,7 +146,7 @@ class ConnectionWatch:
         waits = {
             connection: wait.began
             for connection, wait in self._waits.items()
-            if now - wait.began >= SILENT_TOO_AFTER_S
+            if now - wait.began >= SILENT_WITH_OTHERS_AFTER_S
         }
         for connection, began in waits.items():
             self._waits[connection].due = max(self._waits[connection].due, now + (now - began))
@@ -172,7 +172,7 @@ class ConnectionWatch:
             self._suspect(now, "no answer", len(silent))
 
     async def _read_states(self, process_ids: Iterable[int]) -> dict[int, str]:
-        """By process id of the server: `idle` if it does nothing or is gone, else another word.
+        """Return the state of each server process: `idle` if it does nothing or is gone, else another word.
 
         Behind a pooler the ids are the pooler's own, and nothing is known of them.
         """

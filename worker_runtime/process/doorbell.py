@@ -24,7 +24,7 @@ class Listening(NamedTuple):
 
     #: One BLPOP blocks so long.
     block: float
-    #: So long after that the connection counts as dead.
+    #: A connection on which nothing arrives for so long after that counts as dead.
     grace: float
 
 
@@ -108,7 +108,7 @@ class Doorbell:
         After a ring, call it when the work is done: a ring that comes meanwhile stays in the list.
         """
         if self._client.connected and self._listening:
-            if time.monotonic() < self._silent_after:
+            if time.monotonic() < self._silent_after or self._is_readable():
                 return False
             self._drop("silent")
             self._backoff.reset()  # the next connection may be served at once
@@ -140,6 +140,10 @@ class Doorbell:
             return []
         self._listening = False
         return [reply[1]] if reply else []
+
+    def _is_readable(self) -> bool:
+        """Return True if something has arrived: then it was this process that stood still, not the server."""
+        return any(key.data is self for key, _ in self._selector.select(0))
 
     def close(self) -> None:
         # By number: a failed client has closed its socket already. Nothing else has been opened since, so the

@@ -164,7 +164,6 @@ class Valkey:
         `checked`: after a second without traffic the connection is asked before it is used, and replaced if
         it has died silently.
 
-
         Only the resolution of a host name can: `busy` surrounds it with the seconds that it may take.
         `beside`, a client of the same server, saves it while connected.
         """

@@ -90,7 +90,7 @@ class WorkerLifecycle:
         #: The worker has to be checked.
         self.suspect = False
         #: What this run knows of its worker may be old: it was adopted, or the run was reset to an earlier
-        #: event. It is checked before a caller gets it.
+        #: event. It is checked at once, and a start that waits is answered after the check.
         self.unsure = False
         #: What the watcher said when it saw the mark expire; None: it did not.
         self.unmarked: m.WorkerUnmarked | None = None

@@ -15,6 +15,8 @@ from queue import SimpleQueue
 MAX_ADDRESSES = 8
 #: Seconds after which the alarm comes again, in case a library has swallowed it.
 _REPEAT_S = 1.0
+#: Seconds by which an alarm may be early: the kernel counts in microseconds.
+_EARLY_S = 0.001
 
 Address = tuple[str, int]
 
@@ -35,14 +37,20 @@ def deadline(seconds: float) -> Iterator[None]:
 
     For a main thread: it uses SIGALRM.
     """
+    outer = len(_ends)
     _ends.append(min([time.monotonic() + seconds, *_ends]))
     signal.signal(signal.SIGALRM, _raise)
     _set_alarm()
     try:
         yield
     finally:
-        _ends.pop()
-        _set_alarm()
+        while True:
+            try:
+                del _ends[outer:]
+                _set_alarm()
+                break
+            except TimeIsUp:  # the alarm came just now; an end that stayed would stop all later blocks
+                continue
 
 
 def time_left() -> float:
@@ -59,7 +67,7 @@ def _set_alarm() -> None:
 
 
 def _raise(_number: int, _frame: object) -> None:
-    if _ends:  # else the block has just ended
+    if _ends and time.monotonic() >= _ends[-1] - _EARLY_S:  # else the block of this alarm has just ended
         raise TimeIsUp
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -204,3 +205,17 @@ def test_a_provider_that_cannot_be_reached_in_time_is_asked_again() -> None:
             job = message_job(SmsProvider(outlet))
             with in_time(), pytest.raises(MessageDeferred):
                 job.run(SendSms(to="+886912345678", text="hi"), JobContext("j", 1, 1, lambda _value: None))
+
+
+def test_an_alarm_that_comes_after_its_block_ends_no_other_block() -> None:
+    with deadline.deadline(30.0):
+        # given a block that has ended at its time
+        with suppress(deadline.TimeIsUp), deadline.deadline(0.01):
+            while True:
+                time.sleep(0.001)
+        # when its alarm comes once more, then the block around it continues
+        signal.raise_signal(signal.SIGALRM)
+        assert deadline.time_left() > 29.0 - GRACE
+    # and later blocks have their own time
+    with deadline.deadline(30.0):
+        assert deadline.time_left() > 29.0

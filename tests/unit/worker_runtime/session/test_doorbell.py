@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import selectors
 import socket
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from worker_runtime.process.doorbell import PATIENT, Doorbell
+from worker_runtime.process.doorbell import PATIENT, Doorbell, Listening
 from worker_runtime.process.log import Log
 from worker_runtime.process.valkey import Valkey
 
@@ -83,4 +84,35 @@ def test_a_bell_that_was_closed_after_a_ring_connects_anew(server: socket.socket
         assert bell.read_rings() == [b"1"]
         bell.close()
         assert bell.run_due()
+        bell.close()
+
+
+def test_a_process_that_stood_still_keeps_its_connection_and_reads_the_ring_that_came_meanwhile(
+    server: socket.socket,
+) -> None:
+    # given a bell whose server has answered in time
+    dropped: list[str] = []
+    selector = selectors.DefaultSelector()
+    client = Valkey(f"redis://127.0.0.1:{server.getsockname()[1]}/0")
+    listening = Listening(1, -0.9)
+    bell = Doorbell(
+        client,
+        ("key",),
+        selector,
+        Log("CRITICAL"),
+        listening=listening,
+        on_silence=lambda: dropped.append("all"),
+    )
+    assert bell.run_due()
+    link, _ = server.accept()
+    with link:
+        link.sendall(RING)
+        # when the process stands still until its own deadline has passed
+        time.sleep(2 * (listening.block + listening.grace))
+        assert bell.left() == 0.0
+        # then it hands on the ring, and ends no connection
+        assert not bell.run_due()
+        assert selector.select(0)
+        assert bell.read_rings() == [b"1"]
+        assert dropped == []
         bell.close()
