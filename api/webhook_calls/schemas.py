@@ -51,7 +51,8 @@ class WebhookCallView(View):
     test: bool = Field(description="True: it was a test, and nothing of it was placed.")
     state: str = Field(description="`queued`, `running`, `done` or `refused`.")
     outcome: str | None = Field(
-        description="`placed`, `nothing_to_close`, `nothing_to_do`, or the code of the error that refused it."
+        description="`placed`, `rejected` (by the broker), `nothing_to_close`, `nothing_to_do`, or the"
+        " code of the error that refused it."
     )
     reason: str | None = Field(description="A sentence about the outcome, or what it waits for.")
     action: str | None

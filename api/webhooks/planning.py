@@ -88,6 +88,8 @@ class Outcome(StrEnum):
     """Says how a signal ended that was not refused."""
 
     PLACED = "placed"
+    #: The broker rejected an order of it.
+    REJECTED = "rejected"
     NOTHING_TO_CLOSE = "nothing_to_close"
     NOTHING_TO_DO = "nothing_to_do"
 

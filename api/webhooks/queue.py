@@ -226,7 +226,7 @@ class SignalQueue:
             about = {"webhook": str(call.webhook_id)}
             with self._traces.span("webhook signal", **about) if self._traces else nullcontext():
                 plan = await self._try_until_deadline(run)
-            outcome, reason = plan.outcome.value, _reason_of(plan, run)
+            outcome, reason = _outcome_of(plan, run), _reason_of(plan, run)
         except (signals.SignalLeaseLost, DatabaseUnavailable):
             raise
         except (BerthError, _Refused) as raised:
@@ -344,6 +344,9 @@ class SignalQueue:
 
         async def holds_lease(session: AsyncSession) -> None:
             await signals.require_lease(session, call.id, run.holder)
+            # It was perhaps revoked while the signal waited: nothing is placed after that was answered.
+            if await signals.is_revoked(session, call.webhook_id):
+                raise errors.WebhookUnknown("the webhook was revoked")
 
         alone = not run.meaning.wish.is_plain
         # An order that works on the other side could be filled after the new position is opened.
@@ -425,8 +428,20 @@ def _expired(obstacle: str) -> errors.IntentExpired:
     return errors.IntentExpired(f"it could not be carried out before its deadline: {obstacle}")
 
 
+def _rejected(run: SignalRun) -> list[OrderView]:
+    return [order for order in run.orders.values() if order.state is OrderState.REJECTED]
+
+
+def _outcome_of(plan: SignalPlan, run: SignalRun) -> str:
+    return Outcome.REJECTED if _rejected(run) else plan.outcome
+
+
 def _reason_of(plan: SignalPlan, run: SignalRun) -> str:
     notes = [plan.note] if plan.note else []
+    notes += [
+        f"the broker rejected order {order.id}: {order.reason or 'it gave no reason'}"
+        for order in _rejected(run)
+    ]
     open_ends = [order for order in run.orders.values() if not order.final and order.state in UNANSWERED]
     notes += [f"the outcome of order {order.id} is not known yet" for order in open_ends]
     return "; ".join(notes)

@@ -435,7 +435,8 @@ class SignalOutcome(View):
     complete: bool = Field(description="False: it goes on without the caller.")
     outcome: str | None = Field(
         default=None,
-        description="`placed`, `nothing_to_close`, or `nothing_to_do` (the position is what it should be).",
+        description="`placed`, `rejected` (by the broker), `nothing_to_close`, or `nothing_to_do` (the"
+        " position is what it should be).",
     )
     reason: str | None = Field(
         default=None, description="A sentence about the outcome; while it waits: what is in its way."

@@ -90,20 +90,25 @@ class SignalReceiver:
         try:
             signal = _checked_signal(webhook, source, body)
             self._count(webhook)
-            _require_open(webhook)
-            received = await self._interpret(signal, webhook)
-            found = await self._find_before(webhook, received)
+            digest = signal.digest(webhook)
+            # A repeat gets its first outcome, whatever was changed since: the webhook, or a symbol's meaning.
+            found = await self._find_before(webhook, signal, digest)
+            received = None
             if found is None:
+                _require_open(webhook)
                 self._require_time(signal, webhook)
+                received = await self._interpret(signal, webhook)
         except BerthError as error:
             await self._note_refusal(webhook, error, source, body, signal)
             raise
         if isinstance(found, AnsweredSignal):
             return found
-        new = found is None
-        call = found or await self._add(webhook, received, source, body, began)
+        call = found
+        if received is not None:
+            call = await self._add(webhook, received, source, body, began)
+        new = received is not None and call is not None
         if call is None:  # the same signal was stored a moment before
-            new, call = False, await self._get(webhook, received)
+            call = await self._get(webhook, digest)
         if new:
             self._log.info("signal_taken", signal=call.id, webhook=str(webhook.id))
         return await self._answer(call, signal, new=new, began=began)
@@ -145,10 +150,9 @@ class SignalReceiver:
         return interpret(signal, webhook, names, self.calendar, datetime.now(UTC))
 
     async def _find_before(
-        self, webhook: Webhook, received: ReceivedSignal
+        self, webhook: Webhook, signal: Signal, digest: str
     ) -> WebhookCall | AnsweredSignal | None:
         """Returns the signal if it came before, perhaps to the release before. Raises what refused it."""
-        digest = received.digest
         async with self.database.session(autocommit=True) as session:
             call = await signals.find_signal(session, webhook.id, digest)
             if call is not None:
@@ -156,13 +160,12 @@ class SignalReceiver:
                 return call
             if (refusal := await signals.refused_before(session, webhook.id, digest)) is not None:
                 raise refusal
-            bases = received.meaning.names.both
-            names = [name for base, _ in bases for name in part_ids(base)]
+            names = [name for base, _ in signal.names(digest).both for name in part_ids(base)]
             known = await closing.orders_by_client_ids(session, webhook.user_id, names)
         if not known:
             return None
         legs = [await self.reader.get(known[name].id) for name in dict.fromkeys(names) if name in known]
-        return self._answered(received.signal, received.digest, None, legs, complete=True, new=False)
+        return self._answered(signal, digest, None, legs, complete=True, new=False)
 
     async def _add(
         self, webhook: Webhook, received: ReceivedSignal, source: str, body: bytes, began: float
@@ -181,8 +184,8 @@ class SignalReceiver:
                 **received.columns,
             )
 
-    async def _get(self, webhook: Webhook, received: ReceivedSignal) -> WebhookCall:
-        call = await self.database.fetch(signals.find_signal, webhook.id, received.digest)
+    async def _get(self, webhook: Webhook, digest: str) -> WebhookCall:
+        call = await self.database.fetch(signals.find_signal, webhook.id, digest)
         if call is None:
             raise BerthError("the signal was deleted while it was taken")
         return call

@@ -335,6 +335,9 @@ class Database:
                     DATABASE_WAIT.observe(time.perf_counter() - started)
                     yield session
                     if not autocommit:
+                        # At commit the session would send what it holds back, and the watch would take the
+                        # end of that for the end of the commit.
+                        await session.flush()
                         committing = True
                         self._watch.began(_driver_connection(connection))  # until it is back in its pool
         except DatabaseUnavailable as error:

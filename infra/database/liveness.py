@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import asyncpg
@@ -33,7 +34,12 @@ CONFIRM_S = 0.2
 LOOK_TIMEOUT_S = 1.0
 
 #: The states of server processes, and that of the process which answers.
-_STATES = "select pid, state from pg_stat_activity where pid = any($1::int[]) or pid = pg_backend_pid()"
+_STATES = """
+select pid, state, state_change from pg_stat_activity
+ where pid = any($1::int[]) or pid = pg_backend_pid()
+"""
+#: The state of a server process that does nothing or is gone.
+_IDLE = "idle"
 
 log = structlog.get_logger()
 
@@ -157,22 +163,38 @@ class ConnectionWatch:
             # The server is away for everybody: the time limits of those who wait apply.
             log.warning("database_watch_failed", reason=type(error).__name__)
             return
-        silent = [connection for connection in waits if states.get(connection.get_server_pid(), "") == "idle"]
-        if silent:
-            await asyncio.sleep(CONFIRM_S)
-        silent = [
-            connection
-            for connection in silent
-            if (wait := self._waits.get(connection)) is not None and wait.began == waits[connection]
-        ]
+        silent = {
+            connection: state
+            for connection in waits
+            if (state := states.get(connection.get_server_pid())) is not None and state[0] == _IDLE
+        }
+        if not silent:
+            return
+        await asyncio.sleep(CONFIRM_S)
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                states = await self._read_states(connection.get_server_pid() for connection in silent)
+        except (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            log.warning("database_watch_failed", reason=type(error).__name__)
+            return
+        # A server process that took up or ended a statement meanwhile is slow, and its answer is on its way.
+        silent = {
+            connection: state
+            for connection, state in silent.items()
+            if states.get(connection.get_server_pid()) == state
+            and (wait := self._waits.get(connection)) is not None
+            and wait.began == waits[connection]
+        }
         for connection in silent:
             del self._waits[connection]
             connection.terminate()
         if silent:
             self._suspect(now, "no answer", len(silent))
 
-    async def _read_states(self, process_ids: Iterable[int]) -> dict[int, str]:
-        """Return the state of each server process: `idle` if it does nothing or is gone, else another word.
+    async def _read_states(self, process_ids: Iterable[int]) -> dict[int, tuple[str, datetime | None]]:
+        """Return the state of each server process, and since when it is in it.
+
+        `_IDLE` stands for a process that does nothing or is gone.
 
         Behind a pooler the ids are the pooler's own, and nothing is known of them.
         """
@@ -183,7 +205,8 @@ class ConnectionWatch:
             announced = connection.get_server_pid()
         finally:
             connection.terminate()
-        states = {row["pid"]: str(row["state"] or "unknown") for row in rows}
+        states = {row["pid"]: (str(row["state"] or "unknown"), row["state_change"]) for row in rows}
         if announced not in states:
             return {}
-        return {pid: "idle" if states.get(pid, "idle").startswith("idle") else states[pid] for pid in wanted}
+        found = {pid: states.get(pid, (_IDLE, None)) for pid in wanted}
+        return {pid: (_IDLE if state.startswith(_IDLE) else state, at) for pid, (state, at) in found.items()}

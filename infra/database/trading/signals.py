@@ -27,6 +27,8 @@ KEPT_REFUSALS = 200
 BARRED = "WEBHOOK_BUSY: a newer release carries this signal out"
 
 QUEUED, RUNNING, DONE, REFUSED = "queued", "running", "done", "refused"
+#: The outcome of a signal of which the broker rejected an order (`planning.Outcome`).
+REJECTED = "rejected"
 _WAITS = WebhookCall.completed_at.is_(None)
 
 
@@ -231,6 +233,13 @@ async def require_lease(session: AsyncSession, call_id: int, holder: uuid.UUID) 
     held = select(WebhookCall.id).filter_by(id=call_id, held_by=holder, state=RUNNING)
     if await session.scalar(held.with_for_update(read=True)) is None:
         raise SignalLeaseLost
+
+
+async def is_revoked(session: AsyncSession, webhook_id: uuid.UUID) -> bool:
+    """Returns True if the webhook was revoked; a revocation waits until the transaction ends."""
+    row = select(Webhook.revoked_at).filter_by(id=webhook_id).with_for_update(read=True)
+    found = (await session.execute(row)).one_or_none()
+    return found is None or found[0] is not None
 
 
 async def renew_leases(session: AsyncSession, holders: Collection[uuid.UUID], lease: float) -> None:

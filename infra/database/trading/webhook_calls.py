@@ -4,13 +4,13 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import delete, func, not_, select, update
+from sqlalchemy import delete, func, not_, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import aliased
 
 from infra.database.locks import seconds_from_now, take_turn
 from infra.database.trading.models import WebhookCall
-from infra.database.trading.signals import REFUSED
+from infra.database.trading.signals import REFUSED, REJECTED
 
 #: Calls of a webhook that are shown and exported; older ones are kept until their retention ends.
 MAX_SHOWN_CALLS = 200
@@ -84,7 +84,7 @@ async def take_failures(session: AsyncSession) -> WebhookFailures | None:
         .exists()
     )
     unheard = (
-        WebhookCall.state == REFUSED,
+        or_(WebhookCall.state == REFUSED, WebhookCall.outcome == REJECTED),
         WebhookCall.notified_at.is_(None),
         not_(WebhookCall.test),
         WebhookCall.outcome.not_in(STRANGERS_OUTCOMES),

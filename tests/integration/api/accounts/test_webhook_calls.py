@@ -21,7 +21,9 @@ from tests.integration.api.accounts.test_portfolio import held as position
 from tests.integration.api.accounts.test_portfolio import holding
 from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
 from tests.integration.api.conftest import ServedApi, StartWorker
+from tests.integration.api.scripted_worker import failed
 from tests.integration.api.test_page import browser
+from worker_runtime.protocol.messages import Failure, OrderState
 
 
 async def ask(api: ServedApi, method: str, path: str, key: str | None = None, **how: Any) -> httpx.Response:
@@ -260,3 +262,28 @@ async def test_an_owner_hears_of_failures_once_and_not_of_strangers(api: ServedA
     assert FAILURE_EVENT == "webhook.signals_failed"
     await post(api, made, a_signal(made, action="hold", id="later"))
     assert await notices.send_due() is False  # it waits for the next message
+
+
+async def test_a_repeat_gets_its_first_outcome_from_a_webhook_that_is_paused_since(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
+    await start_worker(api.user)
+    made = await make(api)
+    signal = a_signal(made)
+    first = await outcome_of(api, made, signal)
+    await ask(api, "POST", f"/{made['id']}/pause")
+    again = await outcome_of(api, made, signal, new=False)
+    assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
+
+
+async def test_an_order_that_the_broker_rejects_is_a_failure_that_the_owner_hears_of(
+    api: ServedApi, start_worker: StartWorker
+) -> None:
+    refusal = Failure(code="ORDER_REJECTED", detail="no money")
+    await start_worker(api.user, failed(OrderState.REJECTED, refusal))
+    made = await make(api)
+    await outcome_of(api, made, a_signal(made))
+    [call] = (await ask(api, "GET", f"/{made['id']}/calls")).json()["calls"]
+    assert (call["state"], call["outcome"]) == ("done", "rejected")
+    assert "no money" in call["reason"]
+    assert await FailureNotices(api.services.database, api.services.kept_jobs, lambda: None).send_due()
