@@ -181,9 +181,7 @@ class SignalQueue:
     async def _expire_queued(self) -> None:
         late = await self._database.fetch(signals.expire_queued, MAX_LANES_PER_ROUND)
         for call, head in late:
-            what = f"signal {head.id} ({(head.signal or {}).get('action', '?')} {head.symbol}) was in its way"
-            because = f": {head.reason}" if head.reason else ""
-            error = _expired(f"{what}{because}")
+            error = _expired(_behind(head))
             async with self._database.session() as session:
                 done = await signals.complete_signal(
                     session, call, None, state=signals.REFUSED, outcome=error.code, reason=error.detail
@@ -288,7 +286,8 @@ class SignalQueue:
             plan = _plan_of_release_before(run, known)
         if plan is None or not known:
             if not run.left:
-                raise _expired("the signals before it in this symbol took until then")
+                before = await self._database.fetch(signals.find_predecessor, run.call)
+                raise _expired(_behind(before) if before is not None else "its turn came too late")
             plan = await self._plan(run)
             async with self._database.session() as session:
                 await signals.note_plan(session, run.call.id, run.holder, plan.to_json())
@@ -426,6 +425,14 @@ class _Refused(Exception):
 
 def _expired(obstacle: str) -> errors.IntentExpired:
     return errors.IntentExpired(f"it could not be carried out before its deadline: {obstacle}")
+
+
+def _behind(call: WebhookCall) -> str:
+    """Names a signal that was carried out before another one, and what that signal met."""
+    because = f": {call.reason}" if call.reason else ""
+    return (
+        f"signal {call.id} ({(call.signal or {}).get('action', '?')} {call.symbol}) was in its way{because}"
+    )
 
 
 def _rejected(run: SignalRun) -> list[OrderView]:

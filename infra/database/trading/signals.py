@@ -235,6 +235,18 @@ async def require_lease(session: AsyncSession, call_id: int, holder: uuid.UUID) 
         raise SignalLeaseLost
 
 
+async def find_predecessor(session: AsyncSession, call: WebhookCall) -> WebhookCall | None:
+    """Returns the last signal of the lane that had its turn while this one waited."""
+    before = (
+        select(WebhookCall)
+        .filter_by(**lane_of(call).columns)
+        .where(WebhookCall.id < call.id, WebhookCall.completed_at > call.received_at)
+        .order_by(WebhookCall.id.desc())
+        .limit(1)
+    )
+    return await session.scalar(before)
+
+
 async def is_revoked(session: AsyncSession, webhook_id: uuid.UUID) -> bool:
     """Returns True if the webhook was revoked; a revocation waits until the transaction ends."""
     row = select(Webhook.revoked_at).filter_by(id=webhook_id).with_for_update(read=True)
