@@ -196,7 +196,11 @@ async def test_a_user_id_that_cannot_run_workers_is_not_used_and_the_log_says_so
     node = NodeProcess(short_directory, uids=f"{FIRST}-{LAST}")
     await node.start()
     try:
-        [line] = [one for one in node.log.read_text().splitlines() if "node.workers_share_user" in one]
+        deadline = time.monotonic() + 10
+        while "node.workers_share_user" not in (log := node.log.read_text()):
+            assert time.monotonic() < deadline, log  # a thread of its own writes the log
+            await asyncio.sleep(0.02)
+        [line] = [line for line in log.splitlines() if "node.workers_share_user" in line]
         assert "cannot run a worker" in line
     finally:
         await node.close()
