@@ -114,6 +114,7 @@ async def test_a_fleet_of_messages_sends_them_by_their_providers(
         tmp_path,
         valkey_url=valkey_server.url,
         jobs_queues=("sms", "push"),
+        jobs_slots=1,  # one child, and so one login
         jobs_recycle=100,
         dead_letter_days=3,
         messaging_url=twilio.url,

@@ -12,6 +12,7 @@ import pytest
 from redis.asyncio import Redis
 
 from infra.jobs.client import JobClient
+from infra.jobs.fleet import WAITING_SLOTS
 from infra.jobs.view import JobInspector
 from infra.local.components import JobFleetComponent, environment, job_fleets
 from infra.local.servers import ValkeyServer
@@ -90,8 +91,9 @@ async def test_a_fleet_scales_between_its_bounds(
         runners(seen, 3, without=victim)
         ends = [await jobs.wait(job, 30.0) for job in sent]
         states = [end.state for end in ends if end is not None]
-        assert states.count("done") >= 299
-        assert states.count("done") + states.count("failed") == 300  # the one that was under way
+        # An SMS that was under way may have been sent: it is not sent again.
+        assert states.count("done") >= len(sent) - WAITING_SLOTS
+        assert states.count("done") + states.count("failed") == len(sent)
         assert runners(seen, 1) == [first]
 
 

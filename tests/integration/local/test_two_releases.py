@@ -67,9 +67,9 @@ class RunningRelease:
             plain = {name: v for name, v in type(one).environment(one).items() if name != "PYTHONPATH"}
             if not self.python_path:
                 return plain
-            # Each release checks orders by its own defaults, and the stack passes this one's.
-            checks = [name for name in plain if name.startswith("BERTH_CHECK_")]
-            return {name: v for name, v in plain.items() if name not in checks} | {
+            # Each release has defaults of its own for these, and the stack passes this one's.
+            own = [name for name in plain if name.startswith(("BERTH_CHECK_", "BERTH_JOBS_SLOTS"))]
+            return {name: v for name, v in plain.items() if name not in own} | {
                 "PYTHONPATH": self.python_path
             }
 

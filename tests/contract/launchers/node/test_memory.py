@@ -52,5 +52,5 @@ async def test_a_host_without_limits_is_noted_once_and_workers_run_all_the_same(
     for number in (1, 2):
         await launcher.launch(spec(f"w-{number}"), f"token-{number}")
     assert len(await launcher.list()) == 2
-    assert node.log.read_text().count("node.no_memory_limits") == 1
     await node.close()
+    assert node.log.read_text().count("node.no_memory_limits") == 1

@@ -187,7 +187,7 @@ async def test_the_end_of_a_worker_whose_user_has_no_workflow_closes_its_assignm
         )
         row = await worker_sessions.latest_session(session, worker_id=worker.worker_id)
     assert row is not None
-    assert (row.end_reason, row.crashed) == ("killed, no workflow", False)
+    assert (row.end_reason, row.crashed) == ("killed, no workflow", True)
 
 
 async def test_only_events_that_a_workflow_acts_on_are_relayed(yard: Yard, temporal: Client) -> None:
