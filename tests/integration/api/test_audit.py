@@ -31,6 +31,9 @@ ACTS: list[tuple[str, dict[str, Any] | None, str]] = [
     ("POST /users/{user}/enable", None, "user.enabled"),
     ("POST /users/{user}/webhooks", {"account_id": "main", "quantity_unit": "lots"}, "webhook.created"),
     ("PATCH /users/{user}/webhooks/{webhook}", {"odd": "split"}, "webhook.changed"),
+    ("POST /users/{user}/webhooks/{webhook}/pause", None, "webhook.paused"),
+    ("POST /users/{user}/webhooks/{webhook}/resume", None, "webhook.resumed"),
+    ("POST /users/{user}/webhooks/{webhook}/rotate", {}, "webhook.rotated"),
     ("PUT /symbols/FITX", {"symbol": "TXF1!"}, "symbol_name.set"),
     ("DELETE /symbols/FITX", None, "symbol_name.deleted"),
     ("DELETE /users/{user}/webhooks/{webhook}", None, "webhook.revoked"),
@@ -92,6 +95,7 @@ def test_no_act_was_forgotten() -> None:
         "POST /users/{user_id}/accounts/{account_id}/intents",
         "POST /reconciliations/{number}/resolve",
         "PUT /pools/{pool}",
+        "POST /users/{user_id}/webhooks/{webhook_id}/test",  # it places nothing and changes nothing
         "POST /pools/{pool}/rollout",
         "POST /pools/{pool}/rollout/abort",
     }
@@ -99,7 +103,7 @@ def test_no_act_was_forgotten() -> None:
 
 def _shape(route: str) -> str:
     """A route without the names of what stands in it."""
-    fixed = {"main": "{}", "default": "{}", "ping": "{}", "1": "{}"}
+    fixed = {"main": "{}", "FITX": "{}", "default": "{}", "ping": "{}", "1": "{}"}
     return "/".join("{}" if part.startswith("{") else fixed.get(part, part) for part in route.split("/"))
 
 

@@ -9,25 +9,25 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 from uuid import UUID, uuid4
 
 import httpx
 import pytest
 from sqlalchemy import text
 from temporalio import activity, workflow
+from temporalio.api.workflowservice.v1 import DescribeWorkflowExecutionRequest
 from temporalio.client import (
     Client,
-    DescribeWorkflowInput,
     FetchWorkflowHistoryEventsInput,
     Interceptor,
     OutboundInterceptor,
-    WorkflowExecutionDescription,
     WorkflowFailureError,
     WorkflowHistoryEventAsyncIterator,
 )
 from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError
+from temporalio.service import RPCError, RPCStatusCode, ServiceClient
 from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities.maintenance.failures import RUNS, FailureCollector
@@ -168,25 +168,44 @@ async def test_a_run_that_another_one_followed_leaves_the_list_and_a_dismissed_o
 
 
 class DeletedRun(Interceptor):
-    """Temporal does not know the run that is `gone` when it is asked for `what`."""
+    """Temporal does not know the history of the run that is `gone`."""
 
-    def __init__(self, gone: str, what: str) -> None:
-        self.gone, self.what = gone, what
+    def __init__(self, gone: str) -> None:
+        self.gone = gone
 
     def intercept_client(self, next: OutboundInterceptor) -> OutboundInterceptor:
-        def asked(what: str, workflow_id: str) -> str:
-            return f"no-{workflow_id}" if (what, workflow_id) == (self.what, self.gone) else workflow_id
+        gone = self.gone
 
         class Deleted(OutboundInterceptor):
-            async def describe_workflow(self, input: DescribeWorkflowInput) -> WorkflowExecutionDescription:
-                return await super().describe_workflow(replace(input, id=asked("run", input.id)))
-
             def fetch_workflow_history_events(
                 self, input: FetchWorkflowHistoryEventsInput
             ) -> WorkflowHistoryEventAsyncIterator:
-                return super().fetch_workflow_history_events(replace(input, id=asked("cause", input.id)))
+                workflow_id = f"no-{input.id}" if input.id == gone else input.id
+                return super().fetch_workflow_history_events(replace(input, id=workflow_id))
 
         return Deleted(next)
+
+
+class ServiceWithoutRun:
+    """Temporal's service, which does not know the run that is `gone` when it is asked to describe it."""
+
+    def __init__(self, service: ServiceClient, gone: str) -> None:
+        self._service, self._gone = service, gone
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._service, name)
+
+    @property
+    def workflow_service(self) -> ServiceWithoutRun:
+        return ServiceWithoutRun(cast(ServiceClient, self._service.workflow_service), self._gone)
+
+    async def describe_workflow_execution(
+        self, request: DescribeWorkflowExecutionRequest, **options: Any
+    ) -> Any:
+        if request.execution.workflow_id == self._gone:
+            raise RPCError("workflow not found", RPCStatusCode.NOT_FOUND, b"")
+        service = cast(Any, self._service)
+        return await service.describe_workflow_execution(request, **options)
 
 
 @pytest.mark.parametrize("what", ["run", "cause"])
@@ -201,7 +220,10 @@ async def test_a_run_that_is_deleted_meanwhile_keeps_no_other_from_the_list(
             while workflow_id not in [run.id async for run in temporal.list_workflows(RUNS)]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     config = temporal.config()
-    config["interceptors"] = [DeletedRun(gone, what)]
+    if what == "cause":
+        config["interceptors"] = [DeletedRun(gone)]
+    else:
+        config["service_client"] = cast(ServiceClient, ServiceWithoutRun(config["service_client"], gone))
     collector = FailureCollector(services.database, Client(**config), days=14)
     await collector.collect_runs()
     assert {one["subject"] for one in await letters(staff, kind="workflow")} & {other, gone} == {other}
