@@ -44,7 +44,7 @@ class SymbolNameView(View):
 
     name: str
     symbol: str
-    actor: str
+    actor: str | None = Field(description="Null for users: operators are named to operators only.")
     at: datetime
 
 
@@ -58,7 +58,10 @@ class SymbolNameList(View):
 async def list_symbol_names(call: Call) -> SymbolNameList:
     """Names that operators gave to symbols for signals, besides those that every installation understands."""
     rows = await call.database.fetch(symbol_names.list_names)
-    return SymbolNameList(symbols=[SymbolNameView.model_validate(row) for row in rows])
+    shown = [SymbolNameView.model_validate(row) for row in rows]
+    if not call.caller.staff:
+        shown = [view.model_copy(update={"actor": None}) for view in shown]
+    return SymbolNameList(symbols=shown)
 
 
 @router.put("/symbols/{name}", summary="Name a symbol", responses=problems.responses(errors.InvalidRequest))

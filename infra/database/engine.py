@@ -334,7 +334,7 @@ class Database:
                     connection = await session.connection()
                     DATABASE_WAIT.observe(time.perf_counter() - started)
                     yield session
-                    if not autocommit:
+                    if not autocommit and session.in_transaction():  # the caller may have committed
                         # At commit the session would send what it holds back, and the watch would take the
                         # end of that for the end of the commit.
                         await session.flush()

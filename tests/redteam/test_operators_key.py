@@ -82,7 +82,11 @@ async def test_nothing_that_an_operator_reads_holds_a_key_a_credential_or_a_secr
     api: ServedApi, settings: Settings, key: str, browser: httpx.AsyncClient
 ) -> None:
     async with api.client(api.key) as user:
-        hook = (await user.post(f"/users/{api.user}/webhooks", json={"account_id": "main"})).json()
+        hook = (
+            await user.post(
+                f"/users/{api.user}/webhooks", json={"account_id": "main", "quantity_unit": "lots"}
+            )
+        ).json()
     files = (settings.message_key_file, settings.api_secret_file)
     secrets = {json.loads(path.read_bytes())[0]["secret"] for path in files}
     secrets |= {load_versions(path)[0].secret.hex() for path in files}

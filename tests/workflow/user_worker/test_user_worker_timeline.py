@@ -125,4 +125,4 @@ def test_only_changes_of_state_are_transitions_and_the_backlog_is_bounded() -> N
     carried = timeline.carried()
     assert len(carried["pending"]) == carried["number"] == PENDING_MAX
     assert Timeline("u1", carried).carried() == carried
-    assert Timeline("u1").carried() == {"number": 0, "pending": []}
+    assert Timeline("u1").carried() == {"number": 0, "pending": [], "branch": ""}

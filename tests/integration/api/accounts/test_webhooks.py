@@ -234,7 +234,7 @@ async def test_a_webhook_is_made_by_its_user_for_an_account_that_is_there(
         f"/users/{api.user}/webhooks", json={"account_id": "nobodys", "quantity_unit": "lots"}
     )
     assert wrong.json()["code"] == "ACCOUNT_NOT_FOUND"
-    other = await user.post("/users/somebody/webhooks", json={"account_id": "main"})
+    other = await user.post("/users/somebody/webhooks", json={"account_id": "main", "quantity_unit": "lots"})
     assert other.json()["code"] == "NOT_FOUND"
     bad = {"account_id": "main", "quantity_unit": "lots", "sources": ["nowhere"]}
     assert (await user.post(f"/users/{api.user}/webhooks", json=bad)).json()["code"] == "INVALID_REQUEST"
