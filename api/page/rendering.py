@@ -61,6 +61,7 @@ MENU = (
     ("/page/switches", "Switches", "GET /workers"),  # a user's own ones stand on the user's page
     ("/page/pools", "Pools", "GET /pools/{pool}"),
     ("/page/jobs", "Jobs", "GET /job-limits"),
+    ("/page/symbols", "Symbols", "PUT /symbols/{name}"),
     ("/page/servers", "Servers", "GET /fleet"),
     ("/page/report", "Daily report", "GET /reports/daily"),
     ("/page/keys", "API keys", "GET /api-keys"),

@@ -35,6 +35,7 @@ from api.orders.schemas import OrderQuery, OrderStateFilter, PageCursor, Symbol
 from api.page.rendering import ROWS, InPage, PageRoute, show_template
 from api.pools import router as pools
 from api.switches import router as switches
+from api.symbols import router as symbols
 from api.users import router as users
 from api.webhook_calls import router as webhook_calls
 from api.webhooks import router as webhooks
@@ -216,6 +217,12 @@ async def show_switches(
     return await page.show(
         "switches.html", switched=page.read(switches.list_switches, **wanted), states=SwitchState
     )
+
+
+@router.get("/page/symbols")
+async def show_symbols(page: InPage) -> HTMLResponse:
+    """Names that operators gave to symbols, so that signals may use them."""
+    return await page.show("symbols.html", named=page.read(symbols.list_symbol_names))
 
 
 @router.get("/page/pools")

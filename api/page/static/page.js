@@ -30,7 +30,7 @@ function askFor(question, reason) {
 function bodyOf(form) {
   const body = JSON.parse(form.dataset.body || "{}");
   for (const field of form.elements) {
-    if (!field.name || field.disabled || field.value === "") continue;
+    if (!field.name || field.disabled || field.value === "" || field.dataset.path !== undefined) continue;
     if (field.type === "checkbox") body[field.name] = field.checked;
     else if (field.dataset.number !== undefined) body[field.name] = Number(field.value);
     else body[field.name] = field.value;
@@ -41,7 +41,11 @@ function bodyOf(form) {
 async function act(form) {
   const [method, url] = form.dataset.act.split(" ");
   const body = bodyOf(form);
+  // A field marked `data-path` stands in the address, where its name is in braces.
   let address = url;
+  for (const field of form.querySelectorAll("[data-path]")) {
+    address = address.replace("{" + field.name + "}", encodeURIComponent(field.value.trim()));
+  }
   tell("", false);
   if (form.dataset.ask) {
     const reason = await askFor(form.dataset.ask, form.dataset.reason !== undefined);

@@ -10,6 +10,7 @@ from typing import Any
 from uuid import UUID
 
 import httpx
+import pytest
 from sqlalchemy import func, select, update
 
 from api.webhook_calls.service import FAILURE_EVENT, FailureNotices
@@ -22,7 +23,8 @@ from tests.integration.api.accounts.test_portfolio import holding
 from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
 from tests.integration.api.conftest import ServedApi, StartWorker
 from tests.integration.api.scripted_worker import failed
-from tests.integration.api.test_page import browser
+from tests.integration.api.test_page import browser, csrf
+from tests.unit.api.test_signal_plans import rows, wish_of
 from worker_runtime.protocol.messages import Failure, OrderState
 
 
@@ -287,3 +289,43 @@ async def test_an_order_that_the_broker_rejects_is_a_failure_that_the_owner_hear
     assert (call["state"], call["outcome"]) == ("done", "rejected")
     assert "no money" in call["reason"]
     assert await FailureNotices(api.services.database, api.services.kept_jobs, lambda: None).send_due()
+
+
+@pytest.mark.timeout(180)
+async def test_each_row_of_the_docs_table_is_planned_over_http(api: ServedApi) -> None:
+    hooks = {mode: await make(api, entry_mode=mode) for mode in ("open", "delta")}
+    for before, signal, mode, orders, after in rows():
+        wish = wish_of(signal)
+        body: dict[str, Any] = {
+            "action": wish.action.value,
+            "symbol": "2330",
+            "reduce_only": wish.reduce_only,
+        }
+        body |= {"quantity": wish.quantity} if wish.quantity is not None else {}
+        body |= {"position_size": str(wish.target)} if wish.target is not None else {}
+        for each in hooks if mode == "any" else (mode,):
+            asked = {"signal": body, "position": int(before)}
+            answer = await ask(api, "POST", f"/{hooks[each]['id']}/test", json=asked)
+            assert answer.status_code == 200, (signal, answer.text)
+            plan = answer.json()["plan"]
+            planned = [
+                f"{'+' if order['side'] == 'buy' else '-'}{order['quantity']}{' (close)' * order['closes']}"
+                for order in plan["orders"]
+            ]
+            shown = ", ".join(planned) or plan["outcome"].replace("_", " ")
+            assert shown == orders, (before, signal, each)
+            if not wish.is_plain:
+                assert plan["after"] == int(after), (before, signal, each)
+
+
+async def test_operators_name_symbols_on_a_page(api: ServedApi) -> None:
+    async with browser(api, api.admin_key) as page:
+        headers = await csrf(page, "/page/symbols")
+        set_name = await page.put("/v1/symbols/FITX", json={"symbol": "TXF1!"}, headers=headers)
+        assert set_name.status_code == 200, set_name.text
+        shown = (await page.get("/page/symbols")).text
+    assert "FITX" in shown
+    assert "TXF1!" in shown
+    assert 'data-act="DELETE /v1/symbols/FITX"' in shown
+    async with browser(api, api.key) as page:
+        assert "FITX" not in (await page.get(f"/page/users/{api.user}")).text
