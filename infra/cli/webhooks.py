@@ -54,6 +54,11 @@ ModeOption = Annotated[
     Mode | None, typer.Option(help="An entry's quantity: what is opened, or all that is traded.")
 ]
 RoundingOption = Annotated[Rounding | None, typer.Option(help="A limit price between two ticks.")]
+LabelOption = Annotated[str | None, typer.Option(help="What you call it.")]
+ExpiryOption = Annotated[
+    str | None,
+    typer.Option(metavar="TIME", help="When it ends, such as 2026-12-31T13:30:00+08:00; else it does not."),
+]
 
 
 @api_command(webhooks_app, "list")
@@ -80,6 +85,8 @@ def create(
     odd: OddOption = None,
     entry_mode: ModeOption = None,
     price_rounding: RoundingOption = None,
+    label: LabelOption = None,
+    expires_at: ExpiryOption = None,
     source: Annotated[
         list[str] | None, typer.Option(help="Address or network that may post; else all.")
     ] = None,
@@ -93,6 +100,7 @@ def create(
     """
     body: dict[str, Any] = {"account_id": account, "sources": source or [], "window_s": window}
     body |= _settings(quantity_unit, odd, entry_mode, price_rounding)
+    body |= _texts(label, expires_at)
     made = api.post("users", user, "webhooks", **body).body
     return CommandAnswer(made, f"webhook {made['id']}\npath {made['path']}\nsecret {made['secret']}")
 
@@ -106,9 +114,11 @@ def change(
     odd: OddOption = None,
     entry_mode: ModeOption = None,
     price_rounding: RoundingOption = None,
+    label: LabelOption = None,
+    expires_at: ExpiryOption = None,
 ) -> CommandAnswer:
     """Change what a webhook's quantities count and how its orders are made, for signals from now on."""
-    body = _settings(quantity_unit, odd, entry_mode, price_rounding)
+    body = _settings(quantity_unit, odd, entry_mode, price_rounding) | _texts(label, expires_at)
     if not body:
         raise typer.BadParameter("name at least one setting to change")
     row = api.patch("users", user, "webhooks", webhook, **body).body
@@ -201,6 +211,11 @@ def _settings(
 ) -> dict[str, Any]:
     given = {"quantity_unit": unit, "odd": odd, "entry_mode": mode, "price_rounding": rounding}
     return {name: value.value for name, value in given.items() if value is not None}
+
+
+def _texts(label: str | None, expires_at: str | None) -> dict[str, str]:
+    given = {"label": label, "expires_at": expires_at}
+    return {name: text for name, text in given.items() if text is not None}
 
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As it comes in signals, in any case.")]

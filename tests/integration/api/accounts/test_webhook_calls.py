@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
+import json
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -18,10 +20,11 @@ from infra.database.models import Order, StatementAddress
 from infra.database.trading import webhooks
 from infra.database.trading.models import Webhook, WebhookCall
 from infra.jobs.kept import KeptJob
+from tests.commands import CommandForker
 from tests.integration.api.accounts.test_portfolio import held as position
 from tests.integration.api.accounts.test_portfolio import holding
 from tests.integration.api.accounts.test_webhooks import a_signal, make, outcome_of, post
-from tests.integration.api.conftest import ServedApi, StartWorker
+from tests.integration.api.conftest import ServedApi, StartWorker, operator
 from tests.integration.api.scripted_worker import failed
 from tests.integration.api.test_page import browser, csrf
 from tests.unit.api.test_signal_plans import rows, wish_of
@@ -329,3 +332,26 @@ async def test_operators_name_symbols_on_a_page(api: ServedApi) -> None:
     assert 'data-act="DELETE /v1/symbols/FITX"' in shown
     async with browser(api, api.key) as page:
         assert "FITX" not in (await page.get(f"/page/users/{api.user}")).text
+
+
+async def test_commands_show_try_pause_and_rotate_a_webhook(
+    api: ServedApi, commands: CommandForker, tmp_path: Path
+) -> None:
+    words = ("--quantity-unit", "lots", "--label", "my strategy", "--expires-at", "2100-01-01T00:00:00+08:00")
+    async with operator(api, commands, tmp_path) as berth:
+        made = await berth("webhooks", "create", api.user, "main", *words, "--json")
+        hook = json.loads(made.out)
+        signal = '{"action": "close", "symbol": "2330"}'
+        tried = await berth("webhooks", "test", api.user, hook["id"], signal, "--position", "2")
+        calls = await berth("webhooks", "calls", api.user, hook["id"])
+        paused = await berth("webhooks", "pause", api.user, hook["id"])
+        resumed = await berth("webhooks", "resume", api.user, hook["id"])
+        rotated = await berth("webhooks", "rotate", api.user, hook["id"], "--overlap", "0")
+    assert (hook["label"], hook["expires_at"][:4]) == ("my strategy", "2099")
+    assert "position 2 -> 0" in tried.out, tried
+    assert "close: sell 2" in tried.out
+    assert "placed" in calls.out
+    assert "is paused" in paused.out
+    assert "takes signals again" in resumed.out
+    assert "secret" in rotated.out
+    assert hook["secret"] not in rotated.out
