@@ -57,8 +57,6 @@ CHECKS = [
     response_headers_conformance,
     response_schema_conformance,
 ]
-#: Nobody polls here, and another test may have ended the pool's workflow, which nobody rebuilds.
-_NOBODY_ANSWERS = (OrchestratorUnavailable.code, PoolRebuilding.code)
 #: Seconds for which a request may ask to wait.
 LONGEST_WAIT = 120
 #: Seconds; a request that takes longer is a finding. All take far less, also where the machine stands still
@@ -129,10 +127,10 @@ class ContractCaller:
 
     def _checks_of(self, answer: Response, *, waits: bool) -> list[Callable[..., Any]]:
         """That nobody did it, within so short a wait or ever, is no error of the server's."""
-        undone = waits and (
-            answer.status_code == 504
-            or (answer.status_code == 503 and answer.json()["code"] in _NOBODY_ANSWERS)
-        )
+        refused = answer.json()["code"] if answer.status_code == 503 else ""
+        unanswered = answer.status_code == 504 or refused == OrchestratorUnavailable.code
+        # Another test may have ended the pool's workflow, and nobody rebuilds it here.
+        undone = (waits and unanswered) or refused == PoolRebuilding.code
         return [one for one in self._checks if not (undone and one is not_a_server_error)]
 
     def _check(self, label: str, case: Case[Any], key: str) -> None:

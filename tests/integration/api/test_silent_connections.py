@@ -20,8 +20,9 @@ from tests.integration.api.lifecycle import LifecycleStub
 from tests.integration.api.scripted_worker import ScriptedWorker
 from tests.silent_proxy import SilentProxy
 
-#: Seconds that an order may take after all connections to one server have died.
-AFTER_A_DROP_S = 2.0
+#: Seconds that an order may take after all connections to one server have died, and what the other tests of a
+#: suite add on a machine of two cores. Without the watch it took 12 s and ended in 503.
+AFTER_A_DROP_S, LOAD_S = 2.0, 3.0
 #: Orders at once.
 PARALLEL = 20
 #: Orders at once that need a claim.
@@ -110,7 +111,7 @@ def check_in_time(answered: list[tuple[httpx.Response, float]], *, claims: float
     print(f"slowest of {len(answered)}: {slowest:.2f} s, claims {claims:.2f} s")  # noqa: T201 - to be reported
     assert {response.status_code for response, _ in answered} == {201}, [r.text for r, _ in answered]
     assert all(response.json()["state"] == "filled" for response, _ in answered)
-    assert slowest < AFTER_A_DROP_S + claims
+    assert slowest < AFTER_A_DROP_S + LOAD_S + claims
 
 
 @pytest.mark.parametrize("idle", [IDLE_S, 0.0], ids=["idle", "in-use"])
