@@ -113,6 +113,8 @@ async def running_api(settings: Settings) -> AsyncIterator[ServedApi]:
     async with app.router.lifespan_context(app):
         admin_key = await make_key(settings, "admin")
         api = ServedApi(app, settings, f"user-{os.getpid()}-{number}", "", admin_key)
+        # Its start does not wait for ever for the first look at the schema.
+        await until(lambda: api.services.schema.ready)
         async with api.client(admin_key) as admin:
             made = await admin.post("/users", json={"user_id": api.user})
             assert made.status_code == 201, made.text
