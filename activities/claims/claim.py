@@ -232,7 +232,7 @@ class ClaimActivities:
     async def _adopt(
         self, session: AsyncSession, request: m.ClaimRequest, assigned: worker_sessions.AssignmentResult
     ) -> _ClaimedWorker | None:
-        """The worker that the user has already, though no run of the workflow knows it; None: none goes on.
+        """Returns the worker that the user still has, though no run of the workflow knows it; else None.
 
         Somebody ended the run that claimed it, or reset it to an earlier event. A worker that was connected
         is adopted even if Valkey shows no mark: the workflow asks its launcher. One that was not has to show

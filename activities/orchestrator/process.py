@@ -127,7 +127,7 @@ def ready_file(settings: Settings) -> Path:
 
 
 def write_ready_file(settings: Settings, free: int) -> None:
-    """Where it cannot be written, whoever waits for it learns nothing, and the orchestrator serves."""
+    """Writes the ready file. If that fails, the orchestrator serves all the same; its starter times out."""
     try:
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         ready_file(settings).write_text(f"{free}\n", encoding="utf-8")

@@ -120,8 +120,8 @@ async def open_resources(settings: Settings) -> AsyncIterator[OrchestratorResour
 
 
 #: A run whose history cannot be replayed fails; otherwise it would stand still for ever. The restorer starts
-#: it anew, and it goes on with what PostgreSQL knows. (No release does this to runs of another one: versions
-#: are pinned.)
+#: a new one, which continues with what PostgreSQL knows. (No release does this to runs of another one:
+#: versions are pinned.)
 FAIL_ON = [NondeterminismError]
 #: The SDK passes on a heartbeat at most this often; its own choice, four fifths of the timeout, would leave
 #: an activity of ours one second of standstill out of five.
