@@ -40,6 +40,8 @@ class LifecycleStub:
         #: What the workflow knows of the session's health.
         self.health = "degraded: broker unreachable"
         self.workers: list[ScriptedWorker] = []
+        #: Claims by run and activity id.
+        self._claims: dict[tuple[str, str], asyncio.Future[str]] = {}
         #: What the update `reload_credentials_now` returns; None: nothing before the workflow ends.
         self.reload: ReloadResult | None = ReloadResult(ok=True)
 
@@ -51,6 +53,18 @@ class LifecycleStub:
 
     @activity.defn(name="claim_for_test")
     async def claim(self, user_id: str) -> str:
+        """Starts a scripted worker, or returns the next scripted failure.
+
+        A workflow task that times out on a busy machine runs its local activity again. That run gets the
+        result of the first one, so that one claim never starts two workers.
+        """
+        info = activity.info()
+        key = (info.workflow_run_id or "", info.activity_id)
+        if key not in self._claims:
+            self._claims[key] = asyncio.ensure_future(self._claim_once(user_id))
+        return await asyncio.shield(self._claims[key])
+
+    async def _claim_once(self, user_id: str) -> str:
         await self.go.wait()
         if self.failures:
             return self.failures.pop(0)
