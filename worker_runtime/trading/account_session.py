@@ -210,7 +210,8 @@ def _pause_after(error: errors.BerthError, times: int) -> float:
     each time, because another call during a suspension may extend it (Shioaji's manual)."""
     if not error.retry_after:
         return 0.0
-    return min(error.retry_after * 2 ** (times - 1), max(MAX_PAUSE_S, error.retry_after))
+    doubled: float = error.retry_after * 2 ** (times - 1)
+    return min(doubled, max(MAX_PAUSE_S, error.retry_after))
 
 
 class CredentialOpener:
