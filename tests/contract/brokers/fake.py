@@ -73,7 +73,9 @@ class FakeMarket:
         return [order for owner, _, order in self.taken if owner == account]
 
     def check(self, account: str, credentials: Credentials) -> None:
-        if self._accounts.get(account) != credentials:
+        known = self._accounts.get(account)
+        keys = credentials.api_key, credentials.secret_key
+        if known is None or (known.api_key, known.secret_key) != keys:
             raise LoginRejected("unknown account or wrong key")
         if sum(session.account == account for session in self.sessions) >= _CONNECTIONS:
             raise LoginLimited(f"{_CONNECTIONS} connections are open")

@@ -34,7 +34,7 @@ from worker_runtime.protocol.errors import (
     SessionDown,
 )
 from worker_runtime.protocol.exchange import Balance, ExchangeOrder, OrderChanged, Position
-from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Credentials, PlaceOrder
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Credentials, OrderState, PlaceOrder
 from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMeaning
 
 #: Characters; the SDK refuses shorter ones, but only after its constructor was on the network.
@@ -173,9 +173,12 @@ class ShioajiBroker:
             left = deadline - time.monotonic()
             if left <= 0:  # the caller has given up or is about to: nothing may be sent after that
                 raise OrderRejected("no time was left to send the order; it was not sent")
-            return self._reported.merge_trade(
+            placed = self._reported.merge_trade(
                 api.place_order(contract, native, timeout=sdk.to_milliseconds(left))
             )
+            if placed.state is OrderState.REJECTED:
+                raise OrderRejected(placed.reason or "")
+            return placed
 
         return self._call_once(timeout, submit)
 
