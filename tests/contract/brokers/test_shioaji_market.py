@@ -22,6 +22,7 @@ from tests.contract.brokers.shioaji_market import (
     trade_of,
 )
 from worker_runtime.brokers.shioaji import broker as adapter
+from worker_runtime.brokers.shioaji import sdk
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
 from worker_runtime.protocol.errors import (
@@ -30,6 +31,7 @@ from worker_runtime.protocol.errors import (
     LoginRejected,
     OrderRejected,
     OutcomeUnknown,
+    SessionDown,
 )
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState
 from worker_runtime.protocol.order_terms import OrderLot
@@ -101,7 +103,7 @@ def test_the_enums_of_the_installed_sdk_are_those_we_know(name: str, values: str
 
 
 def test_every_method_of_the_sdk_that_the_adapter_calls_is_there() -> None:
-    source = inspect.getsource(adapter) + inspect.getsource(adapter.sdk)
+    source = inspect.getsource(adapter) + inspect.getsource(sdk)
     called = {word.split("(")[0] for word in source.split("api.")[1:] if "(" in word.split("\n")[0]}
     called = {name for name in called if name.isidentifier()}
     assert {"login", "place_order", "update_order", "cancel_order", "list_trades"} <= called
@@ -232,7 +234,7 @@ def test_p57_a_token_that_died_beside_the_vendors_app_is_replaced_by_a_new_one(h
     stage = stage_of()
     broker = logged_in(stage, heard)
     stage.market.sessions.clear()
-    with pytest.raises(adapter.SessionDown):
+    with pytest.raises(SessionDown):
         broker.ping(5.0)
     logged_in(stage, heard)
     assert [client.forces_refresh for client in stage.market.sessions] == [True]
