@@ -142,7 +142,11 @@ async def test_a_worker_reaches_the_budgets_of_its_claim_and_after_a_reload_thos
         request = m.ReloadRequest(
             user_id=user,
             worker=m.WorkerRef(
-                **{"worker_id": worker_id, "task_id": "", "epoch": 1, "claim_id": "c1", "pool": POOL},
+                worker_id=worker_id,
+                task_id="",
+                epoch=1,
+                claim_id="c1",
+                pool=POOL,
                 public_key=worker.public_key.hex(),
             ),
             reload_id="r1",
@@ -161,7 +165,8 @@ async def test_a_worker_reaches_the_budgets_of_its_claim_and_after_a_reload_thos
 
 async def may_count(yard: Yard, worker_id: str, name: str) -> bool:
     command = ("ACL", "DRYRUN", worker_id, "ZADD", keys.budget(name, "orders"), "1", "call")
-    return await yard.client.execute_command(*command) == b"OK"  # type: ignore[no-untyped-call]
+    answer: bytes = await yard.client.execute_command(*command)  # type: ignore[no-untyped-call]
+    return answer == b"OK"
 
 
 async def test_an_operator_hears_of_one_person_for_two_users_once_and_nobody_is_charged(yard: Yard) -> None:
