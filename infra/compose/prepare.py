@@ -1,8 +1,8 @@
 """Makes what the servers need before they start: `python -m infra.compose.prepare`.
 
-These are the key files, the key that signs webhooks, the logins at Temporal, the tables of the database, and
-an administrator's API key beside the private keys. Safe to repeat: existing keys are kept, and a migrated
-database is left alone.
+These are the key files, the key that signs webhooks, the logins at Temporal and the tables of the database.
+As long as no administrator has an API key, there is also one that ends after a day, beside the private keys.
+Safe to repeat: existing keys are kept, and a migrated database is left alone.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def prepare(settings: Settings, temporal_keys: Path = TEMPORAL_KEYS) -> None:
             },
         )
     asyncio.run(migrate_as_owner(settings))
-    keyring.ensure_admin_key(settings.master_key_file.with_name("admin.key"), settings)
+    keyring.ensure_bootstrap_key(settings.master_key_file.with_name("admin.key"), settings)
 
 
 def main() -> int:
