@@ -13,7 +13,7 @@ from infra.database.engine import Database
 from infra.database.locks import wait_for_turn
 from infra.database.models import ApiKey
 from infra.settings import EcsSettings, Settings
-from infra.vault import key_file, key_pairs, secret_versions
+from infra.vault import key_file, key_pairs, message_secret, secret_versions
 from infra.vault.api_tokens import ApiTokens
 from infra.vault.key_file import KeyFileMissing
 
@@ -34,6 +34,9 @@ def create_missing_keys(settings: Settings) -> list[Path]:
         if not path.exists():
             secret_versions.create_versions(path)
             made.append(path)
+    if settings.jobs_key_file:  # derived again each time: it follows the message secret
+        fleet = Path(settings.jobs_key_file)
+        made += [fleet] if message_secret.write_fleet_keys(fleet, settings.message_key_file) else []
     if settings.launcher == "ecs" and not (launch_key := EcsSettings().launch_key_file).exists():
         key_file.write_key_file(launch_key, b64encode(os.urandom(64)), private=True)
         made.append(launch_key)
