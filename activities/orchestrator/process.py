@@ -232,7 +232,10 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
         EventStream(parts.client, RELAY_GROUP, relay, parts.message_secrets, dead_letters=letters).run,
         (lambda: exits.run_alone(settings.database_url)) if alone else exits.run,
         MarkWatcher(
-            *(parts.client, temporal, settings, parts.message_secrets), parts.users, parts.launcher
+            *(parts.client, temporal, settings, parts.message_secrets),
+            users=parts.users,
+            launcher=parts.launcher,
+            database=parts.database,
         ).run,
         lambda: watch_connection(temporal, settings),
         lambda: parts.message_secrets.compare_with_others(parts.client),
