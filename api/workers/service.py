@@ -89,7 +89,8 @@ class WorkerControl:
     async def view(self, user_id: str) -> UserWorkerView | None:
         """What the workflow shows, also after its end; None if the user never had one.
 
-        Raises `TemporalUnavailable`, and `OrchestratorUnavailable` when nobody answers the query.
+        Raises `TemporalUnavailable`, `OrchestratorUnavailable` when nobody answers the query, and
+        `WorkflowPaused`.
         """
         handle = self.client.get_workflow_handle(user_worker_id(user_id))
         with suppress(NoWorker), temporal_errors(missing=NoWorker()):

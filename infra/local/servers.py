@@ -242,7 +242,7 @@ class TemporalServer(Server):
     name = "temporal"
     #: The program reads profiles in the home folder, which may name another server or namespace.
     _OURS_ONLY = ("--disable-config-file",)
-    dynamic = (
+    dynamic: tuple[str, ...] = (
         "history.transferProcessorMaxPollRPS=2000",
         "history.timerProcessorMaxPollRPS=2000",
         'history.timerProcessorMaxTimeShift="10ms"',
@@ -259,9 +259,11 @@ class TemporalServer(Server):
         ui_port: int | None = None,
         durable: bool = True,
         search_attributes: Sequence[str] = (),
+        dynamic: Sequence[str] = dynamic,
     ) -> None:
         super().__init__(directory, port, durable=durable)
         self.ui_port = ui_port
+        self.dynamic = tuple(dynamic)
         self.ui_port_setting = ""
         self.search_attributes = tuple(search_attributes)
 
