@@ -180,7 +180,7 @@ class WorkerCutOff:
         while True:
             words = [cursor, REMOVED_AT_ONCE, "\n".join(writers), *kept]
             cursor, removed = await valkey.run_script(self.client, scripts.REMOVE_NAMES, [], words)
-            count += removed
+            count += int(removed)
             if cursor == b"0":
                 return count
 

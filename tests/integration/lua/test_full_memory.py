@@ -31,7 +31,7 @@ def short(scripts: Scripts) -> Iterator[Scripts]:
     """A server of which 90 % are in use."""
     test_pool.ready(scripts, "w1")
     test_requests.own(scripts)
-    before = scripts.client.config_get("maxmemory")["maxmemory"]
+    before = scripts.client.config_get("maxmemory")["maxmemory"] or 0
     scripts.client.config_set("maxmemory", int(scripts.client.info("memory")["used_memory"] / 0.9))
     yield scripts
     scripts.client.config_set("maxmemory", before)
@@ -77,7 +77,7 @@ def test_what_was_taken_before_is_told_again(scripts: Scripts) -> None:
     first = place(scripts, "o1")
     assert first[0] == 1
     assert claim(scripts, "c1")[0] == "claimed"
-    before = scripts.client.config_get("maxmemory")["maxmemory"]
+    before = scripts.client.config_get("maxmemory")["maxmemory"] or 0
     scripts.client.config_set("maxmemory", int(scripts.client.info("memory")["used_memory"] / 0.9))
     try:
         assert place(scripts, "o1") == [0, first[1], 0]
@@ -90,7 +90,7 @@ def test_what_was_taken_before_is_told_again(scripts: Scripts) -> None:
 
 
 def test_a_server_without_a_limit_takes_all(scripts: Scripts) -> None:
-    before = scripts.client.config_get("maxmemory")["maxmemory"]
+    before = scripts.client.config_get("maxmemory")["maxmemory"] or 0
     scripts.client.config_set("maxmemory", 0)
     try:
         assert place(scripts, "o1", 1)[0] == 1

@@ -16,7 +16,7 @@ from tests.integration.api.orders.test_order_changes import working
 @asynccontextmanager
 async def short_of_memory(client: Redis) -> AsyncIterator[None]:
     """While this holds, 90 % of the server's memory are in use."""
-    before = (await client.config_get("maxmemory"))["maxmemory"]
+    before = (await client.config_get("maxmemory"))["maxmemory"] or 0
     await client.config_set("maxmemory", int((await client.info("memory"))["used_memory"] / 0.9))
     try:
         yield
