@@ -3,8 +3,8 @@
 Its login goes first, so that nothing more comes. Then its epoch is fenced, its unread events are handed on
 with a bound, and its names are removed. What services wrote stays: queued requests, owner, switch, and of
 orders that are not settled what tells their fate. An order that the worker may have sent counts as unknown,
-and is verified with the broker. Jobs come again from PostgreSQL. Then the worker is stopped, and its user
-gets another.
+and is verified with the broker. Jobs come again from PostgreSQL. Then the worker is stopped. Its end counts
+as a crash: a user whose workers are cut off again and again is parked.
 """
 
 import asyncio
@@ -134,6 +134,7 @@ class WorkerCutOff:
         await self._fence(rows)  # again: with full memory no owner key can be written
         log.warning("worker_names_removed", workers=sorted(workers), users=sorted(users), count=removed)
         for worker_id in workers:
+            await self.client.set(keys.cut_off(worker_id), reason, ex=keys.CUT_OFF_TTL)
             for task in await self.launcher.find_tasks(worker_id):
                 await self.launcher.stop(task.task_id, reason, grace=RETRY_INTERVAL_S)
 

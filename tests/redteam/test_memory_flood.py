@@ -20,6 +20,7 @@ from tests.e2e.conftest import Trader, until
 from tests.redteam.conftest import VALKEY_USERS, Arena, Loot
 from tests.redteam.test_takeover import owner_of
 from worker_runtime.protocol import keys
+from workflows.user_worker.state import CRASH_LIMIT
 
 pytestmark = pytest.mark.skipif(not VALKEY_USERS, reason="workers have the server's password here")
 
@@ -137,4 +138,62 @@ def test_a_worker_that_floods_valkey_is_cut_off_and_others_trade_on(arena: Arena
     crowd = Crowd(arena, traders)
     with crowd.trading():
         attack(arena, kind, 4.0, crowd)
+    check_others(arena, crowd, traders, owners)
+
+
+def is_parked(arena: Arena, trader: Trader) -> bool:
+    view = arena.call("GET", f"/v1/users/{trader.user_id}/worker", arena.stack.admin_key).json()
+    return bool((view.get("lifecycle") or {}).get("state") == "Parked")
+
+
+#: Seconds of the long form: without an attack, and with one.
+QUIET_S, ATTACK_S = 30.0, 60.0
+#: Seconds of a p99 that may come from a machine whose two cores also run the attacker and the users.
+MACHINE_S = 0.02
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(400)
+def test_after_the_cut_off_orders_are_as_quick_as_without_an_attack(arena: Arena) -> None:
+    """One worker writes for a minute, or tries to."""
+    traders = [arena.victim()[0] for _ in range(3)]
+    owners = [owner_of(arena, trader) for trader in traders]
+    crowd = Crowd(arena, traders)
+    with crowd.trading():
+        time.sleep(QUIET_S)
+        attacked = time.monotonic()
+        cut_off = attack(arena, "large values", ATTACK_S, crowd)
+    check_others(arena, crowd, traders, owners)
+    quiet, after = crowd.between(crowd.orders[0].began, attacked), crowd.between(cut_off)
+    assert len(quiet) > 200
+    assert len(after) > 400
+    figures = {"quiet": p99(quiet), "attack": p99(crowd.between(attacked, cut_off)), "after": p99(after)}
+    print({name: f"{seconds * 1000:.0f} ms" for name, seconds in figures.items()})  # noqa: T201
+    assert figures["after"] < max(1.5 * figures["quiet"], figures["quiet"] + MACHINE_S), figures
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(400)
+def test_an_attacker_who_takes_over_each_next_worker_is_parked(arena: Arena) -> None:
+    traders = [arena.victim()[0] for _ in range(3)]
+    owners = [owner_of(arena, trader) for trader in traders]
+    crowd, cut_off = Crowd(arena, traders), 0
+    hostile, loot = arena.hostile()
+    until_s = time.monotonic() + ATTACK_S
+    with crowd.trading():
+        while not is_parked(arena, hostile):
+            assert time.monotonic() < until_s
+            told = flood(loot, KINDS[cut_off % len(KINDS)], 3.0)
+            assert told["refused_after"] is not None, told
+            cut_off += 1
+            worker_id = loot.config.worker_id
+            until(lambda gone=loot: not leavings(arena, gone), "nothing left of the attacker's")
+            until(
+                lambda gone=worker_id: (
+                    arena.loot_of(hostile).config.worker_id != gone or is_parked(arena, hostile)
+                ),
+                "another worker, or none any more",
+            )
+            loot = arena.loot_of(hostile)
+    assert cut_off == CRASH_LIMIT
     check_others(arena, crowd, traders, owners)

@@ -122,7 +122,8 @@ async def test_a_worker_beyond_its_quota_is_cut_off_and_leaves_nothing(house: Ho
     await house.cutting.wait()
     assert house.cutting.count == 1
     left = await house.names_of(attacker, worker)
-    assert left - {keys.requests(attacker)} == {keys.owner(attacker), keys.switch(attacker)}
+    of_services = {keys.owner(attacker), keys.switch(attacker), keys.cut_off(worker.worker_id)}
+    assert left - {keys.requests(attacker)} == of_services
     assert not await reply_of(house.client.llen(keys.requests(attacker)))
     assert await reply_of(house.client.hget(keys.owner(attacker), "worker")) == b"-"
     assert await house.names_of(victim, healthy) == of_victim
