@@ -38,7 +38,7 @@ class PlacedOrder(NamedTuple):
     code: str
 
 
-class Crowd:
+class TradingCrowd:
     """Users who trade all the time."""
 
     def __init__(self, arena: Arena, traders: Sequence[Trader]) -> None:
@@ -110,7 +110,7 @@ def leavings(arena: Arena, loot: Loot) -> list[str]:
         return names + [one for one in (keys.events_of(loot.config.worker_id),) if client.exists(one)]
 
 
-def attack(arena: Arena, kind: str, seconds: float, crowd: Crowd) -> float:
+def attack(arena: Arena, kind: str, seconds: float, crowd: TradingCrowd) -> float:
     """Has a worker flood while the crowd trades; returns when it was cut off for good."""
     hostile, loot = arena.hostile()
     began = time.monotonic()
@@ -122,7 +122,9 @@ def attack(arena: Arena, kind: str, seconds: float, crowd: Crowd) -> float:
     return began + told["refused_after"]
 
 
-def check_others(arena: Arena, crowd: Crowd, traders: Sequence[Trader], owners: Sequence[object]) -> None:
+def check_others(
+    arena: Arena, crowd: TradingCrowd, traders: Sequence[Trader], owners: Sequence[object]
+) -> None:
     """No order took long, none failed but for want of memory, and nobody lost its worker."""
     slow = [order for order in crowd.orders if order.seconds > LONGEST_S]
     assert slow == []
@@ -135,7 +137,7 @@ def check_others(arena: Arena, crowd: Crowd, traders: Sequence[Trader], owners: 
 def test_a_worker_that_floods_valkey_is_cut_off_and_others_trade_on(arena: Arena, kind: str) -> None:
     traders = [arena.victim()[0] for _ in range(2)]
     owners = [owner_of(arena, trader) for trader in traders]
-    crowd = Crowd(arena, traders)
+    crowd = TradingCrowd(arena, traders)
     with crowd.trading():
         attack(arena, kind, 4.0, crowd)
     check_others(arena, crowd, traders, owners)
@@ -158,7 +160,7 @@ def test_after_the_cut_off_orders_are_as_quick_as_without_an_attack(arena: Arena
     """One worker writes for a minute, or tries to."""
     traders = [arena.victim()[0] for _ in range(3)]
     owners = [owner_of(arena, trader) for trader in traders]
-    crowd = Crowd(arena, traders)
+    crowd = TradingCrowd(arena, traders)
     with crowd.trading():
         time.sleep(QUIET_S)
         attacked = time.monotonic()
@@ -177,7 +179,7 @@ def test_after_the_cut_off_orders_are_as_quick_as_without_an_attack(arena: Arena
 def test_an_attacker_who_takes_over_each_next_worker_is_parked(arena: Arena) -> None:
     traders = [arena.victim()[0] for _ in range(3)]
     owners = [owner_of(arena, trader) for trader in traders]
-    crowd, cut_off = Crowd(arena, traders), 0
+    crowd, cut_off = TradingCrowd(arena, traders), 0
     hostile, loot = arena.hostile()
     until_s = time.monotonic() + ATTACK_S
     with crowd.trading():

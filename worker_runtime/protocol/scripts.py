@@ -21,12 +21,13 @@ class Script:
         return cls(name, source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
-_FOLDER = Path(__file__).parent / "lua"
+_FOLDER = Path(__file__).parent
 
 
-def _load(path: str, *libraries: str) -> Script:
-    files = (_FOLDER / f"{name}.lua" for name in (*libraries, path))
-    return Script.of(path.partition("/")[2], *files)
+def _load(path: str, library: str = "") -> Script:
+    """The script of this path; `library` is loaded before it."""
+    shared = [_FOLDER / f"{library}.lua"] if library else []
+    return Script.of(path.partition("/")[2], *shared, _FOLDER / "lua" / f"{path}.lua")
 
 
 ENQUEUE = _load("requests/enqueue", "memory_lib")
@@ -42,9 +43,9 @@ READ_BOUNDED = _load("workers/read_bounded")
 REMOVE_MARK = _load("workers/remove_mark")
 SET_OWNER = _load("workers/set_owner")
 PUMP_EVENTS = _load("workers/pump_events")
-MEASURE_NAMES = _load("workers/measure_names", "workers/writer_lib")
+MEASURE_NAMES = _load("workers/measure_names", "writer_lib")
 KEEP_ORDERS = _load("workers/keep_orders")
-REMOVE_NAMES = _load("workers/remove_names", "workers/writer_lib")
+REMOVE_NAMES = _load("workers/remove_names", "writer_lib")
 WRITE_SWITCH = _load("workers/write_switch")
 ANNOUNCE_WORKER = _load("workers/announce_worker")
 ADMIT_WORKER = _load("workers/admit_worker")

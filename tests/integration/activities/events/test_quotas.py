@@ -35,7 +35,7 @@ from workflows.user_worker import messages as m
 MEGABYTE = b"x" * 1_000_000
 
 
-class House:
+class WatchedFleet:
     """A user with a worker that is Active, and what watches it."""
 
     def __init__(self, yard: Yard, server: ValkeyServer) -> None:
@@ -71,10 +71,10 @@ class House:
 
 
 @pytest.fixture
-async def house(yard: Yard, valkey_server: ValkeyServer) -> AsyncIterator[House]:
-    house = House(yard, valkey_server)
-    yield house
-    await house.cutting.close()
+async def fleet(yard: Yard, valkey_server: ValkeyServer) -> AsyncIterator[WatchedFleet]:
+    fleet = WatchedFleet(yard, valkey_server)
+    yield fleet
+    await fleet.cutting.close()
 
 
 async def small_names(client: Redis, user: str) -> None:
@@ -106,56 +106,58 @@ FLOODS = (small_names, large_strings, a_long_list, a_hash_that_samples_as_small)
 
 
 @pytest.mark.parametrize("flood", FLOODS, ids=lambda flood: flood.__name__)
-async def test_a_worker_beyond_its_quota_is_cut_off_and_leaves_nothing(house: House, flood: Any) -> None:
-    victim, healthy = await house.connected()
-    attacker, worker = await house.connected()
-    await house.watcher.look()  # what is there before
-    of_victim = await house.names_of(victim, healthy)
-    async with house.login(worker) as hostile:
+async def test_a_worker_beyond_its_quota_is_cut_off_and_leaves_nothing(
+    fleet: WatchedFleet, flood: Any
+) -> None:
+    victim, healthy = await fleet.connected()
+    attacker, worker = await fleet.connected()
+    await fleet.watcher.look()  # what is there before
+    of_victim = await fleet.names_of(victim, healthy)
+    async with fleet.login(worker) as hostile:
         await flood(hostile, attacker)
         began = time.monotonic()
-        while not house.cutting.count:
-            await house.watcher.look()
+        while not fleet.cutting.count:
+            await fleet.watcher.look()
         assert time.monotonic() - began < 2.0
         with pytest.raises((AuthenticationError, ConnectionError)):
             await hostile.ping()
-    await house.cutting.wait()
-    assert house.cutting.count == 1
-    left = await house.names_of(attacker, worker)
+    await fleet.cutting.wait()
+    assert fleet.cutting.count == 1
+    left = await fleet.names_of(attacker, worker)
     of_services = {keys.owner(attacker), keys.switch(attacker), keys.cut_off(worker.worker_id)}
     assert left - {keys.requests(attacker)} == of_services
-    assert not await reply_of(house.client.llen(keys.requests(attacker)))
-    assert await reply_of(house.client.hget(keys.owner(attacker), "worker")) == b"-"
-    assert await house.names_of(victim, healthy) == of_victim
-    assert [task for task, _ in house.yard.launcher.stops] == [worker.task_id]
+    assert not await reply_of(fleet.client.llen(keys.requests(attacker)))
+    assert await reply_of(fleet.client.hget(keys.owner(attacker), "worker")) == b"-"
+    assert await fleet.names_of(victim, healthy) == of_victim
+    assert [task for task, _ in fleet.yard.launcher.stops] == [worker.task_id]
 
 
-async def test_what_services_wrote_stays_and_what_may_have_been_sent_is_unknown(house: House) -> None:
-    user, worker = await house.connected()
+async def test_what_services_wrote_stays_and_what_may_have_been_sent_is_unknown(fleet: WatchedFleet) -> None:
+    user, worker = await fleet.connected()
     queued, taken = str(uuid4()), str(uuid4())
     for order_id in (queued, taken):
-        await house.yard.sql(_AN_ORDER.format(order=order_id, user=user))
+        await fleet.yard.sql(_AN_ORDER.format(order=order_id, user=user))
         item = f"4000000000000|{order_id}|1:mac|payload"
-        await reply_of(house.client.lpush(keys.requests(user), item))
-        await house.client.set(keys.seen(user, order_id), item, px=3_600_000)
-        await house.client.set(keys.client_order(user, order_id), f"{order_id}|t", px=3_600_000)
-    async with house.login(worker) as hostile:
+        await reply_of(fleet.client.lpush(keys.requests(user), item))
+        await fleet.client.set(keys.seen(user, order_id), item, px=3_600_000)
+        await fleet.client.set(keys.client_order(user, order_id), f"{order_id}|t", px=3_600_000)
+    async with fleet.login(worker) as hostile:
         await reply_of(hostile.lmove(keys.requests(user), keys.processing(user), "RIGHT", "LEFT"))
         await reply_of(hostile.rpush(keys.events_of(worker.worker_id), "an event"))
         await hostile.set(keys.response(user, "made-up"), "x")
-    [oldest] = await reply_of(house.client.lrange(keys.processing(user), 0, -1))
+    [oldest] = await reply_of(fleet.client.lrange(keys.processing(user), 0, -1))
     first = oldest.decode().split("|")[1]
     other = taken if first == queued else queued
-    await house.cutting.cut_off(Offender(user_id=user), "a test")
-    await house.cutting.wait()
-    assert await reply_of(house.client.llen(keys.requests(user))) == 1
-    assert await reply_of(house.client.llen(keys.processing(user))) == 1
-    assert await house.client.exists(keys.journal(user, first))
-    assert not await house.client.exists(keys.journal(user, other))
+    await fleet.cutting.cut_off(Offender(user_id=user), "a test")
+    await fleet.cutting.wait()
+    assert await reply_of(fleet.client.llen(keys.requests(user))) == 1
+    assert await reply_of(fleet.client.llen(keys.processing(user))) == 1
+    assert await fleet.client.exists(keys.journal(user, first))
+    assert not await fleet.client.exists(keys.journal(user, other))
     kept = [keys.seen(user, first), keys.seen(user, other), keys.client_order(user, queued)]
-    assert await house.client.exists(*kept) == 3
-    assert not await house.client.exists(keys.response(user, "made-up"), keys.mark(user))
-    assert [fields[b"e"] for _, fields in cast("Any", await house.client.xrange(keys.EVENTS))][
+    assert await fleet.client.exists(*kept) == 3
+    assert not await fleet.client.exists(keys.response(user, "made-up"), keys.mark(user))
+    assert [fields[b"e"] for _, fields in cast("Any", await fleet.client.xrange(keys.EVENTS))][
         -1
     ] == b"an event"
 
@@ -169,30 +171,30 @@ values ('{order}', '{user}', 'main', '{order}', '', '2330', 'buy', 1, 'MKT', 'IO
 """
 
 
-async def test_the_largest_share_and_the_number_of_those_cut_off_are_shown(house: House) -> None:
-    user, worker = await house.connected()
+async def test_the_largest_share_and_the_number_of_those_cut_off_are_shown(fleet: WatchedFleet) -> None:
+    user, worker = await fleet.connected()
     before = (await read_samples())[("berth_workers_cut_off_total",) * 2]
-    async with house.login(worker) as busy:
+    async with fleet.login(worker) as busy:
         await large_strings(busy, user, MAX_BYTES // len(MEGABYTE) // 2)
-    await house.watcher.look()
+    await fleet.watcher.look()
     assert 0.4 < (await read_samples())[("berth_worker_quota_used_ratio",) * 2] < 0.6
-    await house.cutting.cut_off(Offender(user_id=user), "a test")
-    await house.cutting.wait()
+    await fleet.cutting.cut_off(Offender(user_id=user), "a test")
+    await fleet.cutting.wait()
     assert (await read_samples())[("berth_workers_cut_off_total",) * 2] == before + 1
 
 
-async def test_a_worker_with_many_connections_is_cut_off(house: House) -> None:
-    _, worker = await house.connected()
-    clients = [house.login(worker) for _ in range(4 * MAX_CONNECTIONS)]
+async def test_a_worker_with_many_connections_is_cut_off(fleet: WatchedFleet) -> None:
+    _, worker = await fleet.connected()
+    clients = [fleet.login(worker) for _ in range(4 * MAX_CONNECTIONS)]
     try:
         for client in clients:
             await client.ping()
-        await house.watcher.look()
+        await fleet.watcher.look()
     finally:
         for client in clients:
             await client.aclose()
-    await house.cutting.wait()
-    assert [task for task, _ in house.yard.launcher.stops] == [worker.task_id]
+    await fleet.cutting.wait()
+    assert [task for task, _ in fleet.yard.launcher.stops] == [worker.task_id]
 
 
 def test_a_client_that_sends_too_much_is_named_and_a_busy_service_is_not() -> None:

@@ -4,10 +4,8 @@
 -- KEYS[2] processing trading:user:{user}:processing
 -- KEYS[3] control    worker:control:{user}:messages
 -- KEYS[4] doorbell   trading:user:{user}:doorbell
--- then three for each order:
--- KEYS[n] seen       trading:user:{user}:seen:<order>
--- KEYS[…] response   trading:response:{user}:<order>
--- KEYS[…] journal    trading:journal:{user}:<order>
+-- KEYS[5…] three for each order: trading:user:{user}:seen:<order>, trading:response:{user}:<order> and
+--            trading:journal:{user}:<order>
 -- ARGV[1] entries of a list that is kept as it is
 -- ARGV[2] bytes of it, and of a string
 -- ARGV[3] seconds that a journal entry is kept
@@ -47,11 +45,12 @@ local function keep_list(key)
   redis.call('UNLINK', key)
   for _, item in ipairs(found) do redis.call('LPUSH', key, item) end
 end
-for n = 1, 3 do keep_list(KEYS[n]) end
+local requests, processing, control = KEYS[1], KEYS[2], KEYS[3]
+for _, key in ipairs({requests, processing, control}) do keep_list(key) end
 
 local marked = 0
 for n, item in ipairs(items) do
-  if item == '' or not redis.call('LPOS', KEYS[1], item) then
+  if item == '' or not redis.call('LPOS', requests, item) then
     redis.call('SET', KEYS[3 * n + 4], 'cut off', 'EX', journal_ttl)
     marked = marked + 1
   end
