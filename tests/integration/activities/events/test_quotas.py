@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any, cast
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import pytest
@@ -25,6 +26,7 @@ from infra.local.servers import ValkeyServer
 from infra.process_metrics import read_samples
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
+from infra.valkey.memory import read_memory
 from infra.valkey.worker_users import WorkerUsers
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
@@ -195,6 +197,32 @@ async def test_a_worker_with_many_connections_is_cut_off(fleet: WatchedFleet) ->
             await client.aclose()
     await fleet.cutting.wait()
     assert [task for task, _ in fleet.yard.launcher.stops] == [worker.task_id]
+
+
+async def test_answers_that_a_worker_does_not_read_fill_no_memory(fleet: WatchedFleet) -> None:
+    user, worker = await fleet.connected()
+    async with fleet.login(worker) as hostile:
+        await hostile.set(keys.response(user, "large"), MEGABYTE)
+    before = (await read_memory(fleet.client)).used
+    login = urlsplit(fleet.users.url(worker.worker_id, fleet.server.url))
+    reader, writer = await asyncio.open_connection("127.0.0.1", fleet.server.port)
+    try:
+        writer.write(f"AUTH {login.username} {login.password}\r\n".encode())
+        assert await reader.readline() == b"+OK\r\n"
+        for _ in range(1_000):
+            writer.write(f"GET {keys.response(user, 'large')}\r\n".encode())
+        await writer.drain()
+        # Valkey ends the connection, whose answers nobody reads.
+        while b"omem" in (listing := await _clients_of(fleet, worker)):
+            assert (await read_memory(fleet.client)).used < before + 200_000_000, listing
+    finally:
+        writer.transport.abort()
+
+
+async def _clients_of(fleet: WatchedFleet, worker: m.WorkerRef) -> bytes:
+    listing = await reply_of(fleet.client.execute_command("CLIENT", "LIST"))  # type: ignore[no-untyped-call]
+    own = f"user={worker.worker_id} ".encode()
+    return b"\n".join(line for line in listing.splitlines() if own in line)
 
 
 def test_a_client_that_sends_too_much_is_named_and_a_busy_service_is_not() -> None:
