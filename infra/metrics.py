@@ -21,6 +21,7 @@ from infra.database.workers import passes
 from infra.process_metrics import MetricFamily
 from infra.settings import Settings
 from infra.valkey.client import read_clock, reply_of, text_of
+from infra.valkey.memory import read_memory
 from worker_runtime.jobs.protocol.telemetry import BOUNDS_MS
 from worker_runtime.protocol import keys
 
@@ -68,6 +69,9 @@ FAMILIES = {
     "berth_startup_tasks_open": _gauge("One-time tasks of the primary that were begun and are not done."),
     "berth_certificate_expires_timestamp_seconds": _gauge(
         "Unix time at which the certificate in this setting's file ends; 0: it cannot be read.", "setting"
+    ),
+    "berth_valkey_memory_used_ratio": _gauge(
+        "Share of its memory that Valkey uses; above 0.85 new orders and claims are refused."
     ),
     "berth_pool_ready": _gauge("Free workers that are ready.", "pool"),
     "berth_pool_waiting": _gauge("Users who wait for a worker, because none is ready.", "pool"),
@@ -194,6 +198,11 @@ async def write_fleet_metrics(page: MetricsPage, client: Redis, session: AsyncSe
         page.add("berth_dead_letters", count, kind)
     await _write_lag(page, client)
     await _write_maintenance(page, session)
+
+
+async def write_valkey_memory(page: MetricsPage, client: Redis) -> None:
+    """Raises `RedisError`."""
+    page.add("berth_valkey_memory_used_ratio", (await read_memory(client)).share)
 
 
 async def _write_lag(page: MetricsPage, client: Redis) -> None:

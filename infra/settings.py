@@ -82,6 +82,7 @@ class Settings(BaseSettings):
     message_key_file: Path = Path(".berth/keys/message.key")
     api_secret_file: Path = Path(".berth/keys/api.key")
     temporal_codec_key_file: str = ""
+    temporal_codec_reads_clear: bool = False
     secret_folders: dict[Path, str] = Field(default={})
 
     # Command line

@@ -11,6 +11,7 @@ import structlog
 from redis.asyncio import Redis
 from sqlalchemy.ext.asyncio import AsyncSession
 from temporalio import activity
+from temporalio.exceptions import ApplicationError
 
 from activities.claims.handshake import WAIT_SLICE, AssignmentSealer, ClaimReplies, push_signed
 from activities.pool import entries
@@ -153,7 +154,8 @@ class ClaimActivities:
     ) -> _ClaimedWorker:
         """Epoch, worker and accounts in one transaction; a repeat of the claim id gets the same ones.
 
-        Raises `_EntryRefused`; the transaction is rolled back then, so that nothing of it counts.
+        Raises `_EntryRefused`, and fails with `MEMORY_SHORT` while Valkey refuses claims; the transaction is
+        rolled back then, so that nothing of it counts.
         """
         async with self.database.session() as session:
             try:
@@ -193,6 +195,10 @@ class ClaimActivities:
                 )
             else:  # no account to log in with, or too many crashes: no worker is claimed
                 found = entries.PoolEntry(status="refused")
+            if found.status == "full":
+                raise ApplicationError(
+                    errors.MemoryShort.title(), type=errors.MemoryShort.code, non_retryable=True
+                )
             if found.status == "gone" and found.worker_id != assigned.worker_id:
                 raise _EntryRefused(found.worker_id, "its entry is gone")  # nothing was sent to it
             worker = m.WorkerRef(

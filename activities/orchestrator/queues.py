@@ -220,7 +220,7 @@ def lifecycle_activities(parts: OrchestratorResources) -> Activities:
         parts.unwrapper, parts.keys, parts.message_secrets, planner, books_first=own.differences_block
     )
     claiming = ClaimActivities(parts.client, parts.database, sealer, parts.users, parts.traces)
-    stopping = StopActivity(parts.client, parts.database, _ends(parts), parts.keys, parts.users)
+    stopping = StopActivity(parts.client, parts.database, ends_of(parts), parts.keys, parts.users)
     checking = HealthActivity(
         parts.client, parts.database, parts.launcher, parts.message_secrets, parts.settings.mark_ttl
     )
@@ -240,7 +240,7 @@ def lifecycle_activities(parts: OrchestratorResources) -> Activities:
     ]
 
 
-def _ends(parts: OrchestratorResources) -> EndConfirmer:
+def ends_of(parts: OrchestratorResources) -> EndConfirmer:
     return EndConfirmer(
         *(parts.client, parts.database, parts.launcher, parts.message_secrets), parts.settings.mark_ttl
     )
@@ -265,7 +265,7 @@ def bulk_activities(temporal: Client, starter: WorkerStarter, parts: Orchestrato
     scanner = FleetScanner(
         parts.client, parts.database, parts.launcher, parts.message_secrets, pool=parts.settings.pool
     )
-    cleaner = AnomalyCleaner(parts.client, parts.database, parts.launcher, _ends(parts), temporal)
+    cleaner = AnomalyCleaner(parts.client, parts.database, parts.launcher, ends_of(parts), temporal)
     maintenance = MaintenanceActivities(scanner, cleaner, parts.database, parts.settings, parts.users)
     morning = MorningActivities(parts.database, parts.calendar, starter.ensure_active)
     rollout = RolloutActivities(

@@ -21,6 +21,7 @@ from infra.jobs.kept import KeptJobs
 from infra.metrics import MetricsPage
 from infra.settings import Settings
 from infra.valkey.client import number_of, read_clock, reply_of, text_of
+from infra.valkey.memory import ALERT_ABOVE
 from worker_runtime.jobs.protocol.catalog import DeliverWebhook, SendEmail, make_job
 from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.jobs.protocol.telemetry import MAX_ERRORS
@@ -93,6 +94,14 @@ CONDITIONS = (
         0,
         0,
         "{value:.0f} runs were ended in Temporal, and nobody starts them again: `berth servers`",
+    ),
+    Condition(
+        "berth_valkey_memory_used_ratio",
+        {},
+        ALERT_ABOVE,
+        30,
+        "Valkey's memory is {value:.0%} full; above 85% new orders and claims are refused",
+        "valkey",
     ),
     Condition("berth_users", {"state": "Parked"}, 0, 0, "{value:.0f} users are parked", "temporal"),
 )

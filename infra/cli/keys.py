@@ -23,7 +23,7 @@ from infra.valkey.client import connect_valkey, reply_of, text_of
 from infra.vault import message_secret, rotation
 from infra.vault.key_pairs import OrchestratorKey, orchestrator_key_file
 from infra.vault.rotation import Rotation
-from infra.vault.secret_versions import add_version, drop_before, load_versions
+from infra.vault.secret_versions import BOUND_PAYLOADS, add_version, drop_before, load_versions
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 
@@ -89,10 +89,15 @@ def rotate(settings: Settings, key: KeyName, keep: int, *, local: bool) -> Comma
     held = load_versions(path)
     if key is KeyName.TEMPORAL:
         note_act(settings, "key.rotation_requested", subject, keep=keep or None)
-        version = add_version(path, keep=keep or len(held) + 1)
+        version = add_version(path, keep=keep or len(held) + 1, payload_format=BOUND_PAYLOADS)
         kept = load_versions(path)
         lines = [f"made key {version} in {path}; it holds {len(kept)}, down to key {kept[-1].version}"]
         lines.append("It encrypts from a minute on. Other hosts have to read it: copy the file until then.")
+        if any(key.payload_format < BOUND_PAYLOADS for key in kept):
+            lines.append(
+                "It still holds a key of an earlier release, so payloads in clear and of other workflows are "
+                "read. When the runs that began before now have closed, rotate with --keep."
+            )
         return CommandAnswer(None, "\n".join(lines))
     if len(held) > 1:
         kept_version = held[1].version

@@ -29,8 +29,12 @@ def create_missing_keys(settings: Settings) -> list[Path]:
     """
     made = [] if settings.master_kms_key else _create_master_key(settings)
     made += key_pairs.create_orchestrator_keys(settings.orchestrator_key_dir)
-    wanted = [name for name in (settings.temporal_codec_key_file, settings.webhook_key_file) if name]
-    for path in (settings.message_key_file, settings.api_secret_file, *map(Path, wanted)):
+    codec = Path(settings.temporal_codec_key_file) if settings.temporal_codec_key_file else None
+    if codec and not codec.exists():
+        secret_versions.create_versions(codec, payload_format=secret_versions.BOUND_PAYLOADS)
+        made.append(codec)
+    wanted = [Path(settings.webhook_key_file)] if settings.webhook_key_file else []
+    for path in (settings.message_key_file, settings.api_secret_file, *wanted):
         if not path.exists():
             secret_versions.create_versions(path)
             made.append(path)

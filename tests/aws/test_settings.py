@@ -45,6 +45,7 @@ LEFT_OUT = {
         *("node_socket", "node_uids", "docker_socket", "docker_image", "docker_network", "docker_fleet"),
     },
     "the command line": {"api_url", "api_key_file"},
+    "a new system's histories begin encrypted": {"temporal_codec_reads_clear"},
     "ElastiCache has no ACL SETUSER": {"valkey_users"},
 }
 #: The paper exchange, and groups whose defaults hold on AWS, too: bells, tiers, what is kept how long.

@@ -68,9 +68,12 @@ class Arena(House):
         """Starts the worker of a user, with a broker SDK that gives it away."""
         (self._hook / "hostile").write_text(trader.user_id, encoding="utf-8")
         self.start_until_active(trader)
-        file = self._hook / f"{trader.user_id}.loot"
-        until(file.exists, "loot")
-        return trader, msgspec.json.decode(file.read_bytes(), type=Loot)
+        until((self._hook / f"{trader.user_id}.loot").exists, "loot")
+        return trader, self.loot_of(trader)
+
+    def loot_of(self, trader: Trader) -> Loot:
+        """What the broker SDK of a hostile user's latest worker gave away."""
+        return msgspec.json.decode((self._hook / f"{trader.user_id}.loot").read_bytes(), type=Loot)
 
     def victim(self) -> tuple[Trader, dict[str, Any]]:
         """A new user with an Active worker and an order that rests at the broker."""

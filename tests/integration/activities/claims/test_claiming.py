@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from temporalio.exceptions import ApplicationError
 
 from activities.pool.launch import COLD_PREFIX, worker_id_of
 from infra.database.workers import sessions as worker_sessions
@@ -85,6 +86,20 @@ async def test_a_claim_at_the_same_time_by_two_users_gives_two_workers(yard: Yar
     )
     taken = {result.worker.worker_id for result in results[:2] if result and result.worker}
     assert taken == {worker.worker_id for worker in workers}
+
+
+async def test_while_memory_is_short_a_claim_is_refused_and_leaves_no_assignment(yard: Yard) -> None:
+    user, _ = await yard.user(), await yard.worker()
+    before = (await yard.client.config_get("maxmemory"))["maxmemory"] or 0
+    used = (await yard.client.info("memory"))["used_memory"]
+    await yard.client.config_set("maxmemory", int(used / 0.9))
+    try:
+        with pytest.raises(ApplicationError, match="Memory is short") as refused:
+            await yard.run(yard.claiming.claim_worker, yard.claim(user))
+    finally:
+        await yard.client.config_set("maxmemory", before)
+    assert (refused.value.type, refused.value.non_retryable) == ("MEMORY_SHORT", True)
+    assert await yard.sql("select count(*) from worker_sessions") == [(0,)]
 
 
 async def test_epochs_grow_with_every_claim_of_a_user(yard: Yard) -> None:
