@@ -84,6 +84,7 @@ FAMILIES = {
     ),
     "berth_switches_closed": _gauge("Trading switches that halt or reduce.", "scope", "state"),
     "berth_differences_open": _gauge("Accounts whose books differ from the broker's.", "blocks"),
+    "berth_person_matches_open": _gauge("Pairs of users who log in as one person, not decided yet."),
     "berth_dead_letters": _gauge(
         "What failed for good: `workflow`, `order` (it waits for a person), `job`, `alert`; of messages "
         "`event` (cannot be read), `recorder` and `relay` (their handler failed), `late` (news from a worker "
@@ -173,6 +174,8 @@ select 'berth_switches_closed', array[split_part(scope, '\\:', 1), state], count
 union all
 select 'berth_differences_open', array[cast(blocks as text)], count(distinct (user_id, account_id))
   from reconciliations where resolved_at is null group by blocks
+union all
+select 'berth_person_matches_open', '{{}}', count(*) from person_matches where resolved_at is null
 union all
 select 'berth_entities', array[state, kind], count(*) from entity_findings
  where state in ('paused', 'missing')

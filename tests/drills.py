@@ -160,6 +160,48 @@ DRILLS = (
         120,
     ),
     DrillGroup(
+        "fencing, a flush and a lost mark under load",
+        ("tests/chaos/test_fencing.py", "tests/chaos/test_flush.py", "tests/chaos/test_unmarked.py"),
+        (
+            "activities/claims/",
+            "activities/events/mark_watcher.py",
+            "tests/chaos/conftest.py",
+            "worker_runtime/protocol/lua/",
+            "worker_runtime/session/",
+        ),
+        130,
+    ),
+    DrillGroup(
+        "killed and frozen runners",
+        ("tests/integration/jobs/runner/test_chaos.py",),
+        ("infra/lab/chaos/jobs/", "worker_runtime/jobs/"),
+        40,
+    ),
+    DrillGroup(
+        "orders around the idle timeout",
+        ("tests/e2e/test_idle_race.py",),
+        ("activities/claims/", "workflows/user_worker/"),
+        40,
+    ),
+    DrillGroup(
+        "connections that die silently",
+        ("tests/e2e/test_silent_connections.py",),
+        (
+            "infra/database/liveness.py",
+            "infra/temporal/checked_service.py",
+            "infra/valkey/client.py",
+            "tests/silent_proxy.py",
+            "worker_runtime/protocol/sockets.py",
+        ),
+        60,
+    ),
+    DrillGroup(
+        "orchestrators restarted under load",
+        ("tests/e2e/test_outages.py",),
+        ("activities/orchestrator/", "infra/temporal/starter.py"),
+        40,
+    ),
+    DrillGroup(
         "late lists",
         ("tests/chaos/test_late_lists.py",),
         ("activities/claims/", "activities/maintenance/", "infra/launchers/process.py"),

@@ -105,8 +105,6 @@ class ClaimActivities:
         words = self._switches.words(request.user_id, switch, server)
         if not await entries.write_owner(self.client, request.user_id, worker, generation, words):
             return _gone(worker, "a later assignment owns the user")
-        if self.users:
-            await self.users.admit(worker.worker_id, request.pool, request.user_id)
         replies = ClaimReplies(self.client, self.sealer.keys, worker)
         reply = None if found.status == "claimed" else await replies.present(1)
         if reply is None:
@@ -288,10 +286,15 @@ class ClaimActivities:
     async def _claim_message(
         self, request: m.ClaimRequest, claimed: _ClaimedWorker, generation: str, switch_version: int
     ) -> Claim:
-        worker = claimed.worker
+        """Seals the user's accounts, and lets the worker reach the keys that it needs for them."""
+        worker, planner = claimed.worker, self.sealer.budgets
+        plan = await planner.plan(request.user_id, worker.epoch)
         accounts, sealed_keys = await self.sealer.seal(
-            request.user_id, claimed.accounts, claimed.found.public_key, worker, request.claim_id
+            request.user_id, claimed.accounts, claimed.found.public_key, worker, request.claim_id, plan
         )
+        permitted = await planner.record(plan)
+        if self.users:
+            await self.users.admit(worker.worker_id, request.pool, request.user_id, permitted)
         return Claim(
             claim_id=request.claim_id,
             worker_id=worker.worker_id,

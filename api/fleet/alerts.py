@@ -61,6 +61,13 @@ CONDITIONS = (
     Condition("berth_maintenance_age_seconds", {}, 180, 0, "maintenance has stopped"),
     Condition("berth_maintenance_guarded", {}, 0, 300, "maintenance holds still: `berth maintenance status`"),
     Condition("berth_differences_open", {}, 0, 0, "{value:.0f} accounts differ from the broker's books"),
+    Condition(
+        "berth_person_matches_open",
+        {},
+        0,
+        0,
+        "{value:.0f} pairs of users log in as one person: `berth users persons`",
+    ),
     Condition("berth_jobs_oldest_seconds", {}, 300, 0, "jobs in the queue {queue} wait for long"),
     Condition("berth_pool_waiting", {}, 0, 60, "{value:.0f} users wait: the pool {pool} is empty"),
     Condition("berth_startup_tasks_open", {}, 0, 1800, "{value:.0f} one-time tasks are not done"),

@@ -17,7 +17,7 @@ one slot, so that one script may use them together.
 | worker:pop:{user} | hash | 1 h | last pop of the session: number and item |
 | trading:switch:{user} | hash | for ever | `*version`, `*mac`; `*` (all), accounts: open, reducing, halted |
 | trading:journal:{user}:<order> | string | 2 d | set before a submission: it may have been made |
-| broker:budget:{owner}:<what> | zset | its window | calls of one person or egress address |
+| broker:budget:{owner}:<what> | zset | its window | calls of a user as one person, or by one address |
 | broker:budget:{owner}:since | hash | 40 d | since when these calls are counted |
 | broker:budget:{owner}:connections | zset | a lease | broker connections of a person → end of the lease |
 | broker:budget:{owner}:holders | hash | a lease | broker connections of a person → worker and session |
@@ -100,7 +100,8 @@ pop = _one("worker:pop")
 switch = _one("trading:switch")
 journal = _many("trading:journal")
 control = _one("worker:control", "messages")
-#: Its first part is a keyed hash of a person id or of an egress address, the second one orders, queries…
+#: Its first part names user and person, linked users, or a user's share of an address, by a keyed hash that
+#: begins with the key's version; the second one is orders, queries…
 budget = _many("broker:budget")
 
 # Of a pool, and of its worker or claim.

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from sqlalchemy import text
 from temporalio.testing import ActivityEnvironment
 
+from activities.claims.budgets import BudgetPlanner
 from activities.claims.claim import ClaimActivities
 from activities.claims.handshake import AssignmentSealer
 from activities.claims.reload import ReloadActivity
@@ -62,7 +63,7 @@ class Yard:
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
-        sealer = AssignmentSealer(self.ring, self.keys, self.secrets)
+        sealer = AssignmentSealer(self.ring, self.keys, self.secrets, BudgetPlanner(self.database, self.keys))
         self.claiming = ClaimActivities(self.client, self.database, sealer)
         self.launching = LaunchActivities(self.client, self.database, self.launcher, self.settings, self.keys)
         self.ends = EndConfirmer(self.client, self.database, self.launcher, self.secrets, FENCED_FOR - MARGIN)

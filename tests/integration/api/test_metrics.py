@@ -10,7 +10,7 @@ from typing import Any
 from activities.events.stream import GROUPS
 from infra import metrics
 from infra.database.dead_letters import DeadLetter, DeadLetters
-from infra.database.models import Order
+from infra.database.models import Order, PersonMatch
 from infra.database.trading.models import Reconciliation
 from infra.database.workers import passes
 from infra.settings import Settings
@@ -67,6 +67,8 @@ async def test_free_workers_orders_differences_and_the_last_maintenance_are_told
             )
         )
         session.add(Reconciliation(user_id=api.user, account_id="main", epoch=1, differences={}, blocks=True))
+        pair = {"first_user": api.user, "second_user": api.user}
+        session.add(PersonMatch(broker="paper", persons=["1-hash"], **pair))
         number = await passes.begin_pass(
             session,
             place=passes.PassBasis(),
@@ -94,6 +96,7 @@ async def test_free_workers_orders_differences_and_the_last_maintenance_are_told
     assert told['berth_orders_unsettled{state="unknown"}'] == 1
     assert told['berth_orders_unsettled{state="needs_attention"}'] == 1
     assert told['berth_differences_open{blocks="true"}'] == 1
+    assert told["berth_person_matches_open"] == 1
     assert told["berth_maintenance_workers"] == 7
     assert told["berth_maintenance_guarded"] == 0
     assert told["berth_maintenance_seconds"] >= told["berth_maintenance_scan_seconds"] == 0.25

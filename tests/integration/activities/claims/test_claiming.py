@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 
-import msgspec
 import pytest
 from temporalio.exceptions import ApplicationError
 
 from activities.pool.launch import COLD_PREFIX, worker_id_of
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import reply_of
-from infra.vault.key_pairs import OrchestratorKeys
-from infra.vault.secret_versions import add_version
 from tests.integration.activities.conftest import SECRET, Yard
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys, sealing
@@ -38,31 +34,6 @@ async def test_a_claimed_worker_gets_the_credentials_sealed_to_it(yard: Yard) ->
         row = await worker_sessions.latest_session(session, worker_id=worker.worker_id, ended_at=None)
     assert row is not None
     assert (row.user_id, row.claim_id, row.task_id) == (user, "c1", worker.task_id)
-
-
-async def test_calls_are_counted_under_names_that_only_a_claim_of_that_person_brings(
-    yard: Yard, tmp_path: Path
-) -> None:
-    """A worker has no key of the names, so it cannot count for another person, whose id it may know."""
-    budgets: list[list[str]] = []
-
-    async def claim(yard: Yard, claim_id: str, person: str) -> None:
-        credentials = msgspec.structs.replace(SECRET, person_id=person)
-        user, worker = await yard.user(credentials=credentials), await yard.worker()
-        await yard.run(yard.claiming.claim_worker, yard.claim(user, claim_id, reply_wait=0.05))
-        message = await worker.next()
-        assert isinstance(message, Claim)
-        budgets.append(message.accounts[0].budgets)
-
-    await claim(yard, "c1", "A123456789")
-    await claim(yard, "c2", "A123456789")
-    await claim(yard, "c3", "B123456789")
-    add_version(tmp_path / "budget.key", keep=2)
-    await claim(replace(yard, keys=OrchestratorKeys(tmp_path)), "c4", "A123456789")
-    one, same, other, later = budgets
-    assert one == same != other
-    assert later[:-1] == one  # under the older key first
-    assert "123456789" not in str(budgets)
 
 
 async def test_a_repeated_claim_gives_the_same_worker_without_a_second_push(yard: Yard) -> None:
