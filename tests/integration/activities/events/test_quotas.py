@@ -173,6 +173,21 @@ values ('{order}', '{user}', 'main', '{order}', '', '2330', 'buy', 1, 'MKT', 'IO
 """
 
 
+async def test_a_worker_that_fills_the_counts_of_its_calls_is_cut_off(fleet: WatchedFleet) -> None:
+    (_, healthy), (_, worker) = await fleet.connected(), await fleet.connected()
+    name = keys.budget("v1-made-up", "orders")
+    for one, counts in ((worker, keys.budget("v1-made-up", "*")), (healthy, keys.budget("v1-others", "*"))):
+        await reply_of(fleet.client.execute_command("ACL", "SETUSER", one.worker_id, f"(+zadd ~{counts})"))  # type: ignore[no-untyped-call]
+    async with fleet.login(worker) as hostile:
+        for start in range(0, MAX_NAMES + 1, 1000):
+            await hostile.zadd(name, {f"{number}": number for number in range(start, start + 1000)})
+    while not fleet.cutting.count:
+        await fleet.watcher.look()
+    await fleet.cutting.wait()
+    assert not await fleet.client.exists(name)
+    assert [task for task, _ in fleet.yard.launcher.stops] == [worker.task_id]
+
+
 async def test_the_largest_share_and_the_number_of_those_cut_off_are_shown(fleet: WatchedFleet) -> None:
     user, worker = await fleet.connected()
     before = (await read_samples())[("berth_workers_cut_off_total",) * 2]
@@ -226,7 +241,7 @@ async def test_answers_that_a_worker_does_not_read_fill_no_memory(fleet: Watched
 
 
 def test_a_client_that_sends_too_much_is_named_and_a_busy_service_is_not() -> None:
-    line = "id={} addr=x name= age=1 user={} redir=-1 tot-net-in={} tot-net-out=9 tot-cmds=3"
+    line = "id={} addr=x name= age=1 user={} redir=-1 tot-net-in=9 tot-net-out={} tot-cmds=3"
 
     def listing(sent: int) -> bytes:
         return "\n".join(
