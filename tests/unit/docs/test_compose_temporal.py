@@ -49,7 +49,6 @@ def _server(second_source: str = "") -> dict[str, Any]:
     condition = r'\s*\{\{- if env "TEMPORAL_JWT_KEY_SOURCE2" \}\}(.*?)\n\s*\{\{- end \}\}'
     text = re.sub(condition, r"\1" if second_source else "", text, flags=re.S)
     text = text.replace('{{ env "TEMPORAL_JWT_KEY_SOURCE2" }}', second_source)
-    text = text.replace('{{ env "TEMPORAL_BROADCAST_ADDRESS" }}', "10.0.0.1")
     assert "{{" not in text
     loaded: dict[str, Any] = yaml.safe_load(text)
     return loaded
@@ -73,6 +72,15 @@ def test_the_servers_own_workers_have_a_frontend_of_their_own(services: dict[str
         port for one in config["services"].values() for name, port in one["rpc"].items() if "Port" in name
     ]
     assert len(ports) == len(set(ports))
+
+
+def test_only_the_frontend_listens_where_another_container_may_reach_it() -> None:
+    """The others ask nobody for a JWT. That a container does not reach them: tests/compose."""
+    config = _server()
+    bound = {name: service["rpc"]["bindOnIP"] for name, service in config["services"].items()}
+    assert bound.pop("frontend") == "0.0.0.0"  # noqa: S104
+    assert set(bound.values()) == {"127.0.0.1"}
+    assert config["global"]["membership"]["broadcastAddress"] == "127.0.0.1", "they find each other there"
 
 
 def test_the_key_set_is_where_the_server_looks_for_it(services: dict[str, Any]) -> None:
