@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -20,10 +21,16 @@ import yaml
 from joserfc import jwt
 from joserfc.jwk import KeySet
 
-from infra.compose.temporal_tokens import SYSTEM_ADMIN, ensure_tokens, worker_permissions
+from infra.compose.temporal_tokens import (
+    LIFETIME,
+    SYSTEM_ADMIN,
+    ensure_tokens,
+    worker_permissions,
+)
 from infra.local.process import accepts, free_port
 from infra.settings import Settings
 from infra.temporal.connection import read_api_key
+from infra.vault.jwt import expiry_of
 from tests.e2e.conftest import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -163,6 +170,25 @@ def test_new_tokens_come_with_a_new_key_beside_the_one_before(
     kids = {jwt.decode(one, served, algorithms=["ES256"]).header["kid"] for one in (before, after)}
     assert kids == {key.kid for key in served.keys}
     assert len(kids) == 2
+
+
+def test_tokens_end_and_are_made_anew_in_time(
+    tokens: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key_set = tmp_path / "public" / "jwks.json"
+    wanted = {tokens["worker"]: worker_permissions("default"), tokens["admin"]: SYSTEM_ADMIN}
+    now = time.time()
+    for path in wanted:
+        assert expiry_of(path.read_text()) == pytest.approx(now + LIFETIME, abs=60)
+    monkeypatch.setattr(time, "time", lambda: now + LIFETIME / 2 - 60)
+    assert ensure_tokens(key_set, wanted) == []
+    monkeypatch.setattr(time, "time", lambda: now + LIFETIME / 2 + 60)
+    assert ensure_tokens(key_set, wanted) == list(wanted)
+    assert expiry_of(tokens["worker"].read_text()) > now + LIFETIME
+    # Those of a release before had no end.
+    head, _, signature = tokens["worker"].read_text().split(".")
+    tokens["worker"].write_text(".".join((head, "e30", signature)))
+    assert ensure_tokens(key_set, wanted) == list(wanted)
 
 
 def test_the_web_server_of_compose_shows_the_key_set_and_no_login(
