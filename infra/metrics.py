@@ -22,6 +22,7 @@ from infra.database.workers import passes
 from infra.process_metrics import MetricFamily
 from infra.settings import Settings
 from infra.valkey.client import read_clock, reply_of, text_of
+from infra.valkey.memory import read_memory
 from infra.vault.jwt import expiry_of
 from worker_runtime.jobs.protocol.telemetry import BOUNDS_MS
 from worker_runtime.protocol import keys
@@ -72,6 +73,9 @@ FAMILIES = {
         "Unix time at which the certificate or JWT in this setting's file ends; 0: it cannot be read.",
         "setting",
     ),
+    "berth_valkey_memory_used_ratio": _gauge(
+        "Share of its memory that Valkey uses; above 0.85 new orders and claims are refused."
+    ),
     "berth_pool_ready": _gauge("Free workers that are ready.", "pool"),
     "berth_pool_waiting": _gauge("Users who wait for a worker, because none is ready.", "pool"),
     "berth_workers_in_use": _gauge("Workers that have connected for their user.", "pool"),
@@ -83,6 +87,7 @@ FAMILIES = {
     ),
     "berth_switches_closed": _gauge("Trading switches that halt or reduce.", "scope", "state"),
     "berth_differences_open": _gauge("Accounts whose books differ from the broker's.", "blocks"),
+    "berth_person_matches_open": _gauge("Pairs of users who log in as one person, not decided yet."),
     "berth_dead_letters": _gauge(
         "What failed for good: `workflow`, `order` (it waits for a person), `job`, `alert`; of messages "
         "`event` (cannot be read), `recorder` and `relay` (their handler failed), `late` (news from a worker "
@@ -173,6 +178,8 @@ union all
 select 'berth_differences_open', array[cast(blocks as text)], count(distinct (user_id, account_id))
   from reconciliations where resolved_at is null group by blocks
 union all
+select 'berth_person_matches_open', '{{}}', count(*) from person_matches where resolved_at is null
+union all
 select 'berth_entities', array[state, kind], count(*) from entity_findings
  where state in ('paused', 'missing')
     or (state in ('rebuilt', 'ended') and seen_at > clock_timestamp() - interval '1 hour')
@@ -194,6 +201,11 @@ async def write_fleet_metrics(page: MetricsPage, client: Redis, session: AsyncSe
         page.add("berth_dead_letters", count, kind)
     await _write_lag(page, client)
     await _write_maintenance(page, session)
+
+
+async def write_valkey_memory(page: MetricsPage, client: Redis) -> None:
+    """Raises `RedisError`."""
+    page.add("berth_valkey_memory_used_ratio", (await read_memory(client)).share)
 
 
 async def _write_lag(page: MetricsPage, client: Redis) -> None:

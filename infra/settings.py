@@ -121,6 +121,7 @@ class Settings(BaseSettings):
     jobs_wait: float = Field(default=5.0, gt=0)
     jobs_tiers: dict[str, str] = {}
     jobs_lease: float = Field(default=5.0, ge=1, le=300)
+    jobs_key_file: str = ""
     webhook_key_file: str = ""
     webhook_allow_private: bool = False
     mail_host: str = ""

@@ -208,6 +208,18 @@ DRILLS = (
         60,
     ),
     DrillGroup(
+        "a flood in Valkey",
+        ("tests/redteam/test_memory_flood.py",),
+        (
+            "activities/events/cut_off.py",
+            "activities/events/pump.py",
+            "activities/events/quota_watcher.py",
+            "infra/valkey/worker_users.py",
+            "worker_runtime/protocol/lua/workers/",
+        ),
+        160,
+    ),
+    DrillGroup(
         "restore",
         ("tests/integration/local/test_restore.py",),
         ("infra/recovery/", "infra/database/migrations/"),

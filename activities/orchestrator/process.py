@@ -18,9 +18,11 @@ from temporalio.client import Client, WorkflowQueryFailedError, WorkflowUpdateFa
 from temporalio.service import RPCError
 
 from activities.claims.handshake import send_control
+from activities.events.cut_off import WorkerCutOff
 from activities.events.exit_watcher import ExitWatcher
 from activities.events.mark_watcher import MarkWatcher
 from activities.events.pump import EventPump
+from activities.events.quota_watcher import QuotaWatcher
 from activities.events.recorder import Recorder
 from activities.events.relay import Relay
 from activities.events.stream import RECORDER_GROUP, RELAY_GROUP, EventStream
@@ -29,7 +31,13 @@ from activities.maintenance.kept_jobs import KeptJobSweeper
 from activities.orchestrator.deployment import Deployment
 from activities.orchestrator.mover import WorkflowMover
 from activities.orchestrator.promotion import Promotion, build_id
-from activities.orchestrator.queues import OrchestratorResources, hosted_queues, make_worker, open_resources
+from activities.orchestrator.queues import (
+    OrchestratorResources,
+    ends_of,
+    hosted_queues,
+    make_worker,
+    open_resources,
+)
 from activities.orchestrator.restorer import EntityRestorer
 from activities.orders.sweeper import OrderSweeper
 from activities.pool.sizing import ANSWERS, LONGEST, ensure_pool
@@ -224,7 +232,9 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
         *(parts.client, parts.database, parts.launcher, temporal), pool=settings.pool, users=parts.users
     )
     alone = settings.launcher == "ecs"
-    pump = EventPump(parts.client, parts.database, parts.launcher, parts.keys, parts.users)
+    ends = ends_of(parts)
+    cutting = WorkerCutOff(parts.client, parts.database, parts.launcher, ends, parts.users)
+    pump = EventPump(parts.client, parts.database, cutting, parts.keys)
     loops = [
         pump.run,
         pump.attend,
@@ -237,6 +247,8 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
         lambda: watch_connection(temporal, settings),
         lambda: parts.message_secrets.compare_with_others(parts.client),
     ]
+    if parts.users:
+        loops.append(QuotaWatcher(parts.client, settings.database_url, cutting).run)
     if settings.sends_alerts:
         loops.append(lambda: send_errors(parts.client, "orchestrator"))
     if "orders" in settings.task_queues:

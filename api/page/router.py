@@ -201,6 +201,7 @@ async def show_attention(
         "attention.html",
         waiting=page.read(attention.list_attention, cursor=cursor, limit=ROWS, unknown=True),
         differences=page.read(attention.list_open_reconciliations, after=after, limit=ROWS),
+        persons=page.read(attention.list_person_matches, limit=ROWS),
         rows=ROWS,
     )
 

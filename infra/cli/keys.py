@@ -20,7 +20,7 @@ from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.workers import launches
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey, reply_of, text_of
-from infra.vault import rotation
+from infra.vault import message_secret, rotation
 from infra.vault.key_pairs import OrchestratorKey, orchestrator_key_file
 from infra.vault.rotation import Rotation
 from infra.vault.secret_versions import BOUND_PAYLOADS, add_version, drop_before, load_versions
@@ -104,6 +104,7 @@ def rotate(settings: Settings, key: KeyName, keep: int, *, local: bool) -> Comma
         raise BerthError(f"{path} still holds version {kept_version}: `berth keys retire {key}` comes first")
     note_act(settings, "key.rotation_requested", subject)
     version = add_version(path, keep=3)  # even if two run at the same time, nothing goes
+    _derive_fleet_keys(settings, key)
     lines = [f"made version {version} in {path.absolute()}, and kept version {version - 1}"]
     if not local and key is not KeyName.WEBHOOKS:
         lines.append("Processes on this file use it within a second. Copy it to the other hosts at once.")
@@ -127,7 +128,14 @@ def retire(settings: Settings, key: KeyName, *, force: bool) -> CommandAnswer:
         )
     note_act(settings, "key.retirement_requested", f"secret:{key}", version=held[1].version, force=force)
     drop_before(path, held[0].version)
+    _derive_fleet_keys(settings, key)
     return CommandAnswer(None, only)
+
+
+def _derive_fleet_keys(settings: Settings, key: KeyName) -> None:
+    """Renews the file of the job runners, where they have one instead of the message secret."""
+    if key is KeyName.MESSAGE and settings.jobs_key_file:
+        message_secret.write_fleet_keys(Path(settings.jobs_key_file), settings.message_key_file)
 
 
 def _file_of(key: KeyName, settings: Settings) -> Path:

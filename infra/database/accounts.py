@@ -5,6 +5,7 @@ that the broker has rejected are remembered by their version: nobody logs in wit
 another version, by new credentials or `retry_login`.
 """
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from enum import StrEnum
@@ -12,24 +13,30 @@ from enum import StrEnum
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database import audit
+from infra.database import audit, budgets
 from infra.database.locks import wait_for_turn
 from infra.database.models import (
     BrokerAccount,
     EncryptedCredentials,
     Order,
     StoredCredentials,
+    User,
     WorkerSession,
     upsert,
 )
 from infra.database.orders.states import OPEN_STATES
 from infra.database.trading.models import AccountLimits, Webhook
 from worker_runtime.protocol.bounds import MAX_ACCOUNTS
-from worker_runtime.protocol.errors import BerthError, LoginRejected, UnknownAccount
+from worker_runtime.protocol.errors import BerthError, LoginLimited, LoginRejected, UnknownAccount
 from worker_runtime.protocol.messages import AccountLogin
 
 #: Characters of a broker's own words that are kept.
 _WORDS = 1000
+#: Logins of one user that a broker may reject within `FAILED_LOGIN_WINDOW_S`: all users behind an address are
+#: banned with the one who exceeds what the broker tolerates. Somebody who mistypes gets through; 240 a day
+#: are a quarter of what Shioaji allows one person.
+MAX_FAILED_LOGINS = 10
+FAILED_LOGIN_WINDOW_S = 3600
 
 
 class TooManyAccounts(BerthError, code="TOO_MANY_ACCOUNTS", status=409):
@@ -141,6 +148,20 @@ def rejection_of(account: BrokerAccount) -> LoginRejected:
     return LoginRejected(f"{account.account_id}: {why}; new credentials or a retry make another try")
 
 
+async def require_login_tries(session: AsyncSession, user_id: str) -> None:
+    """Raises `LoginLimited` if the broker has rejected too many of the user's logins of late."""
+    failed = await session.scalar(select(User.failed_logins).filter_by(id=user_id)) or []
+    now = int(time.time())
+    recent = [at for at in failed if at > now - FAILED_LOGIN_WINDOW_S]
+    if len(recent) >= MAX_FAILED_LOGINS:
+        wait_s = min(recent) + FAILED_LOGIN_WINDOW_S - now
+        raise LoginLimited(
+            f"The broker has rejected {len(recent)} logins of user {user_id} within an hour. Check the"
+            f" credentials, and store them again in {wait_s // 60 + 1} minutes.",
+            retry_after=wait_s,
+        )
+
+
 async def record_logins(
     session: AsyncSession, user_id: str, epoch: int, at_ms: int, logins: Collection[AccountLogin]
 ) -> None:
@@ -148,10 +169,14 @@ async def record_logins(
     late changes nothing, nor does the rejection of credentials that were replaced since."""
     if not logins:
         return
+    user: User | None = None
+    if any(login.rejected for login in logins):  # before the accounts, as whoever stores credentials does
+        user = await session.get(User, user_id, with_for_update={"key_share": True})
     rows = select(BrokerAccount).filter_by(user_id=user_id).order_by(BrokerAccount.account_id)
     # Locked, so that a version is the newest until the commit.
     await session.execute(rows.with_for_update(key_share=True).execution_options(populate_existing=True))
     stored = {one.account_id: one for one in await accounts_of_user(session, user_id)}
+    confirmed = []
     for login in logins:
         found = stored.get(login.account_id)
         if found is None or (found.account.login_epoch, found.account.login_ms) > (epoch, at_ms):
@@ -160,9 +185,14 @@ async def record_logins(
         account.login_epoch, account.login_ms = epoch, at_ms
         account.login_code, account.login_detail = login.code, login.detail[:_WORDS]
         if login.rejected == found.version:
+            if user is not None and account.rejected_version != login.rejected:
+                user.failed_logins = [*user.failed_logins, int(time.time())][-MAX_FAILED_LOGINS:]
             account.rejected_version = login.rejected
+        elif not login.code:
+            confirmed.append(found)
         is_out = account.rejected_version == found.version and login.code == LoginRejected.code
         account.login_rejected = is_out
+    await budgets.note_confirmed(session, confirmed)
 
 
 async def split_rejected(

@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 
 from infra.database.engine import Database
 from infra.database.workers import launches
+from infra.database.workers.sessions import AssignedWorker
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
 from infra.vault.key_pairs import OrchestratorKeys
@@ -37,7 +38,7 @@ COMMANDS = (
     *("sadd", "srem", "smembers", "xadd", "zadd", "zrem", "zrange", "zrangebyscore", "zcard", "zscore"),
     *("zrank", "zpopmin", "zincrby", "zremrangebyscore"),
 )
-#: What the scripts of the limits do to the counts of a person, whose name only a claim tells.
+#: What the scripts of the limits do to the counts of a user's calls.
 _BUDGET_COMMANDS = (
     *("hget", "hset", "hmget", "hdel", "pexpire", "zadd", "zrem", "zrange", "zrangebyscore", "zcard"),
     *("zscore", "zremrangebyscore"),
@@ -92,9 +93,12 @@ class WorkerUsers:
         if _CLAIMED not in str(rights):
             await self._ask(*self._addition(worker_id, free_rights(worker_id, pool)))
 
-    async def admit(self, worker_id: str, pool: str, user_id: str) -> None:
-        """Opens the keys of this user. Called before the claim is sent; safe to repeat."""
-        rights = claimed_rights(worker_id, pool, user_id)
+    async def admit(
+        self, worker_id: str, pool: str, user_id: str, budgets: Collection[str] | None = None
+    ) -> None:
+        """Opens the keys of this user, and the budgets of these names. Called before a claim or reload is
+        sent; safe to repeat. `budgets`: None: all of them, for a worker that 0.1.0 claimed."""
+        rights = claimed_rights(worker_id, pool, user_id, budgets)
         await self._ask(*self._definition(worker_id, rights))
 
     async def delete(self, worker_id: str) -> None:
@@ -129,15 +133,15 @@ class WorkerUsers:
                 pipe.script_load(source)
             await pipe.execute()
 
-    async def restore(self, free: Iterable[tuple[str, str]], claimed: Iterable[tuple[str, str, str]]) -> None:
+    async def restore(self, free: Iterable[tuple[str, str]], claimed: Iterable[AssignedWorker]) -> None:
         """Makes scripts and users again, on a server that may have lost them. Safe to repeat.
 
-        `free`: worker and pool of all running workers; `claimed`: worker, pool and user of those with one.
+        `free`: worker and pool of all running workers; `claimed`: those with a user.
         """
         await self.load_scripts()
         commands = {
-            worker_id: self._definition(worker_id, claimed_rights(worker_id, *rest))
-            for worker_id, *rest in claimed
+            worker.worker_id: self._definition(worker.worker_id, claimed_rights(*worker))
+            for worker in claimed
         }
         there = {text_of(name) for name in await self._client.acl_users()}
         for worker_id, pool in free:
@@ -168,8 +172,10 @@ def free_rights(worker_id: str, pool: str) -> list[str]:
     return [*_rights(worker_id, own), _selector(["evalsha"], own)]
 
 
-def claimed_rights(worker_id: str, pool: str, user_id: str) -> list[str]:
-    """Rights of a user's worker."""
+def claimed_rights(
+    worker_id: str, pool: str, user_id: str, budgets: Collection[str] | None = None
+) -> list[str]:
+    """Rights of a user's worker. `budgets`: as for `WorkerUsers.admit`."""
     own = [
         *(keys.pool_worker(pool, worker_id), keys.pool_inbox(pool, worker_id)),
         keys.pool_reply(pool, worker_id, "*"),
@@ -178,12 +184,12 @@ def claimed_rights(worker_id: str, pool: str, user_id: str) -> list[str]:
         *(keys.journal(user_id, "*"), keys.control(user_id), job_keys.every_key(job_keys.user_tag(user_id))),
     ]
     read = [keys.owner(user_id), keys.switch(user_id)]
-    budget = keys.budget("*", "*")
+    counts = [keys.budget(name, "*") for name in (["*"] if budgets is None else budgets)]
     return [
         *_rights(worker_id, own, read),
         f"&{job_keys.done(job_keys.user_tag(user_id), '*')}",
-        _selector(["evalsha"], [*own, *read, budget]),
-        _selector(_BUDGET_COMMANDS, [budget]),
+        _selector(["evalsha"], [*own, *read, *counts]),
+        *([_selector(_BUDGET_COMMANDS, counts)] if counts else []),
         # A job waits for the answer of the user's session.
         f"({_CLAIMED} &{keys.own_answers(user_id, '*')})",
     ]

@@ -117,7 +117,7 @@ def test_key_files_come_from_folders_that_the_task_has(templates: Templates) -> 
             if value.startswith("/keys/")
         }
         # Whether there are webhooks is all that API and orchestrator ask of that file.
-        assert needed - folders <= {"/keys/jobs"}, task["Family"]
+        assert needed - folders <= {"/keys/webhook"}, task["Family"]
 
 
 def test_prepare_alone_logs_in_as_the_owner_of_the_tables(templates: Templates) -> None:
@@ -148,5 +148,13 @@ def test_who_reads_which_keys(templates: Templates) -> None:
                     found[family] = {folder.removeprefix("/keys/") for folder in folders}
     assert found["api"] == {"messages", "api", "codec", "login"}
     assert found["orchestrator"] == {"private", "messages", "codec", "login", "launch"}
-    assert found["jobs-email"] == {"messages", "jobs"}
+    tiers = {
+        "email": "email",
+        "webhook": "webhook",
+        "sms": "messaging",
+        "whatsapp": "messaging",
+        "push": "push",
+    }
+    assert {f"jobs-{tier}": {"fleet", folder} for tier, folder in tiers.items()}.items() <= found.items()
+    assert found["jobs-default"] == {"fleet"}
     assert found["prepare"] == set(FOLDERS)

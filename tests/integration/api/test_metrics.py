@@ -11,7 +11,7 @@ from activities.events.stream import GROUPS
 from infra import metrics
 from infra.compose.temporal_tokens import SYSTEM_ADMIN, ensure_tokens
 from infra.database.dead_letters import DeadLetter, DeadLetters
-from infra.database.models import Order
+from infra.database.models import Order, PersonMatch
 from infra.database.trading.models import Reconciliation
 from infra.database.workers import passes
 from infra.settings import Settings
@@ -68,6 +68,8 @@ async def test_free_workers_orders_differences_and_the_last_maintenance_are_told
             )
         )
         session.add(Reconciliation(user_id=api.user, account_id="main", epoch=1, differences={}, blocks=True))
+        pair = {"first_user": api.user, "second_user": api.user}
+        session.add(PersonMatch(broker="paper", persons=["1-hash"], **pair))
         number = await passes.begin_pass(
             session,
             place=passes.PassBasis(),
@@ -95,6 +97,7 @@ async def test_free_workers_orders_differences_and_the_last_maintenance_are_told
     assert told['berth_orders_unsettled{state="unknown"}'] == 1
     assert told['berth_orders_unsettled{state="needs_attention"}'] == 1
     assert told['berth_differences_open{blocks="true"}'] == 1
+    assert told["berth_person_matches_open"] == 1
     assert told["berth_maintenance_workers"] == 7
     assert told["berth_maintenance_guarded"] == 0
     assert told["berth_maintenance_seconds"] >= told["berth_maintenance_scan_seconds"] == 0.25
