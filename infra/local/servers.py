@@ -96,6 +96,10 @@ class ValkeyServer(Server):
             return False
 
 
+#: No log shows the values of a statement: orders, addresses, sealed credentials. Equal to compose's.
+NO_PARAMETERS = ("-c", "log_parameter_max_length=0", "-c", "log_parameter_max_length_on_error=0")
+
+
 class PostgresServer(Server):
     """PostgreSQL 18. Without a password any local account may use it.
 
@@ -211,7 +215,7 @@ class PostgresServer(Server):
         return [
             self.program("postgres"),
             *("-D", str(self.data), "-h", HOST, "-p", str(self.port), "-k", ""),
-            *("-c", "max_connections=200", "-c", "shared_buffers=64MB", *quick),
+            *("-c", "max_connections=200", "-c", "shared_buffers=64MB", *quick, *NO_PARAMETERS),
         ]
 
     def answers(self) -> bool:
