@@ -186,7 +186,10 @@ def services_database(migrated_database: str) -> str:
 @pytest.fixture(scope="session")
 def temporal_server(server_directory: Path) -> Iterator[TemporalServer]:
     with TemporalServer(
-        server_directory / "temporal", durable=False, search_attributes=SEARCH_ATTRIBUTES
+        server_directory / "temporal",
+        durable=False,
+        search_attributes=SEARCH_ATTRIBUTES,
+        dynamic=(*TemporalServer.dynamic, "frontend.WorkflowPauseEnabled=true"),
     ) as server:
         yield server
 

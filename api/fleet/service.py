@@ -21,7 +21,6 @@ from temporalio.client import (
     ScheduleHandle,
     ScheduleListDescription,
     ScheduleOverlapPolicy,
-    WorkflowExecution,
     WorkflowFailureError,
 )
 from temporalio.common import WorkflowIDConflictPolicy
@@ -39,6 +38,7 @@ from infra.database.workers import passes
 from infra.doctor.servers import BROKER, run_check
 from infra.settings import Settings
 from infra.temporal.client import CALL, POLLED_WITHIN, read_pollers, temporal_errors
+from infra.temporal.executions import ExecutionState, list_page
 from worker_runtime.protocol.errors import BerthError
 from workflows import names
 from workflows.maintenance.messages import Maintained, MaintenanceInput
@@ -54,7 +54,7 @@ def fleet_query(state: WorkerState | None, user_prefix: str | None) -> str:
 
     Raises `InvalidRequest` for a prefix with which no user id begins.
     """
-    parts = [f'WorkflowType = "{names.USER_WORKER}"', 'ExecutionStatus = "Running"']
+    parts = [f'WorkflowType = "{names.USER_WORKER}"', "CloseTime IS NULL"]
     if state is not None:
         parts.append(f'{names.SA_STATE.name} = "{WorkerState(state)}"')
     if user_prefix is not None:
@@ -77,23 +77,17 @@ class FleetList:
 
         Raises `InvalidRequest` for a cursor that is none, `TemporalUnavailable`.
         """
-        found = self.client.list_workflows(
-            fleet_query(state, user_prefix),
-            page_size=limit,
-            next_page_token=_token(cursor) if cursor else None,
-            rpc_timeout=CALL,
-        )
+        query, token = fleet_query(state, user_prefix), _token(cursor) if cursor else b""
         with temporal_errors(server_only=True):
             try:
-                await found.fetch_next_page()
+                runs, next_token = await list_page(self.client, query, limit=limit, token=token)
             except RPCError as error:
                 if cursor and error.status == RPCStatusCode.INVALID_ARGUMENT:
                     raise _bad_cursor() from None
                 raise
-        token = found.next_page_token
         return FleetPage(
-            workers=[_row(one) for one in found.current_page or ()],
-            next_cursor=_cursor(token) if token else None,
+            workers=[_row(run) for run in runs],
+            next_cursor=_cursor(next_token) if next_token else None,
         )
 
     async def list_schedules(self) -> list[ScheduleListDescription]:
@@ -112,14 +106,15 @@ class FleetList:
         return {state: one.count for state, one in zip(WorkerState, found, strict=True)}
 
 
-def _row(found: WorkflowExecution) -> FleetRowView:
-    known = found.typed_search_attributes
+def _row(run: ExecutionState) -> FleetRowView:
+    known = run.attributes
+    state = known.get(names.SA_STATE.name)
     return FleetRowView(
-        user_id=known.get(names.SA_USER) or found.id.removeprefix("user-worker-"),
-        state=known.get(names.SA_STATE),
-        worker_id=known.get(names.SA_WORKER),
-        pool=known.get(names.SA_POOL),
-        started_at=found.start_time,
+        user_id=known.get(names.SA_USER.name) or run.workflow_id.removeprefix("user-worker-"),
+        state=WorkerState(state) if state else None,
+        worker_id=known.get(names.SA_WORKER.name),
+        pool=known.get(names.SA_POOL.name),
+        started_at=run.started_at,
     )
 
 

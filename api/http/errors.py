@@ -6,6 +6,7 @@ from typing import Any
 
 from infra.temporal.client import OrchestratorUnavailable as OrchestratorUnavailable
 from infra.temporal.client import TemporalUnavailable as TemporalUnavailable
+from infra.temporal.client import WorkflowPaused as WorkflowPaused
 from worker_runtime.protocol.errors import BerthError
 
 

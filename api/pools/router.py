@@ -24,6 +24,7 @@ _POOL_PROBLEMS = (
     errors.PoolRebuilding,
     errors.TemporalUnavailable,
     errors.OrchestratorUnavailable,
+    errors.WorkflowPaused,
 )
 
 
@@ -72,7 +73,7 @@ async def resume_pool(pool: PoolName, call: Call, reason: GivenReason) -> PoolSt
     return await _change_mode(pool, call, reason, "resume")
 
 
-_ROLLOUT_PROBLEMS = (errors.TemporalUnavailable, errors.OrchestratorUnavailable)
+_ROLLOUT_PROBLEMS = (errors.TemporalUnavailable, errors.OrchestratorUnavailable, errors.WorkflowPaused)
 
 
 @router.get(

@@ -38,7 +38,10 @@ _REFUSALS: dict[str | None, type[BerthError]] = {
 
 @dataclass(frozen=True, eq=False)
 class PoolControl:
-    """Every method raises `NoPool`, `PoolRebuilding`, `TemporalUnavailable`, `OrchestratorUnavailable`."""
+    """Every method raises `NoPool`, `PoolRebuilding`, `TemporalUnavailable`, `OrchestratorUnavailable`.
+
+    Those that read the view also raise `WorkflowPaused`.
+    """
 
     client: Client
     database: Database

@@ -38,7 +38,10 @@ _INTERNAL = frozenset({"public_key", "proof", "claim", VALID_UNTIL})
     "",
     summary="Look at the worker",
     responses=problems.responses(
-        errors.TemporalUnavailable, errors.ValkeyUnavailable, errors.OrchestratorUnavailable
+        errors.TemporalUnavailable,
+        errors.ValkeyUnavailable,
+        errors.OrchestratorUnavailable,
+        errors.WorkflowPaused,
     ),
 )
 async def get_worker(user_id: KnownUserId, call: Call) -> schemas.WorkerView:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
+import structlog
 from temporalio.client import (
     Client,
     Interceptor,
@@ -53,6 +54,16 @@ class WorkerControl:
         with temporal_errors(missing=NoWorker(), server_only=True):
             await handle.signal(name, args=args, rpc_timeout=CALL)
 
+    async def signal_reload(self, user_id: str) -> bool:
+        """Asks for a reload of credentials; False: no worker, or no Temporal. Then what is stored counts from
+        the next start of a worker."""
+        try:
+            await self.signal(user_id, "reload_credentials")
+        except BerthError as error:
+            structlog.get_logger().info("reload_not_signalled", user=user_id, code=error.code)
+            return False
+        return True
+
     async def reload_credentials_now(self, user_id: str, wait: float) -> str | None:
         """Reloads and returns what came of it, in words; None if it takes longer than `wait` seconds.
 
@@ -89,7 +100,8 @@ class WorkerControl:
     async def view(self, user_id: str) -> UserWorkerView | None:
         """What the workflow shows, also after its end; None if the user never had one.
 
-        Raises `TemporalUnavailable`, and `OrchestratorUnavailable` when nobody answers the query.
+        Raises `TemporalUnavailable`, `OrchestratorUnavailable` when nobody answers the query, and
+        `WorkflowPaused`.
         """
         handle = self.client.get_workflow_handle(user_worker_id(user_id))
         with suppress(NoWorker), temporal_errors(missing=NoWorker()):

@@ -26,8 +26,8 @@ from infra.database.trading import switches
 from infra.database.trading.switches import TradingScope
 from infra.launchers.registry import create_launcher
 from infra.settings import Settings
-from infra.temporal.client import terminate_workflows
 from infra.temporal.connection import check_client, open_client
+from infra.temporal.executions import terminate_workflows
 from infra.valkey import client as valkey
 from infra.worker_task import LauncherUnreachable, StopFailed
 from worker_runtime.protocol import keys

@@ -1,19 +1,24 @@
 """Signals to workflows, and what a failed call to Temporal means."""
 
-import asyncio
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from temporalio.api.enums.v1 import TaskQueueType
 from temporalio.api.taskqueue.v1 import TaskQueue
 from temporalio.api.workflowservice.v1 import DescribeTaskQueueRequest
-from temporalio.client import Client, WorkflowQueryFailedError
+from temporalio.client import (
+    Client,
+    Interceptor,
+    OutboundInterceptor,
+    QueryWorkflowInput,
+    WorkflowExecutionStatus,
+    WorkflowQueryFailedError,
+)
 from temporalio.service import RPCError, RPCStatusCode
 
 from worker_runtime.protocol.errors import BerthError
-from workflows import names
 
 #: What one call may take that does not wait for a workflow. A busy host stands still for 2 to 3 s.
 CALL = timedelta(seconds=5)
@@ -72,29 +77,38 @@ async def unless_missing(call: Awaitable[T]) -> T | None:
         return None
 
 
-async def terminate_workflows(client: Client, reason: str) -> int:
-    """Terminates all workflows of Berth and returns how many there were. Raises `BerthError`.
+class WorkflowPaused(BerthError, code="WORKFLOW_PAUSED", retryable=True):
+    """The workflow is paused in Temporal. Unpause it there, with `temporal workflow unpause` or in its UI."""
 
-    Schedules, requests and orchestrators start them anew.
-    """
-    queues = (names.LIFECYCLE_QUEUE, names.LAUNCH_QUEUE, names.ORDERS_QUEUE, names.BULK_QUEUE)
-    query = f"ExecutionStatus = 'Running' AND TaskQueue IN {queues}"
-    ended = set[str]()
-    with temporal_errors(server_only=True):
-        for _ in range(120):  # a minute beside the terminations, which take long of many
-            running = [run async for run in client.list_workflows(query)]
-            for run in running:
-                handle = client.get_workflow_handle(run.id, run_id=run.run_id)
-                await unless_missing(handle.terminate(reason=reason, rpc_timeout=CALL))  # listings lag
-                ended.add(run.run_id)
-            if not running:
-                return len(ended)
-            await asyncio.sleep(0.5)
-    raise BerthError("Temporal lists workflows that were terminated as running: run it again")
+
+class QueryOfPausedWorkflow(RPCError):
+    """A query that the server rejected since the workflow is paused."""
+
+    def __init__(self) -> None:
+        super().__init__("the workflow is paused", RPCStatusCode.FAILED_PRECONDITION, b"")
+
+
+class PausedQueries(Interceptor):
+    """Raises `QueryOfPausedWorkflow` where the SDK raises `ValueError`: its enum of states lacks `PAUSED`."""
+
+    def intercept_client(self, next: OutboundInterceptor) -> OutboundInterceptor:
+        return _PausedQueries(next)
+
+
+class _PausedQueries(OutboundInterceptor):
+    async def query_workflow(self, input: QueryWorkflowInput) -> Any:
+        try:
+            return await super().query_workflow(input)
+        except ValueError as error:
+            if WorkflowExecutionStatus.__name__ not in str(error):
+                raise
+            raise QueryOfPausedWorkflow from None
 
 
 def error_of_rpc(error: RPCError, *, server_only: bool = False) -> BerthError:
     """What a failed call to Temporal means to our caller. `server_only`: no orchestrator has a part in it."""
+    if isinstance(error, QueryOfPausedWorkflow):
+        return WorkflowPaused()
     if error.status in DOWN:
         return TemporalUnavailable()
     if error.status in _SLOW:

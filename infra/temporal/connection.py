@@ -16,7 +16,7 @@ from temporalio.service import RPCError, RPCStatusCode, TLSConfig
 
 from infra.settings import Settings
 from infra.temporal.checked_service import KEEP_ALIVE, CheckedConnections
-from infra.temporal.client import CALL, TemporalUnavailable
+from infra.temporal.client import CALL, PausedQueries, TemporalUnavailable
 from infra.temporal.codec import data_converter
 from infra.vault import key_file
 from worker_runtime.protocol.errors import BerthError
@@ -78,7 +78,7 @@ def read_api_key(settings: Settings) -> str | None:
     return key
 
 
-async def open_client(settings: Settings, **options: Any) -> Client:
+async def open_client(settings: Settings, interceptors: Sequence[Interceptor] = (), **options: Any) -> Client:
     """A client with these settings; `options` are `Client.connect`'s own.
 
     Raises what `tls_config`, `read_api_key` and `data_converter` do, and `TemporalUnavailable` unless it is
@@ -94,6 +94,7 @@ async def open_client(settings: Settings, **options: Any) -> Client:
             data_converter=data_converter(settings),
             keep_alive_config=KEEP_ALIVE,
             plugins=[CheckedConnections()],
+            interceptors=[PausedQueries(), *interceptors],
             **options,
         )
     except (RuntimeError, RPCError) as error:

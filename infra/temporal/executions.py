@@ -4,9 +4,11 @@ It reads the server's own messages: the SDK's enum of states lacks `PAUSED`, and
 description raise `ValueError` for such a run.
 """
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from temporalio.api.common.v1 import WorkflowExecution
 from temporalio.api.enums import v1 as enums
@@ -15,7 +17,8 @@ from temporalio.api.workflowservice import v1 as api
 from temporalio.client import Client, WorkflowHistoryEventFilterType
 from temporalio.service import RPCError, RPCStatusCode
 
-from infra.temporal.client import CALL, unless_missing
+from infra.temporal.client import CALL, temporal_errors, unless_missing
+from worker_runtime.protocol.errors import BerthError
 from workflows import names
 
 #: Rows of one page of a listing.
@@ -45,15 +48,14 @@ class ExecutionState:
     end: str
     #: The search attribute of a user's worker; empty: none.
     worker_id: str
+    started_at: datetime
+    #: Those of `names` that are set, by name.
+    attributes: Mapping[str, str]
 
 
 def _state_of(info: WorkflowExecutionInfo) -> ExecutionState:
     status = int(info.status)
-    worker = info.search_attributes.indexed_fields.get(names.SA_WORKER.name)
-    try:
-        worker_id = str(json.loads(worker.data)) if worker is not None and worker.data else ""
-    except ValueError:
-        worker_id = ""
+    attributes = _attributes_of(info)
     return ExecutionState(
         workflow_id=info.execution.workflow_id,
         run_id=info.execution.run_id,
@@ -61,8 +63,27 @@ def _state_of(info: WorkflowExecutionInfo) -> ExecutionState:
         is_open=status in (int(_RUNNING), _PAUSED),
         is_paused=status == _PAUSED,
         end=_ENDS.get(info.status, "" if status in (int(_RUNNING), _PAUSED) else "ended"),
-        worker_id=worker_id,
+        worker_id=attributes.get(names.SA_WORKER.name, ""),
+        started_at=info.start_time.ToDatetime(UTC),
+        attributes=attributes,
     )
+
+
+def _attributes_of(info: WorkflowExecutionInfo) -> dict[str, str]:
+    """Returns the search attributes of users' workflows. Those that are no text are left out."""
+    fields = info.search_attributes.indexed_fields
+    attributes: dict[str, str] = {}
+    for key in (names.SA_USER, names.SA_STATE, names.SA_WORKER, names.SA_POOL):
+        payload = fields.get(key.name)
+        if payload is None or not payload.data:
+            continue
+        try:
+            value = json.loads(payload.data)
+        except ValueError:
+            continue
+        if isinstance(value, str):
+            attributes[key.name] = value
+    return attributes
 
 
 async def read_execution(client: Client, workflow_id: str) -> ExecutionState | None:
@@ -77,17 +98,30 @@ async def read_execution(client: Client, workflow_id: str) -> ExecutionState | N
 async def list_open(client: Client, kinds: Sequence[str]) -> list[ExecutionState]:
     """Lists the open runs of these types, as Temporal's index has them: a moment late. Raises `RPCError`."""
     named = ", ".join(f"'{kind}'" for kind in kinds)
-    query = f"WorkflowType IN ({named}) AND CloseTime IS NULL"
-    token, found = b"", list[ExecutionState]()
-    while True:
-        request = api.ListWorkflowExecutionsRequest(
-            namespace=client.namespace, page_size=PAGE, query=query, next_page_token=token
-        )
-        page = await client.workflow_service.list_workflow_executions(request, timeout=CALL)
-        found += [_state_of(info) for info in page.executions]
-        token = page.next_page_token
-        if not token:
-            return found
+    return await list_all(client, f"WorkflowType IN ({named}) AND CloseTime IS NULL")
+
+
+async def list_all(client: Client, query: str) -> list[ExecutionState]:
+    """Lists all runs that a visibility query finds, paused ones included. Raises `RPCError`."""
+    runs, token = await list_page(client, query)
+    while token:
+        page, token = await list_page(client, query, token=token)
+        runs += page
+    return runs
+
+
+async def list_page(
+    client: Client, query: str, *, limit: int = PAGE, token: bytes = b""
+) -> tuple[list[ExecutionState], bytes]:
+    """Returns at most `limit` runs behind `token`, and the token of the next page; empty: there is none.
+
+    Raises `RPCError`; INVALID_ARGUMENT for a token that is none.
+    """
+    request = api.ListWorkflowExecutionsRequest(
+        namespace=client.namespace, page_size=limit, query=query, next_page_token=token
+    )
+    page = await client.workflow_service.list_workflow_executions(request, timeout=CALL)
+    return [_state_of(info) for info in page.executions], page.next_page_token
 
 
 async def explain_end(client: Client, workflow_id: str, state: ExecutionState | None) -> str:
@@ -108,3 +142,24 @@ async def explain_end(client: Client, workflow_id: str, state: ExecutionState | 
         if error.status != RPCStatusCode.NOT_FOUND:
             raise
     return state.end + (f" by {who}" if who else "") + (f": {why}" if why else "")
+
+
+async def terminate_workflows(client: Client, reason: str) -> int:
+    """Terminates all workflows of Berth and returns how many there were. Raises `BerthError`.
+
+    Schedules, requests and orchestrators start them anew.
+    """
+    queues = (names.LIFECYCLE_QUEUE, names.LAUNCH_QUEUE, names.ORDERS_QUEUE, names.BULK_QUEUE)
+    query = f"CloseTime IS NULL AND TaskQueue IN {queues}"  # also those that are paused
+    ended = set[str]()
+    with temporal_errors(server_only=True):
+        for _ in range(120):  # a minute beside the terminations, which take long of many
+            running = await list_all(client, query)
+            for run in running:
+                handle = client.get_workflow_handle(run.workflow_id, run_id=run.run_id)
+                await unless_missing(handle.terminate(reason=reason, rpc_timeout=CALL))  # listings lag
+                ended.add(run.run_id)
+            if not running:
+                return len(ended)
+            await asyncio.sleep(0.5)
+    raise BerthError("Temporal lists workflows that were terminated as running: run it again")

@@ -96,6 +96,13 @@ class PoolExhausted(WorkerUnavailable, code="POOL_EXHAUSTED"):
     PAUSE: ClassVar[float] = 5.0
 
 
+class MemoryShort(BerthError, code="MEMORY_SHORT", retryable=True):
+    """Memory is short: new orders and new workers are refused for now; cancels and running workers go on."""
+
+    #: Seconds after which to ask again.
+    PAUSE: ClassVar[float] = 5.0
+
+
 class Parked(BerthError, code="PARKED", status=409):
     """The user's worker crashed too often; an operator has to let it start again."""
 

@@ -37,6 +37,8 @@ class OpenedAccount:
     budgets: Sequence[str]
     #: As in `SealedAccount`.
     books_first: bool = False
+    address_budgets: Sequence[str] = ()
+    address_share: int = 1000
 
 
 class AccountSession:
@@ -253,4 +255,12 @@ class CredentialOpener:
         key = ConnectionKey(
             sealed.broker, sealed.broker_type, sealed.simulation, sealed.account_id, sealed.number
         )
-        return OpenedAccount(key, sealed.version, credentials, sealed.budgets, sealed.books_first)
+        return OpenedAccount(
+            key,
+            sealed.version,
+            credentials,
+            sealed.budgets,
+            sealed.books_first,
+            sealed.address_budgets,
+            sealed.address_share,
+        )

@@ -286,6 +286,7 @@ class BrokerSessions:
         name = account.key.account_id
         old = self._account_sessions.get(name)
         if old is not None and old.account.version == account.version:
+            old.account = account  # it may be counted under other names now
             return
         if old is not None:
             old.attempt = None  # whatever comes of it is closed

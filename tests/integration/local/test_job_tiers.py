@@ -78,6 +78,8 @@ async def test_a_fleet_scales_between_its_bounds(
     own = settings(tmp_path, valkey_server, twilio, jobs_tiers={"sms": "1-3"}, jobs_runner="")
     [fleet] = job_fleets(tmp_path, own)
     assert fleet.name == "jobs-sms"
+    # One runner would need 300 / 8 * 0.3 = 11 s: jobs still wait when the third one has started.
+    twilio.latency = 0.3
     with JobInspector(valkey_server.url) as seen, fleet:
         [first] = runners(seen, 1)
         sent = await put(jobs, 300)

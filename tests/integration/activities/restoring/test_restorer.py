@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from temporalio import workflow
 from temporalio.api.common.v1 import WorkflowExecution
 from temporalio.api.enums.v1 import EventType
 from temporalio.api.workflowservice import v1 as api
 from temporalio.client import Client, WorkflowHandle
+from temporalio.common import RawValue
 from temporalio.service import RPCError
+from temporalio.worker import UnsandboxedWorkflowRunner, Worker
 
 from activities.events.recorder import TimelineActivity
 from activities.orchestrator.restorer import EntityRestorer
@@ -21,12 +24,13 @@ from infra.database.entities import FindingState, finding_of
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.temporal import executions
-from infra.temporal.client import unless_missing
+from infra.temporal.client import PausedQueries, unless_missing
 from infra.temporal.schedules import ensure_schedules
 from infra.temporal.starter import WorkerStarter
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from tests.workflow.fakes import serving
+from worker_runtime.protocol.messages import ReleaseClaim
 from workflows import names
 from workflows.user_worker import messages as m
 from workflows.worker_pool import messages as pm
@@ -97,6 +101,12 @@ class Site:
         await self.yard.renew_mark(user, worker.worker_id, worker.epoch, state="Active")
         return user, worker
 
+    async def let_end(self, worker: m.WorkerRef) -> None:
+        """Ends a worker once it is asked to, as a real one ends within its time to drain."""
+        message = await self.yard.made[worker.worker_id].next()
+        assert isinstance(message, ReleaseClaim)
+        self.yard.launcher.end(worker.task_id, 0, "released")
+
     async def finding(self, entity: str) -> tuple[str, str] | None:
         found = await self.yard.database.fetch(finding_of, entity)
         return None if found is None else found[:2]
@@ -108,7 +118,7 @@ class Site:
 
 @pytest.fixture
 async def site(yard: Yard, temporal_server: TemporalServer) -> AsyncIterator[Site]:
-    temporal = await Client.connect(temporal_server.address)
+    temporal = await Client.connect(temporal_server.address, interceptors=[PausedQueries()])
     settings = yard.settings.model_copy(
         update={"pool_target": 2, "maintenance_period": 60.0, "morning_at": "", "report_at": ""}
     )
@@ -161,6 +171,21 @@ async def deleted(temporal: Client, handle: WorkflowHandle[Any, Any]) -> None:
         return await executions.read_execution(temporal, handle.id) is None
 
     await until(gone, "deletion")
+
+
+async def pause(temporal: Client, workflow_id: str) -> None:
+    """Pauses a workflow, as Temporal's UI and `temporal workflow pause` do."""
+    request = api.PauseWorkflowExecutionRequest(
+        namespace=temporal.namespace, workflow_id=workflow_id, reason="by a test", request_id=workflow_id
+    )
+    await temporal.workflow_service.pause_workflow_execution(request)
+
+
+async def unpause(temporal: Client, workflow_id: str) -> None:
+    request = api.UnpauseWorkflowExecutionRequest(
+        namespace=temporal.namespace, workflow_id=workflow_id, reason="by a test", request_id=workflow_id
+    )
+    await temporal.workflow_service.unpause_workflow_execution(request)
 
 
 async def reset_to(temporal: Client, handle: WorkflowHandle[Any, Any], number: int = 0) -> None:
@@ -250,8 +275,8 @@ async def test_a_users_workflow_comes_back_and_goes_on_with_the_same_worker(site
     assert finding[0] == FindingState.REBUILT
     # What it adopted it can end, too.
     await handle.signal("shutdown", m.ShutdownRequest(reason="test"))
+    await site.let_end(worker)
     await until(lambda: site.is_gone(handle.id), "end")
-    assert [task for task, _ in site.yard.launcher.stops] == [worker.task_id]
 
 
 async def _unlisted(site: Site, workflow_id: str) -> bool:
@@ -272,11 +297,11 @@ async def test_a_cancelled_users_workflow_ends_its_worker_and_stays_away(site: S
     user, worker = await site.active_user()
     handle: WorkflowHandle[Any, Any] = site.temporal.get_workflow_handle(names.user_worker_id(user))
     await handle.cancel()
+    await site.let_end(worker)
     await until(lambda: site.is_gone(handle.id), "end")
     await until(lambda: _unlisted(site, handle.id), "end in Temporal's index")
     await site.restorer.look_at_runs()
     assert await site.is_gone(handle.id)
-    assert [task for task, _ in site.yard.launcher.stops] == [worker.task_id]
     assert await site.finding(handle.id) is None
 
 
@@ -403,6 +428,127 @@ async def test_a_rollout_that_was_ended_is_reported_and_leaves_no_extra_workers(
     assert found[0] == FindingState.ENDED
     assert found[1].startswith("terminated by")
     assert (await site.pool_view()).surge == 0
+
+
+@workflow.defn(dynamic=True)
+class WaitsForEver:
+    """Stands for the run of a schedule: only that it is open matters, and how it ends."""
+
+    @workflow.run
+    async def run(self, args: Sequence[RawValue]) -> None:
+        await workflow.wait_condition(lambda: False)
+
+
+#: The runs that schedules start, by the prefix of their ids. Morning and evening are one type.
+SCHEDULED_RUNS = {
+    names.MORNING_SCHEDULE: names.MORNING,
+    names.EVENING_SCHEDULE: names.MORNING,
+    names.REPORT_SCHEDULE: names.DAILY_REPORT,
+    names.STATEMENTS_SCHEDULE: names.STATEMENTS,
+}
+
+
+async def test_runs_of_schedules_that_were_ended_are_reported_each_with_its_end(site: Site) -> None:
+    ends: dict[End, str] = {
+        terminated: "terminated by ",
+        cancelled: "cancelled",
+        deleted: "deleted",
+    }
+    expected: dict[str, tuple[End, str]] = {}
+    async with Worker(
+        site.temporal,
+        task_queue="runs-of-schedules",
+        workflows=[WaitsForEver],
+        workflow_runner=UnsandboxedWorkflowRunner(),
+    ):
+        for schedule, kind in SCHEDULED_RUNS.items():
+            for end, reason in ends.items():
+                run_id = f"{schedule}-2027-01-15T00:40:00Z-{end.__name__}"
+                await site.temporal.start_workflow(kind, id=run_id, task_queue="runs-of-schedules")
+                expected[run_id] = (end, reason)
+
+        async def listed() -> set[str]:
+            runs = await executions.list_open(site.temporal, tuple(set(SCHEDULED_RUNS.values())))
+            return {run.workflow_id for run in runs}
+
+        async def all_listed() -> bool:
+            return await listed() == set(expected)
+
+        await until(all_listed, "runs in Temporal's index")
+        await site.restorer.look_at_runs()
+        assert await site.yard.sql("select entity from entity_findings") == []
+        for run_id, (end, _) in expected.items():
+            await end(site.temporal, site.temporal.get_workflow_handle(run_id))
+
+        async def none_listed() -> bool:
+            return not await listed()
+
+        await until(none_listed, "ends in Temporal's index")
+    await site.restorer.look_at_runs()
+    for run_id, (_, reason) in expected.items():
+        found = await site.finding(run_id)
+        assert found is not None, run_id
+        state, why = found
+        assert state == FindingState.ENDED
+        assert why.startswith(reason)
+
+
+async def test_a_terminated_pass_of_maintenance_does_not_hold_up_the_next_one(site: Site) -> None:
+    await ensure_schedules(site.temporal, site.settings)
+    schedule = site.temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE)
+
+    async def open_passes() -> dict[str, str]:
+        runs = await executions.list_open(site.temporal, (names.MAINTENANCE,))
+        return {run.run_id: run.workflow_id for run in runs}
+
+    async def no_pass_is_open() -> bool:
+        return not await open_passes()
+
+    seen = set[str]()
+    for _ in range(2):
+        await schedule.trigger()
+        passes = await until(open_passes, "pass of maintenance")
+        assert not passes.keys() & seen
+        seen |= passes.keys()
+        for run_id, workflow_id in passes.items():
+            await site.temporal.get_workflow_handle(workflow_id, run_id=run_id).terminate(reason="by a test")
+        await until(no_pass_is_open, "end of the pass")
+
+
+async def test_a_paused_workflow_is_reported_and_stays_paused(site: Site) -> None:
+    user, worker = await site.active_user()
+    entity = names.user_worker_id(user)
+    pool = names.worker_pool_id(POOL)
+    for workflow_id in (entity, pool):
+        await pause(site.temporal, workflow_id)
+
+    async def is_listed_as_paused() -> bool:
+        runs = await executions.list_open(site.temporal, (names.USER_WORKER,))
+        return [run.workflow_id for run in runs if run.is_paused] == [entity]
+
+    await until(is_listed_as_paused, "pause in Temporal's index")
+    for _ in range(2):
+        await site.restorer.look_at_pool()
+        await site.restorer.look_at_runs()
+    for workflow_id in (entity, pool):
+        assert await site.finding(workflow_id) == (FindingState.PAUSED, "paused in Temporal")
+        state = await executions.read_execution(site.temporal, workflow_id)
+        assert state is not None
+        assert state.is_paused
+        await unpause(site.temporal, workflow_id)
+
+    async def is_listed_as_running() -> bool:
+        runs = await executions.list_open(site.temporal, (names.USER_WORKER,))
+        return [run.is_paused for run in runs if run.workflow_id == entity] == [False]
+
+    await until(is_listed_as_running, "end of the pause in Temporal's index")
+    await site.restorer.look_at_pool()
+    await site.restorer.look_at_runs()
+    for workflow_id in (entity, pool):
+        found = await site.finding(workflow_id)
+        assert found is not None
+        assert found[0] == FindingState.RESUMED
+    assert (await site.user_view(user)).worker == worker
 
 
 async def test_nothing_is_reported_while_everything_runs(site: Site) -> None:

@@ -126,9 +126,11 @@ async def test_texts_with_line_separators_are_events_like_others(api: ServedApi,
     async with served(api) as url, connect(url, api.key) as call:
         stream = call.client.follow_orders(api.user)
         await call.take(stream)
-        (order_id,) = await write(api, reason="first\u2028second\x85third")
-        await tell(api, order_id)
+        (order_id,) = await write(api)
+        await tell(api, order_id, reason="first\u2028second\x85third")
         event = await call.take(stream)
+        while event.data.state == "accepted":
+            event = await call.take(stream)
         await call.leave(stream)
     assert event.data.reason == "first\u2028second\x85third"
 

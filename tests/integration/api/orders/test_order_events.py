@@ -32,8 +32,8 @@ async def following(api: ServedApi, url: str, **sent: Any) -> AsyncIterator[Foll
         yield Followed(response)
 
 
-async def tell(api: ServedApi, *order_ids: UUID, state: str = "submitted") -> None:
-    """As the recorder writes a batch."""
+async def tell(api: ServedApi, *order_ids: UUID, state: str = "submitted", reason: str | None = None) -> None:
+    """Records a report of a worker about each order, in one batch as the recorder does."""
     events = [
         OrderEvent(
             event_id=f"{order_id}:{state}",
@@ -42,6 +42,7 @@ async def tell(api: ServedApi, *order_ids: UUID, state: str = "submitted") -> No
             epoch=1,
             state=OrderState(state),
             at_ms=1_795_410_000_000,
+            reason=reason,
         )
         for order_id in order_ids
     ]

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
+from temporalio.api.workflowservice.v1 import PauseWorkflowExecutionRequest
 
 from infra.database.workers import passes
 from infra.settings import Settings
+from infra.temporal.executions import list_open
 from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, operator, running_api
 from tests.integration.api.lifecycle import LifecycleStub
 from tests.integration.api.test_page import browser
+from workflows.names import USER_WORKER, user_worker_id
 
 
 async def seen(read: Callable[[], Awaitable[dict[str, Any]]], users: set[str]) -> dict[str, Any]:
@@ -65,6 +68,34 @@ async def test_operators_see_running_workers_by_state_and_by_user(
 
         await admin.post(f"/users/{api.user}/worker/stop")
         await seen(lambda: workers(user_id=api.user), {f"{api.user}-b"})
+
+
+async def test_a_paused_worker_stays_in_the_list_and_says_that_it_is_paused(
+    whole_api: ServedApi, lifecycle: LifecycleStub
+) -> None:
+    api = whole_api
+    entity = user_worker_id(api.user)
+    temporal = api.services.control.client
+    async with api.client(api.admin_key) as admin:
+        assert (await admin.post(f"/users/{api.user}/worker/start")).status_code == 200
+        request = PauseWorkflowExecutionRequest(
+            namespace=temporal.namespace, workflow_id=entity, reason="by a test", request_id=entity
+        )
+        await temporal.workflow_service.pause_workflow_execution(request)
+
+        async def is_listed_as_paused() -> bool:
+            runs = await list_open(temporal, (USER_WORKER,))
+            return any(run.is_paused for run in runs if run.workflow_id == entity)
+
+        end = time.monotonic() + 40
+        while not await is_listed_as_paused():
+            assert time.monotonic() < end
+            await asyncio.sleep(0.05)
+        rows = (await admin.get("/workers", params={"user_id": api.user})).json()["workers"]
+        assert [row["user_id"] for row in rows] == [api.user]
+        answer = await admin.get(f"/users/{api.user}/worker")
+        assert (answer.status_code, answer.json()["code"]) == (503, "WORKFLOW_PAUSED"), answer.text
+    await temporal.get_workflow_handle(entity).terminate()
 
 
 @pytest.mark.parametrize(
