@@ -5,9 +5,9 @@ that the broker has rejected are remembered by their version: nobody logs in wit
 another version, by new credentials or `retry_login`.
 """
 
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from enum import StrEnum
 
 from sqlalchemy import delete, func, select, update
@@ -18,9 +18,9 @@ from infra.database.locks import wait_for_turn
 from infra.database.models import (
     BrokerAccount,
     EncryptedCredentials,
+    FailedLogin,
     Order,
     StoredCredentials,
-    User,
     WorkerSession,
     upsert,
 )
@@ -53,6 +53,11 @@ class StillInUse(BerthError, code="STILL_IN_USE", status=409):
 
 class AccountDiffers(BerthError, code="ACCOUNT_DIFFERS", status=409):
     """An account stays the one that it is at its broker, live or in simulation, and is stored once."""
+
+
+class LiveAccountRefused(BerthError, code="LIVE_ACCOUNT_REFUSED", status=403):
+    """This installation takes no accounts that trade for real. Use the broker's simulation, or ask an
+    operator to set `BERTH_LOCAL_LIVE_ACCOUNTS` (`BERTH_LIVE_ACCOUNTS` outside of `make run`)."""
 
 
 class LoginState(StrEnum):
@@ -104,6 +109,17 @@ async def put_account(
     return int(version or 0)
 
 
+def is_live(broker: str, simulation: bool) -> bool:
+    """Return True if orders of such an account trade for real; the paper exchange's never do."""
+    return broker != "paper" and not simulation
+
+
+async def live_accounts(session: AsyncSession) -> list[str]:
+    """Return the accounts that trade for real, as `user/account`."""
+    rows = await session.scalars(select(BrokerAccount).filter_by(simulation=False))
+    return [f"{row.user_id}/{row.account_id}" for row in rows if is_live(row.broker, row.simulation)]
+
+
 async def require_account(
     session: AsyncSession, user_id: str, account_id: str, *, lock: bool = False
 ) -> None:
@@ -134,14 +150,16 @@ def rejection_of(account: BrokerAccount) -> LoginRejected:
 
 async def require_login_tries(session: AsyncSession, user_id: str) -> None:
     """Raises `LoginLimited` if the broker has rejected too many of the user's logins of late."""
-    failed = await session.scalar(select(User.failed_logins).filter_by(id=user_id)) or []
-    now = int(time.time())
-    recent = [at for at in failed if at > now - FAILED_LOGIN_WINDOW_S]
-    if len(recent) >= MAX_FAILED_LOGINS:
-        wait_s = min(recent) + FAILED_LOGIN_WINDOW_S - now
+    now = func.clock_timestamp()
+    since = func.extract("epoch", now - func.min(FailedLogin.at))
+    recent = FailedLogin.at > now - timedelta(seconds=FAILED_LOGIN_WINDOW_S)
+    found = select(func.count(), since).where(FailedLogin.user_id == user_id, recent)
+    count, oldest_s = (await session.execute(found)).one()
+    if count >= MAX_FAILED_LOGINS:
+        wait_s = max(1, FAILED_LOGIN_WINDOW_S - int(oldest_s))
         raise LoginLimited(
-            f"The broker has rejected {len(recent)} logins of user {user_id} within an hour. Check the"
-            f" credentials, and store them again in {wait_s // 60 + 1} minutes.",
+            f"The broker has rejected {count} logins of user {user_id} within an hour. Check the credentials,"
+            f" and store them again in {wait_s // 60 + 1} minutes.",
             retry_after=wait_s,
         )
 
@@ -153,9 +171,6 @@ async def record_logins(
     late changes nothing, nor does the rejection of credentials that were replaced since."""
     if not logins:
         return
-    user: User | None = None
-    if any(login.rejected for login in logins):  # before the accounts, as whoever stores credentials does
-        user = await session.get(User, user_id, with_for_update={"key_share": True})
     rows = select(BrokerAccount).filter_by(user_id=user_id).order_by(BrokerAccount.account_id)
     # Locked, so that a version is the newest until the commit.
     await session.execute(rows.with_for_update(key_share=True).execution_options(populate_existing=True))
@@ -169,14 +184,14 @@ async def record_logins(
         account.login_epoch, account.login_ms = epoch, at_ms
         account.login_code, account.login_detail = login.code, login.detail[:_WORDS]
         if login.rejected == found.version:
-            if user is not None and account.rejected_version != login.rejected:
-                user.failed_logins = [*user.failed_logins, int(time.time())][-MAX_FAILED_LOGINS:]
+            if account.rejected_version != login.rejected:
+                session.add(FailedLogin(user_id=user_id))
             account.rejected_version = login.rejected
         elif not login.code:
             confirmed.append(found)
         is_out = account.rejected_version == found.version and login.code == LoginRejected.code
         account.login_rejected = is_out
-    await budgets.note_confirmed(session, confirmed)
+    budgets.note_confirmed(confirmed)
 
 
 async def split_rejected(
