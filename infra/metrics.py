@@ -4,6 +4,7 @@ What our processes count by themselves is in `process_metrics.py`.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from cryptography import x509
@@ -22,6 +23,7 @@ from infra.process_metrics import MetricFamily
 from infra.settings import Settings
 from infra.valkey.client import read_clock, reply_of, text_of
 from infra.valkey.memory import read_memory
+from infra.vault.jwt import expiry_of
 from worker_runtime.jobs.protocol.telemetry import BOUNDS_MS
 from worker_runtime.protocol import keys
 
@@ -68,7 +70,8 @@ FAMILIES = {
     "berth_primary": _gauge("1: one of the API processes is the primary."),
     "berth_startup_tasks_open": _gauge("One-time tasks of the primary that were begun and are not done."),
     "berth_certificate_expires_timestamp_seconds": _gauge(
-        "Unix time at which the certificate in this setting's file ends; 0: it cannot be read.", "setting"
+        "Unix time at which the certificate or JWT in this setting's file ends; 0: it cannot be read.",
+        "setting",
     ),
     "berth_valkey_memory_used_ratio": _gauge(
         "Share of its memory that Valkey uses; above 0.85 new orders and claims are refused."
@@ -239,7 +242,7 @@ async def _write_maintenance(page: MetricsPage, session: AsyncSession) -> None:
 
 
 def write_certificates(page: MetricsPage, settings: Settings) -> None:
-    """When the certificates end with which we reach Temporal."""
+    """When the certificates, or the JWT, end with which we reach Temporal."""
     for name in ("temporal_ca_file", "temporal_cert_file"):
         if path := getattr(settings, name):
             try:
@@ -248,3 +251,7 @@ def write_certificates(page: MetricsPage, settings: Settings) -> None:
             except (OSError, ValueError):
                 ends = 0.0
             page.add("berth_certificate_expires_timestamp_seconds", ends, f"BERTH_{name.upper()}")
+    if path := settings.temporal_api_key_file:
+        with suppress(OSError):
+            if ends := expiry_of(Path(path).read_text(encoding="ascii", errors="replace").strip()):
+                page.add("berth_certificate_expires_timestamp_seconds", ends, "BERTH_TEMPORAL_API_KEY_FILE")

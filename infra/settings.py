@@ -83,6 +83,7 @@ class Settings(BaseSettings):
     api_secret_file: Path = Path(".berth/keys/api.key")
     temporal_codec_key_file: str = ""
     temporal_codec_reads_clear: bool = False
+    live_accounts: bool = True
     secret_folders: dict[Path, str] = Field(default={})
 
     # Command line
@@ -283,6 +284,7 @@ class LocalSettings(BaseSettings):
     postgres_port: int = 7403
     exchange_port: int = 7404
     exchange_admin_port: int = 7405
+    live_accounts: bool = False
     pass_environment: tuple[str, ...] = ()
 
 

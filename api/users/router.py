@@ -143,7 +143,9 @@ async def put_statement_addresses(
 @credentials_router.put(
     "/{user_id}/accounts/{account_id}/credentials",
     summary="Store broker credentials",
-    responses=problems.responses(accounts.TooManyAccounts, accounts.AccountDiffers, LoginLimited),
+    responses=problems.responses(
+        accounts.TooManyAccounts, accounts.AccountDiffers, accounts.LiveAccountRefused, LoginLimited
+    ),
 )
 async def store_credentials(
     user_id: VisibleUserId, account_id: AccountId, body: schemas.CredentialsRequest, call: Call
@@ -155,6 +157,9 @@ async def store_credentials(
     `POST /v1/users/{user_id}/worker/reload-credentials`. A user of whose logins the broker has rejected 10
     within an hour waits before they store more (`LOGIN_LIMITED`); administrators may store them meanwhile.
     """
+    live = accounts.is_live(body.broker.value, body.simulation)
+    if live and not call.services.settings.live_accounts:
+        raise accounts.LiveAccountRefused
     credentials = Credentials(
         api_key=body.api_key.get_secret_value(),
         secret_key=body.secret_key.get_secret_value(),

@@ -245,7 +245,13 @@ def postgres(
         scope,
         f"{name}Parameters",
         engine=rds.DatabaseInstanceEngine.postgres(version=rds.PostgresEngineVersion.of("18.6", "18")),
-        parameters={"rds.force_ssl": "1", "log_min_duration_statement": "500"},
+        parameters={
+            "rds.force_ssl": "1",
+            "log_min_duration_statement": "500",
+            # No log shows the values of a statement: they are orders, addresses and sealed credentials.
+            "log_parameter_max_length": "0",
+            "log_parameter_max_length_on_error": "0",
+        },
     )
     made = rds.DatabaseInstance(
         scope,

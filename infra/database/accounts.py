@@ -55,6 +55,11 @@ class AccountDiffers(BerthError, code="ACCOUNT_DIFFERS", status=409):
     """An account stays the one that it is at its broker, live or in simulation, and is stored once."""
 
 
+class LiveAccountRefused(BerthError, code="LIVE_ACCOUNT_REFUSED", status=403):
+    """This installation takes no accounts that trade for real. Use the broker's simulation, or ask an
+    operator to set `BERTH_LOCAL_LIVE_ACCOUNTS` (`BERTH_LIVE_ACCOUNTS` outside of `make run`)."""
+
+
 class LoginState(StrEnum):
     """How the login of an account stands."""
 
@@ -102,6 +107,17 @@ async def put_account(
     stored = upsert(StoredCredentials, key, {"version": 1, **asdict(encrypted)}, **grown)
     version = await session.scalar(stored.returning(StoredCredentials.version))
     return int(version or 0)
+
+
+def is_live(broker: str, simulation: bool) -> bool:
+    """Return True if orders of such an account trade for real; the paper exchange's never do."""
+    return broker != "paper" and not simulation
+
+
+async def live_accounts(session: AsyncSession) -> list[str]:
+    """Return the accounts that trade for real, as `user/account`."""
+    rows = await session.scalars(select(BrokerAccount).filter_by(simulation=False))
+    return [f"{row.user_id}/{row.account_id}" for row in rows if is_live(row.broker, row.simulation)]
 
 
 async def require_account(

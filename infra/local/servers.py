@@ -69,6 +69,7 @@ class ValkeyServer(Server):
             *("--appendonly", "yes" if self.durable else "no", "--appendfsync", "everysec"),
             # As in infra/compose/valkey.conf, where the reasons are.
             *("--maxmemory", "1gb", "--maxmemory-policy", "noeviction", "--maxmemory-clients", "10%"),
+            *("--min-string-size-avoid-copy-reply", "1073741824"),
             *("--maxclients", str(self._max_clients()), "--proto-max-bulk-len", "1mb", "--daemonize", "no"),
         ]
 
@@ -93,6 +94,10 @@ class ValkeyServer(Server):
                 return b"+PONG" in b"".join(iter(lambda: link.recv(64), b""))
         except OSError:
             return False
+
+
+#: No log shows the values of a statement: orders, addresses, sealed credentials. Equal to compose's.
+NO_PARAMETERS = ("-c", "log_parameter_max_length=0", "-c", "log_parameter_max_length_on_error=0")
 
 
 class PostgresServer(Server):
@@ -210,7 +215,7 @@ class PostgresServer(Server):
         return [
             self.program("postgres"),
             *("-D", str(self.data), "-h", HOST, "-p", str(self.port), "-k", ""),
-            *("-c", "max_connections=200", "-c", "shared_buffers=64MB", *quick),
+            *("-c", "max_connections=200", "-c", "shared_buffers=64MB", *quick, *NO_PARAMETERS),
         ]
 
     def answers(self) -> bool:

@@ -101,6 +101,12 @@ class WorkerUsers:
         rights = claimed_rights(worker_id, pool, user_id, budgets)
         await self._ask(*self._definition(worker_id, rights))
 
+    async def workers_with_budget(self, name: str) -> list[str]:
+        """Returns the workers whose calls are counted in the budget of this name, by their rights."""
+        own = f"~{keys.budget(name, '')}"
+        rights = (text_of(line).split() for line in await self._ask("ACL", "LIST"))
+        return [words[1] for words in rights if any(word.lstrip("(").startswith(own) for word in words)]
+
     async def delete(self, worker_id: str) -> None:
         """Called when the worker has ended; cuts connections that it left."""
         await self._ask("ACL", "DELUSER", worker_id)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(600)
 #: Settings that no task gets, each with the reason.
 LEFT_OUT = {
     "its default holds on AWS, too": {
-        *("api_keep_alive", "forwarded_header", "entity_period"),
+        *("live_accounts", "api_keep_alive", "forwarded_header", "entity_period"),
         *("api_key_cache", "limit_address", "limit_key", "limit_user", "order_deadline", "order_wait"),
         *("jobs_lease", "jobs_recycle", "jobs_waiting", "unknown_blocks", "webhook_rate", "webhook_wait"),
         *("database_pool", "database_pool_wait", "task_queues", "orchestrator_name", "deployment_name"),
