@@ -113,10 +113,6 @@ class BudgetPlanner:
             budgets.note_sealed, plan.user_id, plan.epoch, plan.names, plan.persons, reload=reload
         )
 
-    async def permitted(self, user_id: str, epoch: int) -> list[str] | None:
-        """Returns what an earlier call of the same claim recorded."""
-        return await self.database.fetch(budgets.permitted_budgets, user_id, epoch)
-
     async def _address_share(self) -> float:
         """The user's share of the address, in persons: an equal one for each user of the last days."""
         if not self.egress_address:

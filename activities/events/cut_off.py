@@ -9,7 +9,7 @@ as a crash: a user whose workers are cut off again and again is parked.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
@@ -54,12 +54,8 @@ class Offender:
 
     user_id: str = ""
     worker_id: str = ""
-
-    @classmethod
-    def of_writer(cls, writer: str) -> "Offender":
-        """Of a name that `writer_of` in `writer_lib.lua` gave."""
-        kind, _, name = writer.partition(" ")
-        return cls(user_id=name) if kind == "user" else cls(worker_id=name)
+    #: The counts of broker calls in which it holds too much: they are removed, too.
+    budget: str = ""
 
 
 @dataclass(eq=False, repr=False)
@@ -78,6 +74,20 @@ class WorkerCutOff:
         self.count = 0
         self._running = tasks.SharedTasks[Offender, None](_failed)
 
+    async def cut_off_writer(self, writer: str, reason: str) -> bool:
+        """As `cut_off`, for a name that `writer_of` in `writer_lib.lua` gave."""
+        kind, _, name = writer.partition(" ")
+        if kind == "user":
+            return await self.cut_off(Offender(user_id=name), reason)
+        if kind == "worker":
+            return await self.cut_off(Offender(worker_id=name), reason)
+        # Several are users of one person, by an operator's word: nobody can tell which of them it was.
+        workers = await self.users.workers_with_budget(name) if self.users else []
+        begun = [await self.cut_off(Offender(worker_id=one, budget=name), reason) for one in workers]
+        if not workers:
+            log.error("budget_too_large", budget=name, reason=reason)
+        return any(begun)
+
     async def cut_off(self, offender: Offender, reason: str) -> bool:
         """Takes the worker's login, and does the rest in the background. Raises `RedisError`.
 
@@ -86,7 +96,7 @@ class WorkerCutOff:
         if not offender.worker_id:
             # Only the orchestrator writes the owner key.
             owner = await reply_of(self.client.hget(keys.owner(offender.user_id), "worker"))
-            offender = Offender(offender.user_id, text_of(owner))
+            offender = replace(offender, worker_id=text_of(owner))
         if offender in self._running.keys:
             return False
         if self.users and offender.worker_id:
@@ -128,6 +138,7 @@ class WorkerCutOff:
             )
         kept = [name for user_id in users for name in await self._keep_orders(user_id)]
         writers = [*(f"user {user_id}" for user_id in users), *(f"worker {one}" for one in workers)]
+        writers += [f"budget {offender.budget}"] if offender.budget else []
         removed = await self._remove_names(writers, kept)
         for user_id in users:
             await self._note_queued(user_id)

@@ -7,7 +7,7 @@ orchestrator watches at a time, from outside: nothing that it counts comes from 
   goes around every 2 s while there are no more names than `WALK_RATE` allows. When memory or names grow
   fast, it hurries and goes around at once. A worker is cut off as soon as the walk has found its quota: the
   more it holds, the sooner that is.
-- *Connections and traffic.* The list of clients is read only while there are unusually many, or much arrives.
+- *Connections and traffic.* The list of clients is read only while there are unusually many, or much is sent.
 """
 
 import asyncio
@@ -41,7 +41,8 @@ MAX_BYTES: Final = 64 * 1024 * 1024
 MAX_NAMES: Final = 20_000
 #: Connections that a worker may have; it needs four.
 MAX_CONNECTIONS: Final = 64
-#: Bytes a second that a worker may send over `RATE_SPAN_S` seconds. At 100 orders a second it sends 0.4 MB.
+#: Bytes a second that a worker may send and get over `RATE_SPAN_S` seconds. At 100 orders a second it is
+#: 0.5 MB.
 MAX_RATE: Final = 16 * 1024 * 1024
 RATE_SPAN_S: Final = 0.75
 #: Seconds between two looks at the totals.
@@ -70,8 +71,8 @@ class Totals(NamedTuple):
     memory: MemoryUse
     names: int
     connections: int
-    #: Bytes a second that arrive from all clients.
-    input_rate: float
+    #: Bytes a second from and to all clients.
+    traffic: float
 
 
 @dataclass(eq=False)
@@ -103,40 +104,40 @@ class NameCounts:
 
 #: What names of workers begin with; other users are somebody else's.
 _WORKERS = tuple(prefix.encode() for prefix in (COLD_PREFIX, POOL_PREFIX))
-_CLIENT = re.compile(rb"^id=(\d+) .*? user=(\S+) .*?\btot-net-in=(\d+)", re.MULTILINE)
+_CLIENT = re.compile(rb"^id=(\d+) .*? user=(\S+) .*?\btot-net-in=(\d+) tot-net-out=(\d+)", re.MULTILINE)
 
 
 @dataclass(eq=False)
 class ClientCounts:
     """Connections and traffic of each Valkey user, from lists of clients; without I/O."""
 
-    #: Bytes that each client had sent at the last look, and when that was.
-    _sent: dict[bytes, int] = field(default_factory=dict)
+    #: Bytes from and to each client at the last look, and when that was.
+    _moved: dict[bytes, int] = field(default_factory=dict)
     _looked_at: float = -math.inf
 
     def look(self, now: float, listing: bytes) -> list[tuple[str, str]]:
         """Adds a reply of CLIENT LIST; returns the users beyond a quota, with the reason."""
-        sent: dict[bytes, int] = {}
+        moved: dict[bytes, int] = {}
         connections: dict[bytes, int] = {}
-        arrived: dict[bytes, int] = {}
-        for client_id, user, total in _CLIENT.findall(listing):
-            sent[client_id] = int(total)
+        traffic: dict[bytes, int] = {}
+        for client_id, user, sent, got in _CLIENT.findall(listing):
+            moved[client_id] = int(sent) + int(got)
             connections[user] = connections.get(user, 0) + 1
-            arrived[user] = arrived.get(user, 0) + int(total) - self._sent.get(client_id, 0)
+            traffic[user] = traffic.get(user, 0) + moved[client_id] - self._moved.get(client_id, 0)
         span = now - self._looked_at
-        self._sent, self._looked_at = sent, now
-        return list(self._offenders(connections, arrived, span))
+        self._moved, self._looked_at = moved, now
+        return list(self._offenders(connections, traffic, span))
 
     def _offenders(
-        self, connections: dict[bytes, int], arrived: dict[bytes, int], span: float
+        self, connections: dict[bytes, int], traffic: dict[bytes, int], span: float
     ) -> Iterator[tuple[str, str]]:
         for user, count in connections.items():
             if not user.startswith(_WORKERS):
                 continue
             if count > MAX_CONNECTIONS:
                 yield text_of(user), f"has {count} connections"
-            elif RATE_SPAN_S <= span < 10 * RATE_SPAN_S and arrived[user] > MAX_RATE * span:
-                yield text_of(user), f"sends {arrived[user] / span / 1e6:.0f} MB a second"
+            elif RATE_SPAN_S <= span < 10 * RATE_SPAN_S and traffic[user] > MAX_RATE * span:
+                yield text_of(user), f"sends and gets {traffic[user] / span / 1e6:.0f} MB a second"
 
 
 @dataclass(eq=False, repr=False)
@@ -186,7 +187,7 @@ class QuotaWatcher:
         totals = await self.read_totals()
         now = time.monotonic()
         grown = totals.connections - self._connections > MORE_CONNECTIONS
-        if (grown or totals.input_rate > BUSY_RATE) and now - self._clients_at >= RATE_SPAN_S:
+        if (grown or totals.traffic > BUSY_RATE) and now - self._clients_at >= RATE_SPAN_S:
             await self._look_at_clients(now)
         self._connections = totals.connections if grown else min(self._connections, totals.connections)
         present = (totals.memory.used, totals.names)
@@ -208,8 +209,8 @@ class QuotaWatcher:
             pipe.info("clients")
             pipe.info("stats")
             memory, names, clients, stats = await pipe.execute()
-        rate = float(stats.get("instantaneous_input_kbps", 0)) * 1024
-        return Totals(MemoryUse.of(memory), int(names), int(clients["connected_clients"]), rate)
+        rate = float(stats["instantaneous_input_kbps"]) + float(stats["instantaneous_output_kbps"])
+        return Totals(MemoryUse.of(memory), int(names), int(clients["connected_clients"]), rate * 1024)
 
     async def walk(self, present: tuple[int, int]) -> None:
         """Goes around once, as fast as Valkey answers; less far if it finds somebody."""
@@ -229,7 +230,7 @@ class QuotaWatcher:
             self.client, scripts.MEASURE_NAMES, [], [counts.cursor, STEP, MAX_NAMES]
         )
         for writer, reason in counts.add(reply):
-            if await self.cutting.cut_off(Offender.of_writer(writer), reason):
+            if await self.cutting.cut_off_writer(writer, reason):
                 counts.cursor, counts.held = b"0", {}
                 return True
         if counts.cursor != b"0":

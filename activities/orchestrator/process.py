@@ -28,6 +28,7 @@ from activities.events.relay import Relay
 from activities.events.stream import RECORDER_GROUP, RELAY_GROUP, EventStream
 from activities.maintenance.failures import FailureCollector
 from activities.maintenance.kept_jobs import KeptJobSweeper
+from activities.maintenance.person_matches import find_person_matches
 from activities.orchestrator.deployment import Deployment
 from activities.orchestrator.mover import WorkflowMover
 from activities.orchestrator.promotion import Promotion, build_id
@@ -242,7 +243,10 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
         EventStream(parts.client, RELAY_GROUP, relay, parts.message_secrets, dead_letters=letters).run,
         (lambda: exits.run_alone(settings.database_url)) if alone else exits.run,
         MarkWatcher(
-            *(parts.client, temporal, settings, parts.message_secrets), parts.users, parts.launcher
+            *(parts.client, temporal, settings, parts.message_secrets),
+            users=parts.users,
+            launcher=parts.launcher,
+            database=parts.database,
         ).run,
         lambda: watch_connection(temporal, settings),
         lambda: parts.message_secrets.compare_with_others(parts.client),
@@ -259,6 +263,7 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
     if "bulk" in settings.task_queues:
         loops.append(lambda: make_schedules(temporal, settings))
         loops.append(lambda: purge_each_hour(parts.database, settings))
+        loops.append(lambda: find_person_matches(parts.database))
         kept = KeptJobs(parts.database, JobClient(parts.client, parts.message_secrets))
         loops.append(KeptJobSweeper(parts.client, kept, starter).run)
         loops.append(FailureCollector(parts.database, temporal, settings.dead_letter_days).run)

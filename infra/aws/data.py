@@ -34,9 +34,10 @@ FOLDERS = {
     "admin": "the first administrator's API key",
 }
 #: The rights of all workers here, where nobody may make Valkey users by ACL SETUSER: the commands of a
-#: worker's own user on every key, and scripts. No KEYS, SCAN, FLUSHALL, CONFIG, CLIENT, ACL or MONITOR.
+#: worker's own user on every key, and scripts that the orchestrators have loaded. No EVAL, with which an
+#: endless loop blocks everybody. No KEYS, SCAN, FLUSHALL, CONFIG, CLIENT, ACL or MONITOR.
 WORKER_ACCESS = " ".join(
-    ("on", "~*", "&*", "-@all", *(f"+{command}" for command in COMMANDS), "+subscribe", "+eval", "+evalsha")
+    ("on", "~*", "&*", "-@all", *(f"+{command}" for command in COMMANDS), "+subscribe", "+evalsha")
 )
 SERVICE_ACCESS = "on ~* &* +@all -@dangerous +info +keys +client|id"
 

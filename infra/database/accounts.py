@@ -5,9 +5,9 @@ that the broker has rejected are remembered by their version: nobody logs in wit
 another version, by new credentials or `retry_login`.
 """
 
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from enum import StrEnum
 
 from sqlalchemy import delete, func, select, update
@@ -18,9 +18,9 @@ from infra.database.locks import wait_for_turn
 from infra.database.models import (
     BrokerAccount,
     EncryptedCredentials,
+    FailedLogin,
     Order,
     StoredCredentials,
-    User,
     WorkerSession,
     upsert,
 )
@@ -150,14 +150,16 @@ def rejection_of(account: BrokerAccount) -> LoginRejected:
 
 async def require_login_tries(session: AsyncSession, user_id: str) -> None:
     """Raises `LoginLimited` if the broker has rejected too many of the user's logins of late."""
-    failed = await session.scalar(select(User.failed_logins).filter_by(id=user_id)) or []
-    now = int(time.time())
-    recent = [at for at in failed if at > now - FAILED_LOGIN_WINDOW_S]
-    if len(recent) >= MAX_FAILED_LOGINS:
-        wait_s = min(recent) + FAILED_LOGIN_WINDOW_S - now
+    now = func.clock_timestamp()
+    since = func.extract("epoch", now - func.min(FailedLogin.at))
+    recent = FailedLogin.at > now - timedelta(seconds=FAILED_LOGIN_WINDOW_S)
+    found = select(func.count(), since).where(FailedLogin.user_id == user_id, recent)
+    count, oldest_s = (await session.execute(found)).one()
+    if count >= MAX_FAILED_LOGINS:
+        wait_s = max(1, FAILED_LOGIN_WINDOW_S - int(oldest_s))
         raise LoginLimited(
-            f"The broker has rejected {len(recent)} logins of user {user_id} within an hour. Check the"
-            f" credentials, and store them again in {wait_s // 60 + 1} minutes.",
+            f"The broker has rejected {count} logins of user {user_id} within an hour. Check the credentials,"
+            f" and store them again in {wait_s // 60 + 1} minutes.",
             retry_after=wait_s,
         )
 
@@ -169,9 +171,6 @@ async def record_logins(
     late changes nothing, nor does the rejection of credentials that were replaced since."""
     if not logins:
         return
-    user: User | None = None
-    if any(login.rejected for login in logins):  # before the accounts, as whoever stores credentials does
-        user = await session.get(User, user_id, with_for_update={"key_share": True})
     rows = select(BrokerAccount).filter_by(user_id=user_id).order_by(BrokerAccount.account_id)
     # Locked, so that a version is the newest until the commit.
     await session.execute(rows.with_for_update(key_share=True).execution_options(populate_existing=True))
@@ -185,14 +184,14 @@ async def record_logins(
         account.login_epoch, account.login_ms = epoch, at_ms
         account.login_code, account.login_detail = login.code, login.detail[:_WORDS]
         if login.rejected == found.version:
-            if user is not None and account.rejected_version != login.rejected:
-                user.failed_logins = [*user.failed_logins, int(time.time())][-MAX_FAILED_LOGINS:]
+            if account.rejected_version != login.rejected:
+                session.add(FailedLogin(user_id=user_id))
             account.rejected_version = login.rejected
         elif not login.code:
             confirmed.append(found)
         is_out = account.rejected_version == found.version and login.code == LoginRejected.code
         account.login_rejected = is_out
-    await budgets.note_confirmed(session, confirmed)
+    budgets.note_confirmed(confirmed)
 
 
 async def split_rejected(

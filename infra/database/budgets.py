@@ -6,7 +6,7 @@ decides whether these two share a budget: a worker speaks for its own user only,
 anything about the other.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
@@ -16,12 +16,14 @@ from sqlalchemy.dialects.postgresql import array
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
-from infra.database.locks import wait_for_turn
+from infra.database.locks import take_turn, wait_for_turn
 from infra.database.models import BrokerAccount, PersonMatch, StoredCredentials, WorkerSession
 from worker_runtime.protocol.errors import BerthError
 
 #: A session that ended earlier has no calls in any window that still counts: the longest is a day.
 _COUNTED_FOR = timedelta(days=1)
+#: Credentials whose persons are looked for in one transaction.
+_MATCHED_AT_ONCE = 100
 #: A user who had a worker within this time counts as one who shares the address.
 _ADDRESS_USED_WITHIN = timedelta(days=7)
 
@@ -106,17 +108,18 @@ async def note_sealed(
 
     `persons`: by account id. None: 0.1.0 claimed this worker, which goes on to reach that release's names.
     """
-    wanted = select(WorkerSession).filter_by(user_id=user_id, epoch=epoch)
-    assignment = await session.scalar(wanted.with_for_update(key_share=True))
-    allowed: list[str] | None = None
-    if assignment is not None and (assignment.budgets is not None or not reload):
-        assignment.budgets = allowed = sorted({*(assignment.budgets or ()), *names})
+    # First the credentials, then the assignment: the recorder takes them in this order.
     for account_id, person in sorted(persons.items()):
         await session.execute(
             update(StoredCredentials)
             .filter_by(user_id=user_id, account_id=account_id, version=person.version)
             .values(persons=list(person.hashes), sealed_version=person.version)
         )
+    wanted = select(WorkerSession).filter_by(user_id=user_id, epoch=epoch)
+    assignment = await session.scalar(wanted.with_for_update(key_share=True))
+    allowed: list[str] | None = None
+    if assignment is not None and (assignment.budgets is not None or not reload):
+        assignment.budgets = allowed = sorted({*(assignment.budgets or ()), *names})
     # After a rotation of the key a link is known under the new hashes, too.
     linked = select(PersonMatch).where(_is_of(user_id))
     for match in await session.scalars(linked.order_by(PersonMatch.id).with_for_update()):
@@ -126,29 +129,29 @@ async def note_sealed(
     return allowed
 
 
-async def permitted_budgets(session: AsyncSession, user_id: str, epoch: int) -> list[str] | None:
-    """Returns the names that the worker of this epoch may use; None: it was sealed by 0.1.0."""
-    found = await session.scalar(select(WorkerSession).filter_by(user_id=user_id, epoch=epoch))
-    return found.budgets if found is not None else None
+def note_confirmed(confirmed: Iterable[StoredCredentials]) -> None:
+    """Records that these credentials have logged in. `find_matches` looks later who else is the same person:
+    whoever records logins holds the rows of several users."""
+    for one in confirmed:
+        if one.sealed_version == one.version and one.confirmed_version != one.version:
+            one.confirmed_version, one.match_due = one.version, True
 
 
-async def note_confirmed(session: AsyncSession, confirmed: Sequence[StoredCredentials]) -> None:
-    """Records that these credentials of one user have logged in, and looks for other users whose logins name
-    the same person: each such pair waits for an operator once."""
-    fresh = [
-        one for one in confirmed if one.sealed_version == one.version and one.confirmed_version != one.version
-    ]
-    for one in fresh:
-        one.confirmed_version = one.version
-    if not fresh:
-        return
-    await session.flush()
-    # Two users at once: the second one sees the first.
-    for name in sorted({hashed for one in fresh for hashed in one.persons}):
-        await wait_for_turn(session, f"person {name}")
-    for one in fresh:
-        for user_id in await _users_of_person(session, one):
-            await _note_match(session, one, user_id)
+async def find_matches(session: AsyncSession) -> bool:
+    """Looks for other users whose logins name the same person as the next ones that were confirmed: each such
+    pair waits for an operator once. Returns whether there may be more."""
+    if not await take_turn(session, "person matches"):
+        return False  # another orchestrator looks
+    due = select(StoredCredentials).where(StoredCredentials.match_due)
+    due = due.order_by(StoredCredentials.user_id, StoredCredentials.account_id).limit(_MATCHED_AT_ONCE)
+    locked = due.with_for_update(key_share=True, skip_locked=True, of=StoredCredentials)
+    found = (await session.scalars(locked)).all()
+    for one in found:
+        one.match_due = False
+        if one.confirmed_version == one.version:
+            for user_id in await _users_of_person(session, one):
+                await _note_match(session, one, user_id)
+    return len(found) == _MATCHED_AT_ONCE
 
 
 async def _users_of_person(session: AsyncSession, credentials: StoredCredentials) -> Sequence[str]:

@@ -72,8 +72,6 @@ class User(Base):
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     disabled_at: Mapped[datetime | None]
     removed_at: Mapped[datetime | None]
-    #: Unix seconds of the newest logins that a broker has rejected, for `accounts.require_login_tries`.
-    failed_logins: Mapped[list[int]] = mapped_column(JSONB, server_default="[]")
 
 
 class ApiKey(Base):
@@ -164,6 +162,7 @@ class StoredCredentials(Base):
     __table_args__ = (
         of_account(),
         Index("credentials_by_person", "persons", postgresql_using="gin"),
+        partial("credentials_to_match", "match_due", "user_id", "account_id"),
     )
 
     user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -181,8 +180,21 @@ class StoredCredentials(Base):
     #: The newest version that was sealed to a worker, and the newest with which one has logged in.
     sealed_version: Mapped[int] = mapped_column(server_default="0")
     confirmed_version: Mapped[int] = mapped_column(server_default="0")
+    #: Other users of the same person are still to be looked for (`budgets.find_matches`).
+    match_due: Mapped[bool] = mapped_column(server_default=text("false"))
     encrypted: Mapped[EncryptedCredentials] = composite("ciphertext", "nonce", "wrapped_key", "master_key_id")
     account: Mapped[BrokerAccount] = relationship(lazy="joined", innerjoin=True, viewonly=True)
+
+
+class FailedLogin(Base):
+    """A login that a broker rejected. Without a foreign key: whoever records it holds other users' rows."""
+
+    __tablename__ = "failed_logins"
+    __table_args__ = (Index("failed_logins_by_user", "user_id", "at"),)
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    user_id: Mapped[str] = mapped_column(String(64))
+    at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
 class Order(Base):

@@ -69,6 +69,7 @@ class ValkeyServer(Server):
             *("--appendonly", "yes" if self.durable else "no", "--appendfsync", "everysec"),
             # As in infra/compose/valkey.conf, where the reasons are.
             *("--maxmemory", "1gb", "--maxmemory-policy", "noeviction", "--maxmemory-clients", "10%"),
+            *("--min-string-size-avoid-copy-reply", "1073741824"),
             *("--maxclients", str(self._max_clients()), "--proto-max-bulk-len", "1mb", "--daemonize", "no"),
         ]
 

@@ -101,6 +101,12 @@ class WorkerUsers:
         rights = claimed_rights(worker_id, pool, user_id, budgets)
         await self._ask(*self._definition(worker_id, rights))
 
+    async def workers_with_budget(self, name: str) -> list[str]:
+        """Returns the workers whose calls are counted in the budget of this name, by their rights."""
+        own = f"~{keys.budget(name, '')}"
+        rights = (text_of(line).split() for line in await self._ask("ACL", "LIST"))
+        return [words[1] for words in rights if any(word.lstrip("(").startswith(own) for word in words)]
+
     async def delete(self, worker_id: str) -> None:
         """Called when the worker has ended; cuts connections that it left."""
         await self._ask("ACL", "DELUSER", worker_id)
@@ -125,13 +131,7 @@ class WorkerUsers:
         return await reply_of(self._client.execute_command(*words))  # type: ignore[no-untyped-call]
 
     async def load_scripts(self) -> None:
-        """Workers may run scripts, not bring them; some are of the release before or after ours."""
-        async with self._database.session() as session:
-            sources = await launches.keep_scripts(session, (*scripts.ALL, *job_scripts.ALL))
-        async with self._client.pipeline(transaction=False) as pipe:
-            for source in sources:
-                pipe.script_load(source)
-            await pipe.execute()
+        await load_worker_scripts(self._client, self._database)
 
     async def restore(self, free: Iterable[tuple[str, str]], claimed: Iterable[AssignedWorker]) -> None:
         """Makes scripts and users again, on a server that may have lost them. Safe to repeat.
@@ -164,6 +164,16 @@ class WorkerUsers:
         """Replaces the rights. Passwords stay: another host may hold launch secrets that this one lacks."""
         addition = self._addition(worker_id, rights)
         return [*addition[:3], "resetkeys", "resetchannels", "clearselectors", *addition[3:]]
+
+
+async def load_worker_scripts(client: Redis, database: Database) -> None:
+    """Workers may run scripts, not bring them; some are of the release before or after ours."""
+    async with database.session() as session:
+        sources = await launches.keep_scripts(session, (*scripts.ALL, *job_scripts.ALL))
+    async with client.pipeline(transaction=False) as pipe:
+        for source in sources:
+            pipe.script_load(source)
+        await pipe.execute()
 
 
 def free_rights(worker_id: str, pool: str) -> list[str]:

@@ -31,6 +31,11 @@ def commands_of(kind: str, user_id: str, worker_id: str) -> Callable[[int], list
         case "events":
             bell = ("RPUSH", keys.EVENT_BELL, worker_id)
             return lambda n: [("RPUSH", keys.events_of(worker_id), EVENT), bell]
+        case "rings":
+            return lambda n: [("RPUSH", keys.EVENT_BELL, LARGE)]
+        case "large answers":
+            key = keys.response(user_id, "made-up")
+            return lambda n: [("SET", key, LARGE), *[("GET", key)] * 20]
         case "one list":
             return lambda n: [("RPUSH", keys.requests(user_id), *[b"made-up"] * 500)]
         case "published messages":

@@ -24,7 +24,7 @@ from workflows.user_worker.state import CRASH_LIMIT
 
 pytestmark = pytest.mark.skipif(not VALKEY_USERS, reason="workers have the server's password here")
 
-KINDS = ("large values", "small names", "events", "one list", "published messages")
+KINDS = ("large values", "small names", "events", "one list", "rings", "published messages", "large answers")
 #: Seconds between two orders of one user.
 PAUSE_S = 0.25
 #: Seconds that no order may take.

@@ -7,7 +7,8 @@ local KINDS_OF_USER = {
 }
 local KINDS_OF_WORKER = {worker = true, inbox = true, reply = true}
 
--- Returns who may have written a key: 'user <id>' or 'worker <id>'; nil: only services write it.
+-- Returns who may have written a key: 'user <id>', 'worker <id>', or 'budget <name>' for the workers whose calls that budget
+-- counts; nil: only services write it.
 local function writer_of(key)
   local kind, tag, rest = string.match(key, '^([%a:]+):{([^}]*)}:?(.*)$')
   if not kind then
@@ -22,6 +23,7 @@ local function writer_of(key)
     local user = string.match(tag, '^user:(.+)$')
     return user and 'user ' .. user
   end
+  if kind == 'broker:budget' then return 'budget ' .. tag end
   if kind == 'pool' then
     local of, worker = string.match(rest, '^(%a+):([^:]+)')
     return KINDS_OF_WORKER[of] and 'worker ' .. worker

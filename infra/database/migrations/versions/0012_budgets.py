@@ -13,10 +13,19 @@ def upgrade() -> None:
         "alter table credentials"
         " add column persons jsonb not null default '[]',"
         " add column sealed_version integer not null default 0,"
-        " add column confirmed_version integer not null default 0"
+        " add column confirmed_version integer not null default 0,"
+        " add column match_due boolean not null default false"
     )
     op.execute("create index credentials_by_person on credentials using gin (persons)")
-    op.execute("alter table users add column failed_logins jsonb not null default '[]'")
+    op.execute("create index credentials_to_match on credentials (user_id, account_id) where match_due")
+    op.execute(
+        """create table failed_logins (
+          id bigint generated always as identity primary key,
+          user_id varchar(64) not null,
+          at timestamptz not null default clock_timestamp()
+        )"""
+    )
+    op.execute("create index failed_logins_by_user on failed_logins (user_id, at)")
     op.execute(
         """create table person_matches (
           id bigint generated always as identity primary key,

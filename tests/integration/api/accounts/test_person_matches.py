@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
 from infra.database import accounts
-from infra.database.models import PersonMatch, User
+from infra.database.models import FailedLogin, PersonMatch, User
 from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, make_key, operator
 
@@ -75,8 +74,7 @@ async def test_a_user_with_too_many_rejected_logins_waits_and_an_administrator_d
     api: ServedApi,
 ) -> None:
     async with api.services.database.session() as session:
-        user = await session.get_one(User, api.user)
-        user.failed_logins = [int(time.time())] * accounts.MAX_FAILED_LOGINS
+        session.add_all(FailedLogin(user_id=api.user) for _ in range(accounts.MAX_FAILED_LOGINS))
     path = f"/users/{api.user}/accounts/main/credentials"
     body = {"broker": "paper", "api_key": "k", "secret_key": "s"}
     async with api.client(api.key) as user_client, api.client(api.admin_key) as admin:
