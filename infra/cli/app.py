@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from infra.cli import fleet, jobs, pool, trading, users, webhooks, worker
+from infra.cli import broker, fleet, jobs, pool, trading, users, webhooks, worker
 from infra.cli.options import (
     CommandAnswer,
     Data,
@@ -39,6 +39,7 @@ keys_app = command_group("Key files.")
 app.add_typer(keys_app, name="keys")
 app.add_typer(users.users_app, name="users")
 app.add_typer(users.accounts_app, name="accounts")
+app.add_typer(broker.app, name="broker")
 app.add_typer(worker.app, name="worker")
 app.add_typer(trading.app, name="orders")
 app.add_typer(pool.app, name="pool")
