@@ -141,9 +141,14 @@ def test_the_exit_code_says_what_came_of_it() -> None:
     assert code(ignores_cancels=True) == command.LEFT_WORKING
 
 
-@pytest.mark.parametrize(("days", "outcome"), [(300, PASSED), (20, WARNED), (-1, FAILED)])
+@pytest.mark.parametrize(("days", "outcome"), [(300, PASSED), (20, WARNED)])
 def test_it_says_when_the_certificate_expires(days: int, outcome: CheckOutcome) -> None:
     assert check(stage_of(certificate_days=days), orders=False)["certificate"].outcome is outcome
+
+
+def test_it_finds_a_certificate_that_has_expired() -> None:
+    login = check(stage_of(certificate_days=-1))["login"]
+    assert (login.outcome, "certificate has expired" in login.detail) == (FAILED, True)
 
 
 def test_a_simulation_confirms_itself_only_and_warns_of_what_it_cannot_show() -> None:

@@ -1,7 +1,7 @@
 """What `berth broker check` reads and sends past the broker port: the SDK's own fields, without ids."""
 
 import time
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 
@@ -38,7 +38,7 @@ class ShioajiProbe:
     def certificate_days(self, person_id: str) -> float:
         """Days until the active certificate expires; negative when it has."""
         ends = self._api.get_ca_expiretime(person_id or self._account.person_id)
-        ends = ends if ends.tzinfo else ends.replace(tzinfo=UTC)
+        ends = ends if ends.tzinfo else ends.replace(tzinfo=timezone(timedelta(hours=8)))  # Taipei's
         return float((ends - datetime.now(UTC)).total_seconds() / 86_400)
 
     def cache_health(self) -> tuple[str, list[str]]:
