@@ -311,7 +311,7 @@ class ShioajiBroker:
     # --- the certificate of production orders ---------------------------------------------------------
 
     def _read_certificate_end(self, api: Any, person_id: str) -> None:
-        """Notes when the active certificate expires. Raises `LoginRejected` if it has: no order would pass."""
+        """Notes when the active certificate expires. Raises `LoginRejected` if it has: no order passes."""
         try:
             ends = api.get_ca_expiretime(person_id)
             self._certificate_ends = float(
