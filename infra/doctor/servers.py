@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import structlog
-from redis.exceptions import AuthenticationError, NoPermissionError
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 from sqlalchemy import text
 from sqlalchemy.exc import ArgumentError
 
@@ -13,7 +13,8 @@ from infra.database.dead_letters import sqlstate_of
 from infra.database.engine import open_engine
 from infra.settings import Settings
 from infra.temporal.connection import check_client, open_client
-from infra.valkey.client import connect_valkey
+from infra.valkey.client import check_writable, connect_valkey
+from infra.valkey.failures import explain_failure
 from infra.vault.master_key import check_wrapper
 from infra.vault.secret_versions import load_versions
 from worker_runtime.protocol.errors import BerthError
@@ -26,6 +27,10 @@ _REFUSED = ("28", "3D", "42")
 
 class SettingRefused(BerthError, code="SETTING_REFUSED"):
     """A setting is wrong: waiting does not help."""
+
+
+class ServerRefuses(BerthError, code="SERVER_REFUSES", retryable=True):
+    """A server answers, and does not do what is asked of it."""
 
 
 class Check(NamedTuple):
@@ -83,7 +88,7 @@ async def _postgresql(settings: Settings) -> None:
 async def _valkey(settings: Settings) -> None:
     try:
         async with connect_valkey(settings.valkey_url, socket_timeout=TIMEOUT) as client:
-            await client.ping()
+            await check_writable(client)
             if (await client.info("cluster")).get("cluster_enabled"):
                 raise SettingRefused(
                     "it is a cluster: our scripts use keys of several slots, so take one shard"
@@ -92,6 +97,8 @@ async def _valkey(settings: Settings) -> None:
                 await client.acl_list()
     except (AuthenticationError, NoPermissionError) as error:
         raise SettingRefused(f"it refuses us: {error}") from None
+    except ResponseError as error:
+        raise ServerRefuses(explain_failure(error)) from None
 
 
 async def _temporal(settings: Settings) -> None:

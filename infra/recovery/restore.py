@@ -29,6 +29,7 @@ from infra.settings import Settings
 from infra.temporal.connection import check_client, open_client
 from infra.temporal.executions import terminate_workflows
 from infra.valkey import client as valkey
+from infra.valkey.failures import explain_failure
 from infra.worker_task import LauncherUnreachable, StopFailed
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
@@ -95,7 +96,7 @@ async def restore(settings: Settings, reason: str, actor: str) -> RestoreReport:
             data = asdict(report)
             audit.append_entry(session, actor, "database.restored", "database", reason=reason, **data)
     except (RedisError, OSError) as error:
-        raise BerthError(f"Valkey: {type(error).__name__}; nothing is lost, run it again") from error
+        raise BerthError(f"{explain_failure(error)} Nothing is lost; run it again.") from error
     finally:
         await client.aclose()
         await database.close()
