@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import structlog
-from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 from sqlalchemy import text
 from sqlalchemy.exc import ArgumentError
 
@@ -38,7 +38,8 @@ class Check(NamedTuple):
 
     name: str
     settings: str
-    run: Callable[[Settings], Awaitable[None]]
+    #: It may return what is good to know though nothing is wrong.
+    run: Callable[[Settings], Awaitable[str | None]]
     #: What it finds has to be known, and is nothing that is wrong.
     is_notice: bool = False
 
@@ -49,21 +50,25 @@ class CheckResult(NamedTuple):
     check: Check
     problem: str
     wrong: bool
+    #: What is good to know though nothing is wrong.
+    note: str = ""
 
 
 async def run_check(check: Check, settings: Settings, timeout: float = TIMEOUT) -> CheckResult:
     try:
         async with asyncio.timeout(timeout):
-            await check.run(settings)
+            note = await check.run(settings)
     except TimeoutError:
         return CheckResult(check, f"no answer within {timeout:.0f} s", False)
     except BerthError as error:
         return CheckResult(check, error.detail, not error.retryable)
     except (ValueError, ArgumentError, ImportError) as error:  # its text may quote a password
         return CheckResult(check, f"the setting cannot be understood ({type(error).__name__})", True)
+    except RedisError as error:
+        return CheckResult(check, explain_failure(error), False)
     except Exception as error:  # of a library, whose server is away
         return CheckResult(check, f"cannot be used: {' '.join(str(error).split())[:300]}", False)
-    return CheckResult(check, "", False)
+    return CheckResult(check, "", False, note or "")
 
 
 async def log_problems(settings: Settings, *checks: Check) -> None:

@@ -358,6 +358,25 @@ def known_settings(name: str) -> Settings:
     return settings if name in settings.model_fields_set else local_settings(settings.data_dir)
 
 
+#: Those of them that say where a system is.
+_ADDRESSES = {"valkey_url", "database_url", "temporal_address"}
+
+
+def running_settings() -> tuple[Settings, str]:
+    """Returns the settings of the environment if they say where a system is, else those of the running
+    `berth up` of the data folder; and which these are, in words."""
+    settings = read_settings(Settings)
+    path = DataFolder(settings.data_dir).path
+    if settings.model_fields_set & _ADDRESSES:
+        return settings, "looking at the servers that the settings (BERTH_…) name"
+    if DataFolder(settings.data_dir).addresses()[0]:
+        return local_settings(settings.data_dir), f"looking at the `berth up` of {path}"
+    return settings, (
+        f"no `berth up` is ready in {path}, and no setting (BERTH_…) says where a system is: looking at the"
+        " default addresses"
+    )
+
+
 def end_leftovers(directory: Path) -> list[str]:
     """Ends all that a killed `berth up` left, workers too; returns names. Raises `FolderBusy`."""
     stack = LocalStack(directory)
