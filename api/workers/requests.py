@@ -99,9 +99,9 @@ class WorkerRequests:
                     known = await self.answers.read_pending(request_id)
                     if isinstance(request, CancelOrder) and await self._failed(request, known):
                         return None
-            except RedisError as error:
+            except RedisError as lost:
                 raise ValkeyUnavailable(
-                    f"{explain_failure(error)} It is not known whether the request was queued."
+                    f"{explain_failure(lost)} It is not known whether the request was queued."
                 ) from None
             error = await self.waiter.wait(user_id, queued, answer, deadline, marked=queued.marked)
             if not answer.done():

@@ -316,6 +316,7 @@ async def test_what_valkey_rests_on_is_told(calling: ServedApi, valkey_client: R
         await alerts.look()
     finally:
         await valkey_client.config_set("maxmemory-policy", "noeviction")
+    assert b"valkey|berth_valkey_evicts" in await reply_of(client.get(keys.ALERTS))
     assert all("set its maxmemory-policy to noeviction" in body for body in (await jobs(client)).values())
     assert await jobs(client)
 

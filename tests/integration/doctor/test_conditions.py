@@ -1,4 +1,4 @@
-"""`berth doctor` finds what will go wrong: Valkey that evicts, disks, clocks, limits, dates. At real servers."""
+"""`berth doctor` finds what will go wrong, at real servers: eviction, disks, clocks, limits, dates."""
 
 from __future__ import annotations
 
