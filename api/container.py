@@ -99,7 +99,7 @@ class Services:
         self.authenticator = Authenticator(self._find_caller, settings.api_key_cache)
         self.limits = RequestLimits(self.valkey, settings, self.authenticator, self.tokens.is_genuine)
         self.notifications = NotificationListener(
-            settings.database_url, (timeline.TIMELINE_CHANNEL, order_changes.ORDERS_CHANNEL)
+            settings.session_database_url, (timeline.TIMELINE_CHANNEL, order_changes.ORDERS_CHANNEL)
         )
         self.streams = EventStreams(self.notifications, self._is_revoked)
         self.revocations = KeyRevocations(self.database, self.notifications, self.authenticator, self.streams)

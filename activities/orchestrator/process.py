@@ -230,7 +230,7 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
         pump.attend,
         EventStream(parts.client, RECORDER_GROUP, recorder, parts.message_secrets, dead_letters=letters).run,
         EventStream(parts.client, RELAY_GROUP, relay, parts.message_secrets, dead_letters=letters).run,
-        (lambda: exits.run_alone(settings.database_url)) if alone else exits.run,
+        (lambda: exits.run_alone(settings.session_database_url)) if alone else exits.run,
         MarkWatcher(
             *(parts.client, temporal, settings, parts.message_secrets), parts.users, parts.launcher
         ).run,

@@ -110,7 +110,7 @@ async def migrate_as_owner(settings: Settings) -> tuple[str, str]:
     Makes that of the services, with the password in `database_url`, where it is missing.
     Raises what `migrate` raises.
     """
-    done = await migrate(settings.database_owner_url or settings.database_url)
+    done = await migrate(settings.database_owner_url or settings.session_database_url)
     if settings.database_owner_url:
         login = make_url(settings.database_url)
         with outages_named():

@@ -5,8 +5,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from infra.database.engine import Database, open_engine
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from infra.database.engine import IDLE_IN_TRANSACTION, Database, is_pooled, open_engine
 from infra.database.trading import webhooks
 from infra.doctor.measures import (
     CALENDAR_WARNING_S,
@@ -33,6 +37,7 @@ from infra.doctor.servers import (
     BROKER,
     POSTGRESQL,
     TEMPORAL,
+    USE_POOLER,
     VALKEY,
     Check,
     CheckResult,
@@ -244,16 +249,72 @@ ORCHESTRATOR_KEYS = Check(
 LAUNCHER = Check("launcher", "BERTH_LAUNCHER, and its own", _launcher)
 DELIVERY: Check = Check("delivery", "BERTH_MAIL_…, BERTH_WEBHOOK_KEY_FILE", _delivery)
 WEBHOOKS = Check("webhooks", "their quantity_unit", _webhooks, is_notice=True)
+#: Which database answers, and what a role needs behind a pooler.
+_DATABASE = text(
+    "select cast(pg_postmaster_start_time() as text) || current_database() as server,"
+    " current_setting('jit') as jit,"
+    " current_setting('idle_in_transaction_session_timeout') as idle,"
+    " pg_backend_pid() as pid, current_user as role"
+)
+
+
+async def _pooler(settings: Settings) -> str:
+    url = settings.database_url
+    async with open_engine(url, pool_size=2) as engine, engine.connect() as connection:
+        seen = (await connection.execute(_DATABASE)).one()
+        raw: Any = (await connection.get_raw_connection()).driver_connection
+        hidden = raw.get_server_pid() != seen.pid
+        await connection.rollback()
+        if not is_pooled(url):
+            if not hidden:
+                return "no pooler is between"
+            if await _changes_servers(url, connection):
+                raise SettingRefused(f"a pooler in transaction mode answers: {USE_POOLER}")
+            return "a pooler in session mode is between"
+    async with open_engine(settings.session_database_url, pool_size=1) as direct, direct.connect() as session:
+        theirs = (await session.execute(_DATABASE)).one()
+        raw = (await session.get_raw_connection()).driver_connection
+        if raw.get_server_pid() != theirs.pid and await _changes_servers(
+            settings.session_database_url, session
+        ):
+            raise SettingRefused(
+                "BERTH_DATABASE_DIRECT_URL leads to a pooler: locks and LISTEN need a session"
+            )
+    if theirs.server != seen.server:
+        raise SettingRefused("BERTH_DATABASE_DIRECT_URL leads to another database than BERTH_DATABASE_URL")
+    wanted = {
+        "jit": ("off", seen.jit),
+        "idle_in_transaction_session_timeout": (f"{IDLE_IN_TRANSACTION}s", seen.idle),
+    }
+    wrong = [name for name, (value, found) in wanted.items() if found != value]
+    if wrong:
+        alter = "; ".join(f"ALTER ROLE {seen.role} SET {name} = '{wanted[name][0]}'" for name in wrong)
+        raise SettingRefused(
+            f"a pooler cannot set {' and '.join(wrong)} for us: {alter}; then RECONNECT in it"
+        )
+    return "a pooler in transaction mode is between"
+
+
+async def _changes_servers(url: str, connection: AsyncConnection) -> bool:
+    """Returns True if the server process of a connection is given to another one between its transactions."""
+    await connection.rollback()
+    before = await connection.scalar(text("select pg_backend_pid()"))
+    await connection.rollback()
+    async with open_engine(url, pool_size=1) as engine, engine.connect() as other:
+        return bool(await other.scalar(text("select pg_backend_pid()")) == before)
+
+
 VALKEY_EVICTION = Check("valkey-eviction", "Valkey's maxmemory-policy", _eviction)
 VALKEY_PERSISTENCE = Check("valkey-persistence", "Valkey's appendonly and dir", _persistence)
 VALKEY_MEMORY = Check("valkey-memory", "Valkey's maxmemory", _memory)
+POOLER = Check("pooler", "BERTH_DATABASE_URL, BERTH_DATABASE_DIRECT_URL", _pooler)
 CLOCKS = Check("clocks", "the hosts' time services", _clocks)
 DISKS = Check("disks", "BERTH_DATA_DIR", _disks)
 LIMITS = Check("limits", "ulimit -n, maxclients, max_connections", _limits)
 CALENDAR = Check("calendar", "BERTH_CALENDAR_FILE", _calendar)
 CERTIFICATES = Check("certificates", "the files that they name", _certificates)
 CHECKS = (
-    *(POSTGRESQL, VALKEY, VALKEY_EVICTION, VALKEY_PERSISTENCE, VALKEY_MEMORY, TEMPORAL),
+    *(POSTGRESQL, POOLER, VALKEY, VALKEY_EVICTION, VALKEY_PERSISTENCE, VALKEY_MEMORY, TEMPORAL),
     *(API_KEYS, ORCHESTRATOR_KEYS, LAUNCHER, BROKER, DELIVERY, WEBHOOKS),
     *(CLOCKS, DISKS, LIMITS, CALENDAR, CERTIFICATES),
 )

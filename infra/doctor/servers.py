@@ -25,6 +25,13 @@ TIMEOUT = 5.0
 _REFUSED = ("28", "3D", "42")
 
 
+#: What to do where a pooler answers.
+USE_POOLER = (
+    "add pooler=transaction to the query of BERTH_DATABASE_URL, and give PostgreSQL's own address in"
+    " BERTH_DATABASE_DIRECT_URL (docs/how-to/pgbouncer.md)"
+)
+
+
 class SettingRefused(BerthError, code="SETTING_REFUSED"):
     """A setting is wrong: waiting does not help."""
 
@@ -85,6 +92,10 @@ async def _postgresql(settings: Settings) -> None:
         async with open_engine(settings.database_url, pool_size=1) as engine, engine.connect() as connection:
             await connection.execute(text("select 1"))
     except Exception as error:  # asyncpg's and SQLAlchemy's have no common class
+        if "unsupported startup parameter" in str(error):
+            raise SettingRefused(
+                f"a pooler answers, and refuses our start-up parameters: {USE_POOLER}"
+            ) from None
         if sqlstate_of(error).startswith(_REFUSED):
             raise SettingRefused(f"it refuses us: {getattr(error, 'orig', error)}") from None
         raise

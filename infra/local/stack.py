@@ -195,7 +195,7 @@ class LocalStack:
 
     def _make_database(self) -> str:
         self.postgres.create_database(DATABASE)
-        asyncio.run(migrate(self.settings.database_url))
+        asyncio.run(migrate(self.settings.session_database_url))
         path = self.folder.keys / "admin.key"
         self.admin_key = keyring.ensure_admin_key(path, self.settings)
         return DATABASE
@@ -340,6 +340,7 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
             "valkey_url": settings.valkey_url.replace(*valkey),
             "worker_valkey_url": settings.worker_valkey_url.replace(*valkey),
             "database_url": settings.database_url.replace(*database),
+            "database_direct_url": settings.database_direct_url.replace(*database),
         }
     )
 

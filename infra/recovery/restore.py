@@ -68,12 +68,12 @@ class RestoreReport:
 
 async def restore(settings: Settings, reason: str, actor: str) -> RestoreReport:
     """Raises `BerthError`: run it again then. Trading stays halted until an operator opens it."""
-    if not await SchemaCheck(settings.database_url).passes():
+    if not await SchemaCheck(settings.session_database_url).passes():
         raise BerthError(
             "the schema of the restored database is older than this release: run `berth migrate`"
         )
     report = RestoreReport(generation=uuid4().hex)
-    database = Database(settings.database_url, pool_size=1, command_timeout=None)
+    database = Database(settings.session_database_url, pool_size=1, command_timeout=None)
     client = valkey.connect_valkey(settings.valkey_url)
     try:
         await client.ping()
