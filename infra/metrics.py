@@ -21,6 +21,7 @@ from infra.market.calendar import Calendar
 from infra.process_metrics import MetricFamily
 from infra.settings import Settings
 from infra.valkey.client import read_clock, reply_of, text_of
+from infra.valkey.memory import read_memory
 from worker_runtime.jobs.protocol.telemetry import BOUNDS_MS
 from worker_runtime.protocol import keys
 
@@ -67,7 +68,11 @@ FAMILIES = {
     "berth_primary": _gauge("1: one of the API processes is the primary."),
     "berth_startup_tasks_open": _gauge("One-time tasks of the primary that were begun and are not done."),
     "berth_certificate_expires_timestamp_seconds": _gauge(
-        "Unix time at which the certificate in this setting's file ends; 0: it cannot be read.", "setting"
+        "Unix time at which the certificate or JWT in this setting's file ends; 0: it cannot be read.",
+        "setting",
+    ),
+    "berth_valkey_memory_used_ratio": _gauge(
+        "Share of its memory that Valkey uses; above 0.85 new orders and claims are refused."
     ),
     "berth_valkey_evicts": _gauge("1: Valkey deletes keys when its memory is full; `noeviction` is needed."),
     "berth_valkey_save_failed": _gauge("1: Valkey's last write to its disk failed."),
@@ -98,6 +103,7 @@ FAMILIES = {
     ),
     "berth_switches_closed": _gauge("Trading switches that halt or reduce.", "scope", "state"),
     "berth_differences_open": _gauge("Accounts whose books differ from the broker's.", "blocks"),
+    "berth_person_matches_open": _gauge("Pairs of users who log in as one person, not decided yet."),
     "berth_dead_letters": _gauge(
         "What failed for good: `workflow`, `order` (it waits for a person), `job`, `alert`; of messages "
         "`event` (cannot be read), `recorder` and `relay` (their handler failed), `late` (news from a worker "
@@ -188,6 +194,8 @@ union all
 select 'berth_differences_open', array[cast(blocks as text)], count(distinct (user_id, account_id))
   from reconciliations where resolved_at is null group by blocks
 union all
+select 'berth_person_matches_open', '{{}}', count(*) from person_matches where resolved_at is null
+union all
 select 'berth_entities', array[state, kind], count(*) from entity_findings
  where state in ('paused', 'missing')
     or (state in ('rebuilt', 'ended') and seen_at > clock_timestamp() - interval '1 hour')
@@ -209,6 +217,11 @@ async def write_fleet_metrics(page: MetricsPage, client: Redis, session: AsyncSe
         page.add("berth_dead_letters", count, kind)
     await _write_lag(page, client)
     await _write_maintenance(page, session)
+
+
+async def write_valkey_memory(page: MetricsPage, client: Redis) -> None:
+    """Raises `RedisError`."""
+    page.add("berth_valkey_memory_used_ratio", (await read_memory(client)).share)
 
 
 async def _write_lag(page: MetricsPage, client: Redis) -> None:
@@ -246,8 +259,8 @@ async def _write_maintenance(page: MetricsPage, session: AsyncSession) -> None:
 
 def write_host(page: MetricsPage, settings: Settings, calendar: Calendar) -> None:
     """What this host tells without any server."""
-    for setting, path in measures.certificate_files(settings).items():
-        page.add("berth_certificate_expires_timestamp_seconds", measures.certificate_end(path), setting)
+    for setting, end in measures.certificate_ends(settings).items():
+        page.add("berth_certificate_expires_timestamp_seconds", end, setting)
     for disk in measures.read_disks(settings):
         page.add("berth_disk_free_bytes", disk.free_bytes, str(disk.folder))
         page.add("berth_disk_inodes_free_ratio", disk.inodes_free_ratio, str(disk.folder))

@@ -111,7 +111,7 @@ class RequestLimits:
             return None
         token = headers.get(_KEY_HEADER, b"").decode("latin-1")
         if not token and b"cookie" in headers:
-            token = session_token(headers[b"cookie"].decode("latin-1"))
+            token = session_token(headers[b"cookie"].decode("latin-1"), https=scope["scheme"] == "https")
         known = self.authenticator.remembered(token) if token else None
         if known is None and not token and path.startswith(_WEBHOOKS):
             token = path.removeprefix(_WEBHOOKS).partition("/")[0]

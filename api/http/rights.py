@@ -83,6 +83,8 @@ RIGHTS: Mapping[str, frozenset[Role]] = {
     f"GET {_USER}/reconciliations": ALL,
     "GET /reconciliations": STAFF,
     "POST /reconciliations/{number}/resolve": STAFF,
+    "GET /person-matches": STAFF,
+    "POST /person-matches/{number}/resolve": STAFF,
     # Switches: a user's key sets the user's own one
     "PUT /switches": ALL,
     "GET /switches": ALL,

@@ -12,6 +12,7 @@ from typing import Literal
 from sqlalchemy import Text, and_, cast, delete, func, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from infra.database import audit
 from infra.database.models import ApiKey
 from infra.database.trading.models import Webhook
 from worker_runtime.protocol.errors import BerthError
@@ -21,6 +22,10 @@ from worker_runtime.protocol.errors import BerthError
 REVOKED_CHANNEL = "berth_api_keys"
 #: A use is written down this long after the last one at the earliest: one small write a key and minute.
 USE_NOTED_EVERY = timedelta(minutes=1)
+
+#: Label and life of the key with which the first administrator's is made (`infra/vault/keyring.py`).
+BOOTSTRAP_LABEL = "bootstrap"
+BOOTSTRAP_LIFETIME = timedelta(hours=24)
 
 Role = Literal["user", "operator", "admin"]
 
@@ -37,6 +42,8 @@ def hash_token(token: str) -> str:
 _VALID = and_(
     ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.clock_timestamp())
 )
+#: In SQL: made by `berth prepare` for the first administrator.
+_IS_BOOTSTRAP = and_(ApiKey.role == "admin", ApiKey.label == BOOTSTRAP_LABEL, ApiKey.session_of.is_(None))
 
 
 async def create_api_key(
@@ -48,7 +55,12 @@ async def create_api_key(
     expires_at: datetime | None = None,
     session_of: uuid.UUID | None = None,
 ) -> ApiKey:
-    """Creates a key for a token of `ApiTokens`; the role `user` needs a `user_id`."""
+    """Creates a key for a token of `ApiTokens`; the role `user` needs a `user_id`.
+
+    An administrator's ends the bootstrap key, which exists only while there is no other.
+    """
+    if role == "admin" and session_of is None and label != BOOTSTRAP_LABEL:
+        await _end_bootstrap_keys(session)
     key = ApiKey(
         id=uuid.uuid4(),
         key_hash=hash_token(token),
@@ -63,6 +75,22 @@ async def create_api_key(
     session.add(key)
     await session.flush()
     return key
+
+
+async def _end_bootstrap_keys(session: AsyncSession) -> None:
+    keys = await session.scalars(select(ApiKey.id).where(_IS_BOOTSTRAP, _VALID))
+    for key_id in keys.all():
+        await revoke_api_key(session, key_id)
+        audit.append_entry(
+            session, "berth", "api_key.revoked", f"key:{key_id}", reason="an administrator has a key"
+        )
+
+
+async def has_administrator(session: AsyncSession, *, made_after: datetime) -> bool:
+    """Returns whether a valid key of an administrator is there that is no bootstrap key and no session."""
+    found = select(ApiKey.id).where(_VALID, ~_IS_BOOTSTRAP, ApiKey.role == "admin")
+    found = found.where(ApiKey.session_of.is_(None), ApiKey.created_at >= made_after)
+    return await session.scalar(found.limit(1)) is not None
 
 
 async def begin_session(session: AsyncSession, token: str, key_id: uuid.UUID, until: datetime) -> ApiKey:

@@ -21,8 +21,7 @@ from infra.doctor.measures import (
     MIN_DISK_FREE,
     MIN_OPEN_FILES,
     calendar_end,
-    certificate_end,
-    certificate_files,
+    certificate_ends,
     database_clock_offset,
     database_connections_ratio,
     day_of,
@@ -150,7 +149,7 @@ async def _memory(settings: Settings) -> str:
     used = f"{_mebibytes(state.used_bytes)} of {_mebibytes(limit)} are used"
     if state.memory_used_ratio > MAX_MEMORY_USED_RATIO:
         raise ServerRefuses(
-            f"{used}: when it is full, no order can be queued. Raise its maxmemory, or find what fills it:"
+            f"{used}: new orders and workers are refused. Raise its maxmemory, or find what fills it:"
             " valkey-cli --bigkeys"
         )
     if not state.maxmemory:
@@ -229,14 +228,13 @@ async def _calendar(settings: Settings) -> str:
 
 
 async def _certificates(settings: Settings) -> str:
-    files = certificate_files(settings)
-    ends = {setting: certificate_end(path) for setting, path in files.items()}
+    ends = certificate_ends(settings)
     if unread := [setting for setting, end in ends.items() if not end]:
         raise SettingRefused(f"the certificates of {', '.join(unread)} cannot be read, or are not PEM")
     if late := {setting: end for setting, end in ends.items() if end - time.time() < CERTIFICATE_WARNING_S}:
         raise SettingRefused(
             "; ".join(
-                f"the certificate in {files[setting]} ends on {day_of(end)}" for setting, end in late.items()
+                f"the certificate or JWT of {setting} ends on {day_of(end)}" for setting, end in late.items()
             )
             + ". Put a new one in its place, and restart what reads it"
         )

@@ -5,6 +5,7 @@ import resource
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from datetime import time as time_of_day
@@ -20,6 +21,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from infra.market.calendar import TAIPEI, Calendar
 from infra.settings import Settings
 from infra.valkey.client import read_clock
+from infra.valkey.memory import REFUSED_ABOVE
+from infra.vault.jwt import expiry_of
 
 #: Seconds that a clock may be off. NTP keeps clocks within milliseconds.
 MAX_CLOCK_OFFSET_S = 1.0
@@ -29,8 +32,8 @@ MIN_DISK_FREE = 1024**3
 MIN_INODES_FREE_RATIO = 0.01
 #: Of a limit on open files or connections.
 MAX_LIMIT_USED_RATIO = 0.8
-#: Of Valkey's memory.
-MAX_MEMORY_USED_RATIO = 0.85
+#: Of Valkey's memory: beyond it new orders are refused.
+MAX_MEMORY_USED_RATIO = REFUSED_ABOVE / 1000
 #: Linux's default for a process. PostgreSQL, Valkey and the API need a file for each connection.
 MIN_OPEN_FILES = 1024
 #: The holidays of a year are published about three months before it.
@@ -226,6 +229,20 @@ def certificate_end(path: str) -> float:
         return min(certificate.not_valid_after_utc.timestamp() for certificate in found)
     except (OSError, ValueError):
         return 0.0
+
+
+def certificate_ends(settings: Settings) -> dict[str, float]:
+    """Returns when the certificates, and the JWT for Temporal, end that the settings name.
+
+    In Unix seconds, by the variable of the setting; 0: the file cannot be read. An API key that is no JWT has
+    no end that is known here.
+    """
+    ends = {setting: certificate_end(path) for setting, path in certificate_files(settings).items()}
+    if path := settings.temporal_api_key_file:
+        with suppress(OSError):
+            if end := expiry_of(Path(path).read_text(encoding="ascii", errors="replace").strip()):
+                ends["BERTH_TEMPORAL_API_KEY_FILE"] = end
+    return ends
 
 
 def day_of(at: float) -> str:

@@ -8,16 +8,30 @@ grows by 4, what is quadratic by 16.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
 from redis.asyncio import Redis
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from activities.pool import entries
+from infra.database import users
+from infra.database.engine import Database
+from infra.database.orders import acceptance
 from infra.lab.bench.fleet import maintenance
+from infra.local.servers import ValkeyServer
+from infra.valkey import client as valkey
+from infra.valkey.request_queue import RequestQueue
+from tests.integration.database.test_database import new_order, put_account
+from tests.integration.jobs.stage import QueueStage, claim, end
 from tests.integration.local.conftest import wait_nothing_left
+from tests.signed import SECRETS
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.messages import PlaceOrder, PriceType, Side, TimeInForce
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -90,3 +104,138 @@ async def _cost_of_claims(client: Redis, size: int) -> float:
 async def _cpu_seconds(client: Redis) -> float:
     used = await client.info("cpu")
     return float(used["used_cpu_user"] + used["used_cpu_sys"])
+
+
+#: How many times bare RPUSH and LPOP a job may cost Valkey.
+MOST_TIMES_FLOOR_OF_JOBS = 60
+#: Jobs that wait in the short and in the long queue, and jobs that are then run from each.
+FEW_JOBS, MANY_JOBS, RUN_JOBS = 400, 6400, 300
+
+
+def test_a_job_costs_the_same_in_a_short_queue_and_in_a_long_one(valkey_server: ValkeyServer) -> None:
+    """By Valkey's own CPU time, next to bare RPUSH and LPOP of one list."""
+    stage = QueueStage(valkey_server.url)
+    try:
+        few, many = [_cost_of_jobs(stage, waiting) for waiting in (FEW_JOBS, MANY_JOBS)]
+    finally:
+        stage.client.execute("FLUSHALL")
+        stage.close()
+    assert many <= 2 * few, (few, many)
+    assert many <= MOST_TIMES_FLOOR_OF_JOBS, (few, many)
+
+
+def _cost_of_jobs(stage: QueueStage, waiting: int) -> float:
+    """Return what it costs to enqueue, claim and end a job, in units of a bare RPUSH and LPOP."""
+    stage.client.execute("FLUSHALL")
+    runner = stage.runner()
+    for number in range(waiting):
+        stage.enqueue(f"waits-{number}", priority=number % 10)
+    before = _cpu_seconds_of(stage)
+    for number in range(RUN_JOBS):
+        stage.enqueue(f"runs-{number}", priority=number % 10)
+        (job,) = claim(runner)
+        end(runner, job)
+    between = _cpu_seconds_of(stage)
+    for _ in range(RUN_JOBS):
+        stage.client.execute("RPUSH", "floor", "job")
+        stage.client.execute("LPOP", "floor")
+    return (between - before) / (_cpu_seconds_of(stage) - between)
+
+
+def _cpu_seconds_of(stage: QueueStage) -> float:
+    lines = stage.client.execute("INFO", "cpu").decode().splitlines()
+    used = dict(line.split(":") for line in lines if ":" in line)
+    return float(used["used_cpu_user"]) + float(used["used_cpu_sys"])
+
+
+#: Orders that wait in the queue of a user, and orders that the user has placed before.
+FEW_ORDERS, MANY_ORDERS = 100, 1600
+#: Orders that are then queued: enough for the server's clock of CPU time. And orders that are then accepted.
+QUEUED_ORDERS, NEXT_ORDERS = 1000, 200
+
+
+async def test_an_order_is_queued_for_the_same_behind_few_and_behind_many_orders(
+    valkey_client: Redis,
+) -> None:
+    """By Valkey's own CPU time, next to a bare RPUSH."""
+    queue = RequestQueue(valkey_client, SECRETS)
+    costs = []
+    for waiting in (FEW_ORDERS, MANY_ORDERS):
+        user = f"user-{waiting}"
+        for number in range(waiting):
+            await queue.enqueue(_place(user, f"waits-{number}"), 60.0)
+        before = await _cpu_seconds(valkey_client)
+        for number in range(QUEUED_ORDERS):
+            await queue.enqueue(_place(user, f"next-{number}"), 60.0)
+        between = await _cpu_seconds(valkey_client)
+        for _ in range(QUEUED_ORDERS):
+            await valkey.reply_of(valkey_client.rpush(f"floor-{waiting}", "order"))
+        costs.append((between - before) / (await _cpu_seconds(valkey_client) - between))
+    few, many = costs
+    assert many <= 2 * few, (few, many)
+    assert many <= MOST_TIMES_FLOOR, (few, many)
+
+
+async def test_an_order_is_accepted_for_the_same_after_few_and_after_many_orders(
+    database: Database,
+) -> None:
+    """By the pages that PostgreSQL reads for it, which no busy machine changes."""
+    reads = []
+    for placed in (FEW_ORDERS, MANY_ORDERS):
+        user = f"user-{placed}"
+        async with database.session() as session:
+            await users.create_user(session, user)
+            await put_account(database, session_user=user, session=session)
+            await _accept(session, user, "before", placed)
+            await session.execute(text("analyze orders"))
+        # One connection: each counts for itself.
+        async with database.engine.connect() as connection, AsyncSession(connection) as session:
+            before = await _pages_read(session)
+            await _accept(session, user, "next", NEXT_ORDERS)
+            reads.append((await _pages_read(session) - before) / NEXT_ORDERS)
+    few, many = reads
+    assert many <= 1.5 * few, (few, many)
+
+
+@pytest.fixture
+async def database(migrated_database: str) -> AsyncIterator[Database]:
+    database = Database(migrated_database)
+    yield database
+    await database.close()
+
+
+async def _accept(session: AsyncSession, user: str, name: str, count: int) -> None:
+    for number in range(count):
+        await acceptance.accept_order(session, replace(new_order(f"{name}-{number}"), user_id=user))
+
+
+async def _pages_read(session: AsyncSession) -> int:
+    """Return the pages of tables and indexes that this connection has read, from memory or not."""
+    await session.commit()
+    await session.execute(text("select pg_stat_force_next_flush()"))
+    await session.commit()
+    read = await session.scalar(
+        text(
+            "select sum(heap_blks_read + heap_blks_hit + coalesce(idx_blks_read + idx_blks_hit, 0))"
+            " from pg_statio_user_tables"
+        )
+    )
+    return int(read)
+
+
+def _place(user: str, name: str) -> PlaceOrder:
+    return PlaceOrder(
+        request_id=name,
+        order_id=name,
+        user_id=user,
+        account_id="main",
+        symbol="2330",
+        side=Side.BUY,
+        quantity=1,
+        price_type=PriceType.LIMIT,
+        price=Decimal("612.5"),
+        time_in_force=TimeInForce.ROD,
+        tag="00000A",
+        reply_to="",
+        generation="g",
+    )

@@ -30,6 +30,7 @@ from infra.temporal.starter import WorkerStarter
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from tests.workflow.fakes import serving
+from worker_runtime.protocol.messages import ReleaseClaim
 from workflows import names
 from workflows.user_worker import messages as m
 from workflows.worker_pool import messages as pm
@@ -99,6 +100,12 @@ class Site:
         )
         await self.yard.renew_mark(user, worker.worker_id, worker.epoch, state="Active")
         return user, worker
+
+    async def let_end(self, worker: m.WorkerRef) -> None:
+        """Ends a worker once it is asked to, as a real one ends within its time to drain."""
+        message = await self.yard.made[worker.worker_id].next()
+        assert isinstance(message, ReleaseClaim)
+        self.yard.launcher.end(worker.task_id, 0, "released")
 
     async def finding(self, entity: str) -> tuple[str, str] | None:
         found = await self.yard.database.fetch(finding_of, entity)
@@ -268,8 +275,8 @@ async def test_a_users_workflow_comes_back_and_goes_on_with_the_same_worker(site
     assert finding[0] == FindingState.REBUILT
     # What it adopted it can end, too.
     await handle.signal("shutdown", m.ShutdownRequest(reason="test"))
+    await site.let_end(worker)
     await until(lambda: site.is_gone(handle.id), "end")
-    assert [task for task, _ in site.yard.launcher.stops] == [worker.task_id]
 
 
 async def _unlisted(site: Site, workflow_id: str) -> bool:
@@ -290,11 +297,11 @@ async def test_a_cancelled_users_workflow_ends_its_worker_and_stays_away(site: S
     user, worker = await site.active_user()
     handle: WorkflowHandle[Any, Any] = site.temporal.get_workflow_handle(names.user_worker_id(user))
     await handle.cancel()
+    await site.let_end(worker)
     await until(lambda: site.is_gone(handle.id), "end")
     await until(lambda: _unlisted(site, handle.id), "end in Temporal's index")
     await site.restorer.look_at_runs()
     assert await site.is_gone(handle.id)
-    assert [task for task, _ in site.yard.launcher.stops] == [worker.task_id]
     assert await site.finding(handle.id) is None
 
 
