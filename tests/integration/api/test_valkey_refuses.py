@@ -65,11 +65,21 @@ async def give_disk(admin: Redis, _server: ValkeyServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "mend", "code", "remedy"),
-    [(fill, empty, "OOM", "raise its maxmemory"), (take_disk, give_disk, "MISCONF", "free space")],
+    ("spoil", "mend", "placing", "code", "remedy"),
+    [
+        (fill, empty, "MEMORY_SHORT", "OOM", "raise its maxmemory"),
+        (take_disk, give_disk, "VALKEY_UNAVAILABLE", "MISCONF", "free space"),
+    ],
 )
 async def test_its_answer_is_said_by_orders_readiness_metrics_and_the_doctor(
-    api: ServedApi, own_valkey: ValkeyServer, admin: Redis, spoil: Fault, mend: Fault, code: str, remedy: str
+    api: ServedApi,
+    own_valkey: ValkeyServer,
+    admin: Redis,
+    spoil: Fault,
+    mend: Fault,
+    placing: str,
+    code: str,
+    remedy: str,
 ) -> None:
     worker = ScriptedWorker(own_valkey.url, api.user)
     await worker.start()
@@ -79,6 +89,9 @@ async def test_its_answer_is_said_by_orders_readiness_metrics_and_the_doctor(
         await spoil(admin, own_valkey)
 
         refused = await user.post(orders, json=an_order(2))
+        assert (refused.status_code, refused.json()["code"]) == (503, placing)
+        assert UNREACHABLE not in refused.text
+        refused = await user.get(f"/users/{api.user}/accounts/main/positions")
         problem = refused.json()
         assert (refused.status_code, problem["code"]) == (503, "VALKEY_UNAVAILABLE")
         assert f"({code})" in problem["detail"]
