@@ -252,7 +252,7 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
         lambda: parts.message_secrets.compare_with_others(parts.client),
     ]
     if parts.users:
-        loops.append(QuotaWatcher(parts.client, settings.database_url, cutting).run)
+        loops.append(QuotaWatcher(parts.client, settings.session_database_url, cutting).run)
     if settings.sends_alerts:
         loops.append(lambda: send_errors(parts.client, "orchestrator"))
     if "orders" in settings.task_queues:

@@ -87,6 +87,15 @@ def is_pooled(database_url: str) -> bool:
     return bool(mode)
 
 
+def require_session(database_url: str) -> None:
+    """Raises `DatabaseUrlRefused` for a pooler that changes servers: a lock would stay with one of them."""
+    if is_pooled(database_url):
+        raise DatabaseUrlRefused(
+            "a session of its own is needed here: give PostgreSQL's own address, without pooler=, in"
+            " BERTH_DATABASE_DIRECT_URL (or BERTH_DATABASE_OWNER_URL, if that is set)"
+        )
+
+
 def parse_url(database_url: str) -> tuple[URL, dict[str, Any]]:
     """The URL without libpq's `sslmode` and `sslrootcert`, and asyncpg's argument `ssl` in their place.
 

@@ -14,8 +14,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 from sqlalchemy import make_url, text
+from sqlalchemy.ext.asyncio import AsyncConnection
 
+from api.http.notifications import NotificationListener
 from infra.database.engine import Database, DatabaseUrlRefused, SingleStatement, is_pooled, open_engine
+from infra.database.locks import lead
+from infra.database.migrate import migrate
 from infra.doctor import checks, servers
 from infra.doctor.servers import Check, CheckResult, run_check
 from infra.local.process import accepts, free_port
@@ -33,7 +37,7 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "pgbouncer.md"
 def configuration(folder: Path, port: int, postgres: PostgresServer, **more: str) -> str:
     """The page's configuration for these ports; these servers have no passwords."""
     [found] = re.findall(r"^```ini\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    text = found
+    text: str = found
     for pattern, other in (
         (r"^berth = .*$", f"* = host=127.0.0.1 port={postgres.port} user={postgres.user}"),
         (r"^listen_addr = .*$", "listen_addr = 127.0.0.1"),
@@ -195,6 +199,18 @@ async def test_a_pooler_that_ignores_parameters_is_found_by_its_mode(
             result = await check(checks.POOLER, settings, database_url=through(migrated_database, port))
         assert ("a pooler in transaction mode answers" in result.problem) is problem, result
         assert problem or result.note == "a pooler in session mode is between"
+
+
+async def test_what_needs_a_session_refuses_the_pooler(pooled: str) -> None:
+    async def work(_: AsyncConnection) -> None:
+        raise AssertionError
+
+    with pytest.raises(DatabaseUrlRefused, match="BERTH_DATABASE_DIRECT_URL"):
+        await lead(pooled, 1, work)
+    with pytest.raises(DatabaseUrlRefused):
+        await migrate(pooled)
+    with pytest.raises(DatabaseUrlRefused):
+        NotificationListener(pooled, ())
 
 
 def test_a_pooler_needs_a_direct_address() -> None:
