@@ -291,6 +291,25 @@ class ShioajiBroker:
             except OSError as error:
                 self._log.warning("shioaji.files_left", error=type(error).__name__)
 
+    # --- for `berth broker check` -----------------------------------------------------------------------
+
+    @property
+    def broker_type(self) -> str:
+        return self._key.broker_type
+
+    def native(self) -> tuple[Any, Any, Any]:
+        """The SDK's client, account and module, for a look past this adapter."""
+        return *self._session(), self._load()
+
+    def blanked(self, value: Any) -> Any:
+        """A value of the SDK as plain data, without credentials and ids of the person or the account."""
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        text = self._blank(str(getattr(value, "value", value)))
+        for own in (self._account.account_id, self._account.person_id):
+            text = text.replace(own, "***") if own else text
+        return text
+
     # --- inside ---------------------------------------------------------------------------------------
 
     def _session(self) -> tuple[Any, Any]:
