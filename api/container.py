@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Request
 from fastapi.responses import StreamingResponse
+from redis.exceptions import RedisError
 from sqlalchemy.ext.asyncio import AsyncSession
 from temporalio.client import Client
 
@@ -98,7 +99,7 @@ class Services:
         self.authenticator = Authenticator(self._find_caller, settings.api_key_cache)
         self.limits = RequestLimits(self.valkey, settings, self.authenticator, self.tokens.is_genuine)
         self.notifications = NotificationListener(
-            settings.database_url, (timeline.TIMELINE_CHANNEL, order_changes.ORDERS_CHANNEL)
+            settings.session_database_url, (timeline.TIMELINE_CHANNEL, order_changes.ORDERS_CHANNEL)
         )
         self.streams = EventStreams(self.notifications, self._is_revoked)
         self.revocations = KeyRevocations(self.database, self.notifications, self.authenticator, self.streams)
@@ -205,8 +206,14 @@ class Services:
         found = await self.readiness.check()
         for name, server in found.dependencies.items():
             page.add("berth_server_up", server.state == "up", name)
-        metrics.write_certificates(page, self.settings)
+        metrics.write_host(page, self.settings, self.webhooks.calendar)
         up = {name for name, server in found.dependencies.items() if server.state == "up"}
+        # One that refuses to write answers a question, and says why.
+        with suppress(RedisError):
+            await metrics.write_valkey(page, self.valkey)
+        if "postgresql" in up:
+            async with self.database.session(autocommit=True) as session:
+                await metrics.write_postgresql(page, session)
         if up >= {"postgresql", "valkey"}:
             async with self.database.session(autocommit=True) as session:
                 await metrics.write_fleet_metrics(page, self.valkey, session, self.settings.pool)

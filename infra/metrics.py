@@ -4,10 +4,7 @@ What our processes count by themselves is in `process_metrics.py`.
 """
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from pathlib import Path
 
-from cryptography import x509
 from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.registry import Collector
 from redis.asyncio import Redis
@@ -19,11 +16,12 @@ from infra.database import dead_letters
 from infra.database.orders.states import OPEN_STATES
 from infra.database.startup import read_holder
 from infra.database.workers import passes
+from infra.doctor import measures
+from infra.market.calendar import Calendar
 from infra.process_metrics import MetricFamily
 from infra.settings import Settings
 from infra.valkey.client import read_clock, reply_of, text_of
 from infra.valkey.memory import read_memory
-from infra.vault.jwt import expiry_of
 from worker_runtime.jobs.protocol.telemetry import BOUNDS_MS
 from worker_runtime.protocol import keys
 
@@ -58,7 +56,7 @@ def _counted(prefix: str, whose: str) -> dict[str, MetricFamily]:
 
 
 FAMILIES = {
-    "berth_server_up": _gauge("1: the API reaches this server.", "server"),
+    "berth_server_up": _gauge("1: the API can use this server; 0: it is away, or refuses.", "server"),
     "berth_api_processes": _gauge("Processes that the API which is asked should have."),
     "berth_api_processes_answered": _gauge(
         "Those that answered the scrape within a second; of the others the last known counts are shown. "
@@ -75,6 +73,24 @@ FAMILIES = {
     ),
     "berth_valkey_memory_used_ratio": _gauge(
         "Share of its memory that Valkey uses; above 0.85 new orders and claims are refused."
+    ),
+    "berth_valkey_evicts": _gauge("1: Valkey deletes keys when its memory is full; `noeviction` is needed."),
+    "berth_valkey_save_failed": _gauge("1: Valkey's last write to its disk failed."),
+    "berth_valkey_not_kept": _gauge(
+        "1: a restart of Valkey loses everything: it has neither an append-only file nor a replica."
+    ),
+    "berth_clock_offset_seconds": _gauge(
+        "By how much this server's clock differs from that of the API's host, at least.", "server"
+    ),
+    "berth_disk_free_bytes": _gauge("Free space on the disk of this folder of the API's host.", "folder"),
+    "berth_disk_inodes_free_ratio": _gauge("Share of its places for files that are free.", "folder"),
+    "berth_limit_used_ratio": _gauge(
+        "Share that is in use of open files (`files`, of the API process that answers), or of connections "
+        "(`valkey`, `postgresql`).",
+        "limit",
+    ),
+    "berth_calendar_ends_timestamp_seconds": _gauge(
+        "Unix time from which on the exchanges' holidays are unknown."
     ),
     "berth_pool_ready": _gauge("Free workers that are ready.", "pool"),
     "berth_pool_waiting": _gauge("Users who wait for a worker, because none is ready.", "pool"),
@@ -241,17 +257,28 @@ async def _write_maintenance(page: MetricsPage, session: AsyncSession) -> None:
             page.add(f"berth_maintenance_{name}", number, key)
 
 
-def write_certificates(page: MetricsPage, settings: Settings) -> None:
-    """When the certificates, or the JWT, end with which we reach Temporal."""
-    for name in ("temporal_ca_file", "temporal_cert_file"):
-        if path := getattr(settings, name):
-            try:
-                found = x509.load_pem_x509_certificates(Path(path).read_bytes())
-                ends = min(one.not_valid_after_utc.timestamp() for one in found)
-            except (OSError, ValueError):
-                ends = 0.0
-            page.add("berth_certificate_expires_timestamp_seconds", ends, f"BERTH_{name.upper()}")
-    if path := settings.temporal_api_key_file:
-        with suppress(OSError):
-            if ends := expiry_of(Path(path).read_text(encoding="ascii", errors="replace").strip()):
-                page.add("berth_certificate_expires_timestamp_seconds", ends, "BERTH_TEMPORAL_API_KEY_FILE")
+def write_host(page: MetricsPage, settings: Settings, calendar: Calendar) -> None:
+    """What this host tells without any server."""
+    for setting, end in measures.certificate_ends(settings).items():
+        page.add("berth_certificate_expires_timestamp_seconds", end, setting)
+    for disk in measures.read_disks(settings):
+        page.add("berth_disk_free_bytes", disk.free_bytes, str(disk.folder))
+        page.add("berth_disk_inodes_free_ratio", disk.inodes_free_ratio, str(disk.folder))
+    page.add("berth_limit_used_ratio", measures.open_files_ratio(), "files")
+    page.add("berth_calendar_ends_timestamp_seconds", measures.calendar_end(calendar))
+
+
+async def write_valkey(page: MetricsPage, client: Redis) -> None:
+    """How Valkey keeps its data, and its clock. Raises `RedisError`."""
+    state = await measures.read_valkey_state(client)
+    page.add("berth_valkey_evicts", state.evicts)
+    page.add("berth_valkey_save_failed", bool(state.failed_saves))
+    page.add("berth_valkey_not_kept", not state.is_kept)
+    page.add("berth_limit_used_ratio", state.connections_ratio, "valkey")
+    page.add("berth_clock_offset_seconds", await measures.valkey_clock_offset(client), "valkey")
+
+
+async def write_postgresql(page: MetricsPage, session: AsyncSession) -> None:
+    """PostgreSQL's connections and clock. Raises SQLAlchemy's errors."""
+    page.add("berth_limit_used_ratio", await measures.database_connections_ratio(session), "postgresql")
+    page.add("berth_clock_offset_seconds", await measures.database_clock_offset(session), "postgresql")

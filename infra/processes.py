@@ -68,6 +68,37 @@ def all_processes() -> Iterator[ProcessStat]:
             yield found
 
 
+def descendants(pid: int) -> list[ProcessStat]:
+    """Live descendants of a process, in whatever session or group they are."""
+    by_parent: dict[int, list[ProcessStat]] = {}
+    for process in all_processes():
+        by_parent.setdefault(process.parent, []).append(process)
+    found: list[ProcessStat] = []
+    wanted = [pid]
+    while wanted:
+        children = by_parent.get(wanted.pop(), [])
+        found += [child for child in children if child.alive]
+        wanted += [child.pid for child in children]
+    return found
+
+
+def is_alive(process: ProcessStat) -> bool:
+    """Return True if the process lives, and its number is not another's by now."""
+    now = read_process(process.pid)
+    return now is not None and now.alive and now.started == process.started
+
+
+def kill_process(process: ProcessStat) -> None:
+    """SIGKILL, unless it has ended or its number is another's by now."""
+    descriptor = open_pidfd(process.pid, process.started)
+    if descriptor is not None:
+        try:
+            with contextlib.suppress(PermissionError):
+                signal_pidfd(descriptor, signal.SIGKILL)
+        finally:
+            os.close(descriptor)
+
+
 def live_members(session: int) -> list[int]:
     """Live processes of the session or group that `session` leads, itself included.
 

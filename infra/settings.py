@@ -13,7 +13,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from infra.networks import parse_network
@@ -37,6 +37,21 @@ def _checked_root_path(text: str) -> str:
     return path
 
 
+#: A pooler that gives each transaction another server connection.
+_POOLED = re.compile(r"[?&]pooler=")
+
+
+def _checked_direct_url(url: str, info: ValidationInfo) -> str:
+    """Raises `ValueError` if sessions are needed and no address has them."""
+    if _POOLED.search(url):
+        raise ValueError("PostgreSQL's own address is needed: without pooler=")
+    if not url and _POOLED.search(info.data.get("database_url", "")):
+        raise ValueError(
+            "PostgreSQL's own address is needed, because BERTH_DATABASE_URL says pooler=transaction"
+        )
+    return url
+
+
 class Settings(BaseSettings):
     """Shared by API, orchestrator, node, exchange and CLI; each uses its part."""
 
@@ -49,6 +64,9 @@ class Settings(BaseSettings):
     valkey_url: str = Field(default="redis://127.0.0.1:6379/0", pattern="^(rediss?|unix)://")
     database_url: str = Field(
         default="postgresql+asyncpg://berth@127.0.0.1:5432/berth", pattern=r"^postgresql\+asyncpg://"
+    )
+    database_direct_url: Annotated[str, AfterValidator(_checked_direct_url)] = Field(
+        default="", pattern=r"^(postgresql\+asyncpg://.*)?$", validate_default=True
     )
     database_owner_url: str = ""
     temporal_address: str = "127.0.0.1:7233"
@@ -250,6 +268,12 @@ class Settings(BaseSettings):
     metrics_address: str = Field(default="", pattern=r"^(.+:\d+)?$")
     traces_url: str = Field(default="", pattern=r"^(https?://.+)?$")
     log_level: str = Field(default="INFO", pattern=r"(?i)^(debug|info|warning|error|critical)$")
+
+    @property
+    def session_database_url(self) -> str:
+        """The address for what needs a session of its own: advisory locks that are held, LISTEN, migrations,
+        backups."""
+        return self.database_direct_url or self.database_url
 
     @property
     def runner_bounds(self) -> tuple[int, int]:

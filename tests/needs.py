@@ -29,6 +29,11 @@ _LINE_MAX = 400
 _GET_DOCKER = "run `bash infra/lab/get_docker.sh .venv/bin/python` as root"
 
 
+def pgbouncer() -> str | None:
+    """Returns the program; Debian has it where only administrators look."""
+    return shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
+
+
 def _without(program: str, remedy: str) -> str:
     return "" if shutil.which(program) else f"{program} is not installed; {remedy}"
 
@@ -111,6 +116,10 @@ NEEDS = {
     "history": Need("the release before beside this one", _why_no_history),
     "memory limits": Need("memory limits of worker processes", _why_no_memory_limits),
     "network namespaces": Need("Shioaji's SDK without a network", _why_no_network_namespaces),
+    "pgbouncer": Need(
+        "PostgreSQL behind PgBouncer",
+        lambda: "" if pgbouncer() else "pgbouncer is not installed; install Debian's package pgbouncer",
+    ),
     "promtool": Need(
         "alert rules of Prometheus",
         lambda: _without("promtool", "install Debian's package prometheus"),

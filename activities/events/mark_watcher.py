@@ -187,7 +187,10 @@ class MarkWatcher:
         while True:
             try:
                 await lead(
-                    self.settings.database_url, LOCK, self.watch, on_standby=self.restore_on_new_server
+                    self.settings.session_database_url,
+                    LOCK,
+                    self.watch,
+                    on_standby=self.restore_on_new_server,
                 )
             except DatabaseUnavailable as error:
                 log.warning("watcher_waits", reason=error.detail)

@@ -17,6 +17,7 @@ from infra.database.engine import Database
 from infra.database.workers import launches, passes
 from infra.processes import boot_id
 from infra.settings import Settings
+from infra.valkey.failures import code_of
 from infra.valkey.worker_users import WorkerUsers
 from infra.worker_task import LauncherUnreachable
 from workflows.maintenance import messages as mm
@@ -69,6 +70,8 @@ class MaintenanceActivities:
             log.warning("maintenance_cannot_read", error=type(error).__name__, reason=str(error)[:200])
             away = isinstance(error, LauncherUnreachable)
             why = passes.LAUNCHER_UNREAD if away else "Valkey could not be read"
+            if code := code_of(error):
+                why += f" ({code})"
         else:
             place, workers = seen.place, seen.size
             running = [task.worker_id for task in seen.tasks]

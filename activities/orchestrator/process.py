@@ -241,7 +241,7 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
         pump.attend,
         EventStream(parts.client, RECORDER_GROUP, recorder, parts.message_secrets, dead_letters=letters).run,
         EventStream(parts.client, RELAY_GROUP, relay, parts.message_secrets, dead_letters=letters).run,
-        (lambda: exits.run_alone(settings.database_url)) if alone else exits.run,
+        (lambda: exits.run_alone(settings.session_database_url)) if alone else exits.run,
         MarkWatcher(
             *(parts.client, temporal, settings, parts.message_secrets),
             users=parts.users,
@@ -252,7 +252,7 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
         lambda: parts.message_secrets.compare_with_others(parts.client),
     ]
     if parts.users:
-        loops.append(QuotaWatcher(parts.client, settings.database_url, cutting).run)
+        loops.append(QuotaWatcher(parts.client, settings.session_database_url, cutting).run)
     if settings.sends_alerts:
         loops.append(lambda: send_errors(parts.client, "orchestrator"))
     if "orders" in settings.task_queues:

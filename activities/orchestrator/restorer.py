@@ -97,7 +97,7 @@ class EntityRestorer:
         lock = LOCK + zlib.crc32(self.settings.pool.encode())
         while True:
             try:
-                await lead(self.settings.database_url, lock, self._run_while_leading)
+                await lead(self.settings.session_database_url, lock, self._run_while_leading)
             except DatabaseUnavailable as error:
                 log.warning("restorer_waits", reason=error.detail)
             await asyncio.sleep(RETRY_INTERVAL_S)

@@ -27,6 +27,7 @@ from infra.database.workers import sessions as worker_sessions
 from infra.tasks import SharedTasks
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
+from infra.valkey.failures import explain_failure
 from infra.valkey.request_queue import RequestQueue, outcome_of
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol.errors import BerthError, WorkerLost, WorkerUnavailable
@@ -79,7 +80,7 @@ class AccountQueryClient:
             await self._queue.enqueue(query, timeout)
             answer = await self._wait(user_id, query.request_id, timeout, first_epoch)
         except (RedisError, OSError) as error:
-            raise WorkerUnavailable(f"Valkey: {type(error).__name__}") from None
+            raise WorkerUnavailable(explain_failure(error)) from None
         if answer is None:
             raise WorkerUnavailable(f"no answer of the worker within {timeout:.0f} s")
         if answer.failure is not None:

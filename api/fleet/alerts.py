@@ -17,10 +17,12 @@ from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
 from infra.alerts.book import AlertBook, AlertMessage
+from infra.doctor import measures
 from infra.jobs.kept import KeptJobs
 from infra.metrics import MetricsPage
 from infra.settings import Settings
 from infra.valkey.client import number_of, read_clock, reply_of, text_of
+from infra.valkey.failures import code_of, refuses_writes
 from infra.valkey.memory import ALERT_ABOVE
 from worker_runtime.jobs.protocol.catalog import DeliverWebhook, SendEmail, make_job
 from worker_runtime.jobs.protocol.messages import Job
@@ -34,21 +36,35 @@ PERIOD = 10.0
 ATTEMPTS = 60
 #: The webhook's event, and the name from which its signing key is made.
 EVENT, RECIPIENT = "operators.alert", "operators"
-_TWO_WEEKS = 14 * 86_400
 
 log = structlog.get_logger()
 
 
 class Condition(NamedTuple):
-    """Holds while a sample of `metric` is above a number; told after `wait` seconds."""
+    """Holds while a sample of `metric` is above or below a number; told after `wait` seconds."""
 
     metric: str
     labels: dict[str, str]
+    #: A number without a bound on the other side: it is told again when it has grown.
     above: float
     wait: float
     text: str
-    #: Without it nobody knows.
+    #: Without it nobody knows. `host`: it is always known.
     server: str = "postgresql"
+    #: In place of `above`.
+    below: float | None = None
+    #: In place of `above`: the sample is a time that is fewer seconds ahead.
+    within: float | None = None
+
+    def holds(self, value: float, now: float) -> bool:
+        if self.within is not None:
+            return value < now + self.within
+        return value > self.above if self.below is None else value < self.below
+
+    @property
+    def counts(self) -> bool:
+        """Return True if its value is a number of things."""
+        return not self.above and self.below is None and self.within is None
 
 
 CONDITIONS = (
@@ -96,6 +112,83 @@ CONDITIONS = (
         "{value:.0f} runs were ended in Temporal, and nobody starts them again: `berth servers`",
     ),
     Condition(
+        "berth_valkey_evicts",
+        {},
+        0.5,
+        0,
+        "Valkey deletes orders and marks when its memory is full: set its maxmemory-policy to noeviction",
+        "valkey",
+    ),
+    Condition(
+        "berth_valkey_save_failed",
+        {},
+        0.5,
+        0,
+        "Valkey could not write to its disk: free space there; `berth doctor valkey-persistence`",
+        "valkey",
+    ),
+    Condition(
+        "berth_valkey_not_kept",
+        {},
+        0.5,
+        300,
+        "a restart of Valkey loses all that is queued: set appendonly to yes, or give it a replica",
+        "valkey",
+    ),
+    Condition(
+        "berth_clock_offset_seconds",
+        {},
+        measures.MAX_CLOCK_OFFSET_S,
+        60,
+        "the clock of {server} differs by {value:.1f} s from an API's host: look at their time services",
+        "host",
+    ),
+    Condition(
+        "berth_disk_free_bytes",
+        {},
+        0,
+        60,
+        "the disk of {folder} is almost full: free space, `berth doctor disks`",
+        "host",
+        below=measures.MIN_DISK_FREE,
+    ),
+    Condition(
+        "berth_disk_inodes_free_ratio",
+        {},
+        0,
+        60,
+        "the disk of {folder} has almost no places for files left: delete files, `berth doctor disks`",
+        "host",
+        below=measures.MIN_INODES_FREE_RATIO,
+    ),
+    Condition(
+        "berth_limit_used_ratio",
+        {},
+        measures.MAX_LIMIT_USED_RATIO,
+        60,
+        "{value:.0%} of the limit of {limit} are in use: raise it, `berth doctor limits`",
+        "host",
+    ),
+    Condition(
+        "berth_calendar_ends_timestamp_seconds",
+        {},
+        0,
+        0,
+        "the exchanges' holidays are unknown from {day} on: install a newer release, or add them to"
+        " BERTH_CALENDAR_FILE",
+        "host",
+        within=measures.CALENDAR_WARNING_S,
+    ),
+    Condition(
+        "berth_certificate_expires_timestamp_seconds",
+        {},
+        0,
+        0,
+        "the certificate or JWT in {setting} ends on {day}, or cannot be read: put a new one in its place",
+        "host",
+        within=measures.CERTIFICATE_WARNING_S,
+    ),
+    Condition(
         "berth_valkey_memory_used_ratio",
         {},
         ALERT_ABOVE,
@@ -116,13 +209,18 @@ class OperatorAlerts:
 
     async def run(self, period: float = PERIOD) -> None:
         """A background loop."""
+        refused = False
         while True:
             try:
                 # One process checks at a time, and keeps its turn until the next check at the most.
                 if await self.client.set(keys.ALERTS_TURN, 1, nx=True, px=int(period * 900)):
                     await self.look()
+                    refused = False
             except (RedisError, OSError) as error:  # Valkey is away, or another process was faster
-                log.warning("alerts_not_looked_at", error=type(error).__name__)
+                if refuses_writes(error) and not refused:  # what is told stands in Valkey
+                    log.error("valkey_refuses_writes", code=code_of(error))
+                    refused = True
+                log.warning("alerts_not_looked_at", error=code_of(error) or type(error).__name__)
             except Exception:  # the boundary of a loop
                 log.exception("alerts_failed")
             await asyncio.sleep(period)
@@ -148,7 +246,7 @@ class OperatorAlerts:
         await self._deliver(book.message)
 
     async def _observe(self, book: AlertBook, now: float) -> None:
-        page, known = MetricsPage(), {"server"}
+        page, known = MetricsPage(), {"server", "host"}
         try:
             await self.write_metrics(page)
             known |= {labels["server"] for labels, up in page.samples("berth_server_up") if up}
@@ -156,18 +254,21 @@ class OperatorAlerts:
             log.warning("conditions_not_read", error=type(error).__name__)
         for labels, up in page.samples("berth_server_up"):
             if not up:
-                book.observe(f"server|{labels['server']}", f"{labels['server']} is away", 1, 30, now)
-        for labels, ends in page.samples("berth_certificate_expires_timestamp_seconds"):
-            if ends < now + _TWO_WEEKS:
-                text = f"the certificate in {labels['setting']} ends within two weeks"
-                book.observe(f"server|{labels['setting']}", text, 1, 0, now)
+                book.observe(
+                    f"server|{labels['server']}",
+                    f"{labels['server']} cannot be used: `berth servers`",
+                    1,
+                    30,
+                    now,
+                )
         for one in CONDITIONS:
             for labels, value in page.samples(one.metric):
-                if value > one.above and one.labels.items() <= labels.items():
+                if one.holds(value, now) and one.labels.items() <= labels.items():
                     key = "|".join((one.server, one.metric, *labels.values()))
-                    text = one.text.format(value=value, **labels)
+                    day = measures.day_of(value) if one.within is not None else ""
+                    text = one.text.format(**{"value": value, "day": day, **labels})
                     # Alerts that fail are told once: each message more would be another one.
-                    counts = not one.above and labels.get("kind") != "alert"
+                    counts = one.counts and labels.get("kind") != "alert"
                     book.observe(key, text, value if counts else 1, one.wait, now)
         book.keep(lambda key: key.partition("|")[0] not in known, now)
 

@@ -80,7 +80,9 @@ class Primary:
         while True:
             try:
                 async with host_lock(self.settings.data_dir / "primary.lock"):
-                    await lead(self.settings.database_url, PRIMARY_LOCK, self._serve, standby=LOCK_STANDBY)
+                    await lead(
+                        self.settings.session_database_url, PRIMARY_LOCK, self._serve, standby=LOCK_STANDBY
+                    )
             except DatabaseUnavailable as error:
                 log.warning("primary_lost", reason=error.detail)
             except Exception:  # the loop goes on: without a primary nothing of this is done

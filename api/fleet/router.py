@@ -182,10 +182,14 @@ async def healthz() -> schemas.AliveView:
 @health_router.get(
     "/readyz",
     summary="Can it do its work?",
-    responses={503: problems.answer(schemas.ReadinessView, "At least one server cannot be reached.")},
+    responses={
+        503: problems.answer(schemas.ReadinessView, "A server cannot be used; its `reason` says why.")
+    },
 )
 async def readyz(services: InServices, response: Response) -> schemas.ReadinessView:
     """The state of PostgreSQL, Valkey and Temporal; 503 when one of them is down.
+
+    A Valkey that answers, but refuses to write, is down, too.
 
     Not ready is not useless: orders of users with a live worker need no Temporal.
     """

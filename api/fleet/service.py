@@ -39,6 +39,8 @@ from infra.doctor.servers import BROKER, run_check
 from infra.settings import Settings
 from infra.temporal.client import CALL, POLLED_WITHIN, read_pollers, temporal_errors
 from infra.temporal.executions import ExecutionState, list_page
+from infra.valkey.client import check_writable
+from infra.valkey.failures import explain_failure
 from worker_runtime.protocol.errors import BerthError
 from workflows import names
 from workflows.maintenance.messages import Maintained, MaintenanceInput
@@ -222,7 +224,9 @@ class ReadinessProbe:
 
     async def check(self) -> View:
         found = await asyncio.gather(
-            _probe(self._postgresql()), _probe(self.client.ping()), _probe(self.control.check(TIMEOUT))
+            _probe(self._postgresql()),
+            _probe(check_writable(self.client)),
+            _probe(self.control.check(TIMEOUT)),
         )
         names = ("postgresql", "valkey", "temporal")
         dependencies = dict(zip(names, found, strict=True))
@@ -290,7 +294,7 @@ async def _probe(call: Awaitable[Any]) -> ServerView:
     except TimeoutError:
         reason = f"no answer within {TIMEOUT:.0f} s"
     except RedisError as error:
-        reason = type(error).__name__  # its text has addresses in it
+        reason = explain_failure(error)
     except BerthError as error:
         reason = error.detail
     ms = round((time.perf_counter() - began) * 1000, 2)

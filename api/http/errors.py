@@ -155,7 +155,7 @@ class TooManyStreams(BerthError, code="TOO_MANY_STREAMS", retryable=True, status
 
 
 class ValkeyUnavailable(BerthError, code="VALKEY_UNAVAILABLE", retryable=True):
-    """Valkey cannot be reached."""
+    """Valkey cannot be used at the moment; the detail says why."""
 
 
 class WebhookUnknown(NotFound, code="WEBHOOK_UNKNOWN"):

@@ -13,7 +13,7 @@ from typing import Any
 import asyncpg
 import structlog
 
-from infra.database.engine import parse_url
+from infra.database.engine import parse_url, require_session
 
 #: Seconds to connect, or for the answer to a check.
 TIMEOUT = 3.0
@@ -37,6 +37,7 @@ class NotificationListener:
     """Listens on `channels`; `expect` gives an event that is set whenever a notice has the key as payload."""
 
     def __init__(self, database_url: str, channels: Sequence[str]) -> None:
+        require_session(database_url)
         url, tls = parse_url(database_url)
         #: As SQLAlchemy would connect: host, password and so on, from one URL.
         self._arguments: Mapping[str, Any] = {**url.get_dialect()().create_connect_args(url)[1], **tls}

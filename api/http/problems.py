@@ -21,6 +21,7 @@ from api.http import errors
 from api.http.paths import public_path
 from api.http.rights import ALL, RIGHTS, Role
 from infra.database.engine import DatabaseUnavailable, OutcomeUnconfirmed
+from infra.valkey.failures import explain_failure
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.errors import BerthError
 
@@ -185,7 +186,7 @@ def problem_response(scope: Scope, error: Exception) -> Response:
             return _answer(scope, invalid_request(error.errors()))
         case RedisError():
             scope["berth.cause"] = f"{type(error).__name__}: {error}"[:200]  # for the access log, too
-            return _answer(scope, errors.ValkeyUnavailable())
+            return _answer(scope, errors.ValkeyUnavailable(explain_failure(error)))
         case HTTPException():
             response = _answer(scope, _of_http(error))
             response.headers.update(error.headers or {})

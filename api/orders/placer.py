@@ -30,6 +30,7 @@ from infra.database.orders.states import IN_QUEUE
 from infra.market.calendar import TAIPEI
 from infra.process_metrics import count_order
 from infra.tracing import Traces
+from infra.valkey.failures import code_of, explain_failure
 from infra.valkey.request_queue import EnqueuedBefore, QueuedRequest, RequestQueue, outcome_of
 from worker_runtime.protocol.errors import BerthError, CheckFailed, DeadlineExceeded, MemoryShort
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
@@ -143,10 +144,12 @@ class PendingOrders:
                 order = await self._write_withdrawal(pending.order, refused)
                 return PlacementResult.of(order, refused)
             except RedisError as error:
-                self._log.warning("enqueue_failed", order=order_id, reason=type(error).__name__)
+                self._log.warning(
+                    "enqueue_failed", order=order_id, reason=code_of(error) or type(error).__name__
+                )
                 raise ValkeyUnavailable(
-                    "It is not known whether the order was queued. Send it again with the same"
-                    " client_order_id to get its state; it is not placed twice."
+                    f"{explain_failure(error)} It is not known whether the order was queued. Send it again"
+                    " with the same client_order_id to get its state; it is not placed twice."
                 ) from None
             queued_at = time.monotonic()
             order = pending.order  # while the worker is at it
@@ -352,8 +355,9 @@ class OrderPlacer:
             return PendingOrder(row, request, began + lasts, began)
         try:
             order = await self.reader.with_latest_answer(row)
-        except RedisError:
-            return PlacementResult(view_of(row), new=False, failure=ValkeyUnavailable())
+        except RedisError as error:
+            failure = ValkeyUnavailable(explain_failure(error))
+            return PlacementResult(view_of(row), new=False, failure=failure)
         waits = order.state in IN_QUEUE or order.state is OrderState.SUBMITTING
         if not waits or row.generation != generation or accepted.left <= 0:
             return PlacementResult(order, new=False, failure=failure_of(order))

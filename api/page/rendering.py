@@ -34,6 +34,7 @@ from infra.database.orders.states import OrderNotFound
 from infra.database.reports import report_lines
 from infra.database.users import UserNotFound
 from infra.market.calendar import TAIPEI
+from infra.valkey.failures import explain_failure
 from worker_runtime.protocol.errors import BerthError
 from workflows import names
 
@@ -113,8 +114,8 @@ class Page(AuthorizedCall):
         """What was read, or why it cannot be; for what has no REST route. Raises as `read`."""
         try:
             return PagePart(await reading)
-        except RedisError:
-            return PagePart(problem=ValkeyUnavailable())
+        except RedisError as error:
+            return PagePart(problem=ValkeyUnavailable(explain_failure(error)))
         except BerthError as error:
             if type(error) in (NotFound, OrderNotFound, UserNotFound) or status_of(error) == 422:
                 raise

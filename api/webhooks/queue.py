@@ -50,6 +50,7 @@ from infra.database.trading.models import WebhookCall
 from infra.database.trading.signals import HeldSignal, Lane
 from infra.tasks import cancel_tasks
 from infra.tracing import Traces
+from infra.valkey.failures import explain_failure
 from worker_runtime.protocol.errors import BerthError, SymbolBlocked, from_code
 from worker_runtime.protocol.exchange import Position
 from worker_runtime.protocol.messages import OrderState, Side
@@ -270,8 +271,8 @@ class SignalQueue:
                     obstacle = error.detail
                     async with self._database.session() as session:
                         await signals.note_obstacle(session, run.call.id, run.holder, obstacle)
-            except RedisError:
-                obstacle = "Valkey cannot be reached"
+            except RedisError as error:
+                obstacle = explain_failure(error)
             if run.left <= pause:
                 await asyncio.sleep(run.left)
                 raise _expired(obstacle)

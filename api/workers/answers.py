@@ -30,6 +30,7 @@ from infra import tasks
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
 from infra.valkey.answer_authenticator import AnswerAuthenticator
+from infra.valkey.failures import UNREACHABLE, explain_failure
 from infra.valkey.link import DiedSilently, ValkeyLink
 from infra.valkey.request_queue import QueuedRequest, RequestQueue
 from infra.vault.message_secret import MessageSecrets
@@ -140,6 +141,8 @@ class AnswerListener:
         self._authenticator = AnswerAuthenticator(self.message_secrets)
         self._pending: dict[str, _PendingAnswer] = {}
         self._generation: str | None = None
+        #: Why there is none.
+        self._why_not = UNREACHABLE
         self._link: ValkeyLink | None = None
         #: Set after the first attempt to connect, whatever came of it.
         self._tried = asyncio.Event()
@@ -150,7 +153,7 @@ class AnswerListener:
     def generation(self) -> str:
         """Valkey's generation on the present connection; raises `ValkeyUnavailable` when there is none."""
         if self._generation is None:
-            raise ValkeyUnavailable
+            raise ValkeyUnavailable(self._why_not)
         return self._generation
 
     @property
@@ -238,6 +241,7 @@ class AnswerListener:
                 await self._connect(link)
                 await self._listen(link)
             except (RedisError, OSError) as error:
+                self._why_not = explain_failure(error)
                 if isinstance(error, DiedSilently):
                     valkey.pool_of(self.client).suspect_all()
                 if self._generation is not None:

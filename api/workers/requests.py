@@ -20,6 +20,7 @@ from infra.database.workers import sessions as worker_sessions
 from infra.process_metrics import count_answer
 from infra.tasks import SharedTasks
 from infra.tracing import Traces
+from infra.valkey.failures import explain_failure
 from infra.valkey.request_queue import QueuedRequest, RequestQueue
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Answer, Failure
@@ -98,8 +99,10 @@ class WorkerRequests:
                     known = await self.answers.read_pending(request_id)
                     if isinstance(request, CancelOrder) and await self._failed(request, known):
                         return None
-            except RedisError:
-                raise ValkeyUnavailable("Valkey: whether the request was queued is not known") from None
+            except RedisError as lost:
+                raise ValkeyUnavailable(
+                    f"{explain_failure(lost)} It is not known whether the request was queued."
+                ) from None
             error = await self.waiter.wait(user_id, queued, answer, deadline, marked=queued.marked)
             if not answer.done():
                 await self._take_back(request, queued, error or NoAnswer())

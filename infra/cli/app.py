@@ -331,18 +331,30 @@ def keys_unpack(
 def doctor(
     settings: Settings,
     checks: Annotated[list[str] | None, typer.Argument(metavar="[CHECK]…", help="Only these.")] = None,
+    data: OfData = None,
 ) -> CommandAnswer:
     """Try what the settings name: servers and logins, keys, launcher, broker, mail server.
 
+    And what they rest on: Valkey's memory and persistence, clocks, disks, limits, the exchanges' holidays,
+    certificates.
+
     One line for each. Exit code 1 if something is wrong; webhooks whose unit is unconfirmed
-    are named only. Without --data it uses the environment's settings.
+    are named only. Without --data it looks at the servers that the environment's settings name; if they name
+    none, at the running `berth up` of BERTH_DATA_DIR.
     """
     from infra.doctor.checks import CHECKS, examine
+    from infra.local.stack import running_settings
 
     if unknown := set(checks or ()) - {one.name for one in CHECKS}:
         raise typer.BadParameter(f"{', '.join(unknown)}: known are {', '.join(one.name for one in CHECKS)}")
+    if data is None:
+        settings, where = running_settings()
+        typer.echo(where, err=True)
     found = examine(settings, checks or ())
-    said = [f"{one.problem} (look at {one.check.settings})" if one.problem else "ok" for one in found]
+    said = [
+        f"{one.problem} (look at {one.check.settings})" if one.problem else f"ok  {one.note}".rstrip()
+        for one in found
+    ]
     lines = [f"{one.check.name:18} {text}" for one, text in zip(found, said, strict=True)]
     return CommandAnswer(
         None, "\n".join(lines), exit_code=int(any(one.problem and not one.check.is_notice for one in found))

@@ -97,6 +97,7 @@ def _job_command(
         from redis.exceptions import RedisError
 
         from infra.jobs.view import JobInspector
+        from infra.valkey.failures import UNREACHABLE, explain_failure
 
         settings, user = _settings(given.pop("valkey")), given.pop("user")
         watched = given.pop("watch", False)
@@ -117,7 +118,9 @@ def _job_command(
                     _watch(found, json)
                 return _answer_of(found) if isinstance(found, JobView) else found
         except (RedisError, OSError, ValueError) as error:
-            reason = f"Valkey: {type(error).__name__}; is `berth up` running, or --valkey right?"
+            reason = explain_failure(error)
+            if reason == UNREACHABLE:
+                reason += " Is `berth up` running, or --valkey right?"
             raise BerthError(reason) from None
 
     added = {"watch": (Watch, False)} if watch else {}

@@ -20,6 +20,7 @@ from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.workers import launches
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey, reply_of, text_of
+from infra.valkey.failures import explain_failure
 from infra.vault import message_secret, rotation
 from infra.vault.key_pairs import OrchestratorKey, orchestrator_key_file
 from infra.vault.rotation import Rotation
@@ -172,7 +173,7 @@ async def _needed_by(settings: Settings, key: KeyName, made_at: int) -> int:
                             "too many free workers: the pool removes what is none; try again then"
                         )
         except RedisError as error:
-            raise BerthError(f"Valkey, which knows the workers that wait: {error}") from None
+            raise BerthError(f"{explain_failure(error)} It knows the workers that wait.") from None
         linger = LINGER if key in (KeyName.BUDGET, KeyName.MESSAGE) else 0.0
         return await launches.count_launched_before(session, made_at + COPY_TIME, ready=ready, linger=linger)
 

@@ -82,6 +82,7 @@ def is_registered(url: str, name: str, host: str, within: float) -> bool:
     from redis import Redis
     from redis.exceptions import RedisError
 
+    from infra.valkey.failures import explain_failure
     from worker_runtime.jobs.protocol import keys as job_keys
 
     client: Any = Redis.from_url(url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT)
@@ -90,7 +91,7 @@ def is_registered(url: str, name: str, host: str, within: float) -> bool:
         entries = [job_keys.runner(job_keys.FLEET_TAG, one.decode()) for one in ids]
         found = [client.hmget(entry, ["name", "node", "seen_at"]) for entry in entries]
     except RedisError as error:
-        raise RuntimeError(f"Valkey: {type(error).__name__}") from None
+        raise RuntimeError(explain_failure(error)) from None
     finally:
         client.close()
     lately = [one[:2] for one in found if now - int(one[2] or 0) / 1000 < within]

@@ -4,7 +4,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import asyncpg
@@ -53,6 +53,16 @@ _CONNECT_SINGLE = {
 }
 
 
+#: Behind a pooler that gives each transaction another server connection. It refuses start-up parameters that
+#: it does not know: the role has `jit` and the timeout then (docs/how-to/pgbouncer.md). A prepared statement
+#: would be on another server connection when it is used, so none outlives its transaction.
+_CONNECT_POOLED: dict[str, Any] = {
+    "timeout": 5.0,
+    "server_settings": {"application_name": "berth"},
+    "statement_cache_size": 0,
+}
+
+
 class DatabaseUnavailable(BerthError, code="DATABASE_UNAVAILABLE", retryable=True):
     """PostgreSQL does not answer."""
 
@@ -66,15 +76,37 @@ class DatabaseUrlRefused(BerthError, code="DATABASE_URL_REFUSED"):
     """The address of PostgreSQL asks for a kind of TLS that we do not have."""
 
 
+def is_pooled(database_url: str) -> bool:
+    """Return True if the URL says that a pooler in transaction mode answers: `?pooler=transaction`.
+
+    Raises `DatabaseUrlRefused` for another mode.
+    """
+    mode = make_url(database_url).query.get("pooler", "")
+    if mode not in ("", "transaction"):
+        raise DatabaseUrlRefused("pooler= knows `transaction` only; in session mode leave it out")
+    return bool(mode)
+
+
+def require_session(database_url: str) -> None:
+    """Raises `DatabaseUrlRefused` for a pooler that changes servers: a lock would stay with one of them."""
+    if is_pooled(database_url):
+        raise DatabaseUrlRefused(
+            "a session of its own is needed here: give PostgreSQL's own address, without pooler=, in"
+            " BERTH_DATABASE_DIRECT_URL (or BERTH_DATABASE_OWNER_URL, if that is set)"
+        )
+
+
 def parse_url(database_url: str) -> tuple[URL, dict[str, Any]]:
     """The URL without libpq's `sslmode` and `sslrootcert`, and asyncpg's argument `ssl` in their place.
+
+    Also without our own `pooler`.
 
     With `sslrootcert`, a file or `system`, the server has to prove the host's name to these authorities.
     Raises `DatabaseUrlRefused`.
     """
     url = make_url(database_url)
     mode, authorities = (str(url.query.get(name, "")) for name in ("sslmode", "sslrootcert"))
-    url = url.difference_update_query(["sslmode", "sslrootcert"])
+    url = url.difference_update_query(["sslmode", "sslrootcert", "pooler"])
     if not authorities:
         return url, {"ssl": mode} if mode else {}
     if mode not in ("", "verify-full"):
@@ -89,6 +121,8 @@ def parse_url(database_url: str) -> tuple[URL, dict[str, Any]]:
 
 def connection_watch(url: str) -> ConnectionWatch:
     """Returns the watch over all connections to one database."""
+    if is_pooled(url):
+        return ConnectionWatch(None)
 
     async def connect() -> asyncpg.Connection:
         return await asyncpg.connect(**_asyncpg_arguments(url), **_CONNECT)
@@ -125,6 +159,8 @@ def create_engine(
     """
     place, tls = parse_url(url)
     watch = watch or connection_watch(url)
+    # SQLAlchemy's own cache of prepared statements is off then, too.
+    connect = {**_CONNECT_POOLED, "prepared_statement_cache_size": 0} if is_pooled(url) else _CONNECT
     engine = create_async_engine(
         place,
         pool_size=pool_size,
@@ -134,7 +170,7 @@ def create_engine(
         pool_use_lifo=True,
         pool_recycle=round(1.25 * MAX_AGE_S),
         connect_args={
-            **_CONNECT,
+            **connect,
             "command_timeout": command_timeout,
             "connection_class": WatchedConnection,
             **tls,
@@ -308,8 +344,11 @@ class Database:
             url, pool_size=pool_size, pool_wait=pool_wait, watch=self._watch, **options
         )
         self._sessions = async_sessionmaker(self.engine, expire_on_commit=False)
+        #: A statement is prepared and then run. Outside of a transaction a pooler would do that on two server
+        #: connections, so that another client's statement may be run in its place.
+        self._pooled = is_pooled(url)
         # Same pool, other isolation level.
-        single = self.engine.execution_options(isolation_level="AUTOCOMMIT")
+        single = self.engine if self._pooled else self.engine.execution_options(isolation_level="AUTOCOMMIT")
         self._singles = async_sessionmaker(single, expire_on_commit=False)
         self._url = url
         self._size = pool_size
@@ -322,10 +361,13 @@ class Database:
         """Opens a transaction: committed at the end, rolled back on an error.
 
         With `autocommit` each statement is a transaction of its own, which saves the round trips of BEGIN and
-        COMMIT. Raises `DatabaseUnavailable` if no connection is free in time or the connection breaks: then
+        COMMIT; behind a pooler it is one transaction all the same.
+
+        Raises `DatabaseUnavailable` if no connection is free in time or the connection breaks: then
         nothing was committed; `OutcomeUnconfirmed` if it breaks while the transaction is committed.
         """
         committing = False
+        autocommit = autocommit and not self._pooled
         try:
             with outages_named():
                 sessions = self._singles if autocommit else self._sessions
@@ -398,7 +440,8 @@ class Database:
         arguments = single.arguments(values)
         self._watch.began(connection)
         try:
-            row = await connection.fetchrow(single.text, *arguments, record_class=SingleRow)
+            async with connection.transaction() if self._pooled else nullcontext():
+                row = await connection.fetchrow(single.text, *arguments, record_class=SingleRow)
         except Exception as error:
             if (outage := outage_of(error)) is None:
                 raise
@@ -427,13 +470,16 @@ class Database:
 
     async def _open_single_pool(self) -> asyncpg.Pool:
         """Opens the pool at the first statement; it never waits, since `min_size=0` opens no connection."""
+        connect = _CONNECT_SINGLE
+        if self._pooled:
+            connect = {**_CONNECT_POOLED, "command_timeout": _CONNECT_SINGLE["command_timeout"]}
         self._single_pool = asyncpg.create_pool(
             min_size=0,
             max_size=self._size,
             max_inactive_connection_lifetime=0,
             reset=_keep_settings,
             connection_class=WatchedConnection,
-            **{**_asyncpg_arguments(self._url), **_CONNECT_SINGLE},
+            **{**_asyncpg_arguments(self._url), **connect},
         )
         await self._single_pool
         return self._single_pool

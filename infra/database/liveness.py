@@ -67,10 +67,11 @@ class _Wait:
 class ConnectionWatch:
     """Watches the connections of one database's pools. Only its event loop may call.
 
-    `connect` opens a further connection to the same server.
+    `connect` opens a further connection to the same server; None: a pooler is between, which hides who does
+    what.
     """
 
-    def __init__(self, connect: Callable[[], Awaitable[asyncpg.Connection]]) -> None:
+    def __init__(self, connect: Callable[[], Awaitable[asyncpg.Connection]] | None) -> None:
         self._connect = connect
         self._waits: dict[WatchedConnection, _Wait] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -118,6 +119,8 @@ class ConnectionWatch:
 
     def began(self, connection: WatchedConnection) -> None:
         """Notes that a statement was sent whose answer somebody waits for."""
+        if self._connect is None:
+            return
         now = time.monotonic()
         self._waits[connection] = _Wait(now, now + SILENT_AFTER_S)
         if self._timer is None:
@@ -202,6 +205,8 @@ class ConnectionWatch:
         Behind a pooler the ids are the pooler's own, and nothing is known of them.
         """
         wanted = list(process_ids)
+        if self._connect is None:
+            return {}
         connection = await self._connect()
         try:
             rows = await connection.fetch(_STATES, wanted)

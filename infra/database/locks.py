@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
 from infra import tasks
-from infra.database.engine import DatabaseUnavailable, open_engine, outages_named
+from infra.database.engine import DatabaseUnavailable, open_engine, outages_named, require_session
 
 #: Seconds between two attempts of a process on standby to take the lock.
 STANDBY = 2.0
@@ -90,6 +90,7 @@ async def lead(
     cancelled and `DatabaseUnavailable` is raised, as it is when no connection can be opened: call it
     again.
     """
+    require_session(url)
     with outages_named():
         async with open_engine(url, pool_size=1) as engine, engine.connect() as plain:
             connection = await plain.execution_options(isolation_level="AUTOCOMMIT")

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, make_url, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from infra.database.engine import DatabaseUnavailable, open_engine, outage_of, outages_named
+from infra.database.engine import DatabaseUnavailable, open_engine, outage_of, outages_named, require_session
 from infra.settings import Settings
 from worker_runtime.protocol.errors import BerthError
 
@@ -72,6 +72,7 @@ async def migrate(database_url: str, scripts: Path | None = None) -> tuple[str, 
     Returns the revisions before and after; a database that is newer than this release stays as it is. Raises
     `MigrationFailed`, `DatabaseUnavailable`.
     """
+    require_session(database_url)
     with outages_named():
         async with (
             open_engine(database_url, pool_size=2, command_timeout=None) as engine,
@@ -110,7 +111,7 @@ async def migrate_as_owner(settings: Settings) -> tuple[str, str]:
     Makes that of the services, with the password in `database_url`, where it is missing.
     Raises what `migrate` raises.
     """
-    done = await migrate(settings.database_owner_url or settings.database_url)
+    done = await migrate(settings.database_owner_url or settings.session_database_url)
     if settings.database_owner_url:
         login = make_url(settings.database_url)
         with outages_named():

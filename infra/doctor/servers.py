@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import structlog
-from redis.exceptions import AuthenticationError, NoPermissionError
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 from sqlalchemy import text
 from sqlalchemy.exc import ArgumentError
 
@@ -13,7 +13,8 @@ from infra.database.dead_letters import sqlstate_of
 from infra.database.engine import open_engine
 from infra.settings import Settings
 from infra.temporal.connection import check_client, open_client
-from infra.valkey.client import connect_valkey
+from infra.valkey.client import check_writable, connect_valkey
+from infra.valkey.failures import explain_failure
 from infra.vault.master_key import check_wrapper
 from infra.vault.secret_versions import load_versions
 from worker_runtime.protocol.errors import BerthError
@@ -24,8 +25,19 @@ TIMEOUT = 5.0
 _REFUSED = ("28", "3D", "42")
 
 
+#: What to do where a pooler answers.
+USE_POOLER = (
+    "add pooler=transaction to the query of BERTH_DATABASE_URL, and give PostgreSQL's own address in"
+    " BERTH_DATABASE_DIRECT_URL (docs/how-to/pgbouncer.md)"
+)
+
+
 class SettingRefused(BerthError, code="SETTING_REFUSED"):
     """A setting is wrong: waiting does not help."""
+
+
+class ServerRefuses(BerthError, code="SERVER_REFUSES", retryable=True):
+    """A server answers, and does not do what is asked of it."""
 
 
 class Check(NamedTuple):
@@ -33,7 +45,8 @@ class Check(NamedTuple):
 
     name: str
     settings: str
-    run: Callable[[Settings], Awaitable[None]]
+    #: It may return what is good to know though nothing is wrong.
+    run: Callable[[Settings], Awaitable[str | None]]
     #: What it finds has to be known, and is nothing that is wrong.
     is_notice: bool = False
 
@@ -44,21 +57,25 @@ class CheckResult(NamedTuple):
     check: Check
     problem: str
     wrong: bool
+    #: What is good to know though nothing is wrong.
+    note: str = ""
 
 
 async def run_check(check: Check, settings: Settings, timeout: float = TIMEOUT) -> CheckResult:
     try:
         async with asyncio.timeout(timeout):
-            await check.run(settings)
+            note = await check.run(settings)
     except TimeoutError:
         return CheckResult(check, f"no answer within {timeout:.0f} s", False)
     except BerthError as error:
         return CheckResult(check, error.detail, not error.retryable)
     except (ValueError, ArgumentError, ImportError) as error:  # its text may quote a password
         return CheckResult(check, f"the setting cannot be understood ({type(error).__name__})", True)
+    except RedisError as error:
+        return CheckResult(check, explain_failure(error), False)
     except Exception as error:  # of a library, whose server is away
         return CheckResult(check, f"cannot be used: {' '.join(str(error).split())[:300]}", False)
-    return CheckResult(check, "", False)
+    return CheckResult(check, "", False, note or "")
 
 
 async def log_problems(settings: Settings, *checks: Check) -> None:
@@ -75,6 +92,10 @@ async def _postgresql(settings: Settings) -> None:
         async with open_engine(settings.database_url, pool_size=1) as engine, engine.connect() as connection:
             await connection.execute(text("select 1"))
     except Exception as error:  # asyncpg's and SQLAlchemy's have no common class
+        if "unsupported startup parameter" in str(error):
+            raise SettingRefused(
+                f"a pooler answers, and refuses our start-up parameters: {USE_POOLER}"
+            ) from None
         if sqlstate_of(error).startswith(_REFUSED):
             raise SettingRefused(f"it refuses us: {getattr(error, 'orig', error)}") from None
         raise
@@ -83,7 +104,7 @@ async def _postgresql(settings: Settings) -> None:
 async def _valkey(settings: Settings) -> None:
     try:
         async with connect_valkey(settings.valkey_url, socket_timeout=TIMEOUT) as client:
-            await client.ping()
+            await check_writable(client)
             if (await client.info("cluster")).get("cluster_enabled"):
                 raise SettingRefused(
                     "it is a cluster: our scripts use keys of several slots, so take one shard"
@@ -92,6 +113,8 @@ async def _valkey(settings: Settings) -> None:
                 await client.acl_list()
     except (AuthenticationError, NoPermissionError) as error:
         raise SettingRefused(f"it refuses us: {error}") from None
+    except ResponseError as error:
+        raise ServerRefuses(explain_failure(error)) from None
 
 
 async def _temporal(settings: Settings) -> None:

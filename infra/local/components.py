@@ -47,7 +47,14 @@ def http_ok(url: str, timeout: float = 2.0) -> bool:
 
 
 #: Settings whose URLs hold a password, or may.
-_SECRET = {"valkey_url", "worker_valkey_url", "database_url", "database_owner_url", "alert_webhooks"}
+_SECRET = {
+    "valkey_url",
+    "worker_valkey_url",
+    "database_url",
+    "database_direct_url",
+    "database_owner_url",
+    "alert_webhooks",
+}
 
 
 def environment(settings: Settings) -> dict[str, str]:

@@ -197,7 +197,7 @@ class LocalStack:
 
     def _make_database(self) -> str:
         self.postgres.create_database(DATABASE)
-        asyncio.run(migrate(self.settings.database_url))
+        asyncio.run(migrate(self.settings.session_database_url))
         if not self.settings.live_accounts:
             asyncio.run(_refuse_live_accounts(self.settings))
         path = self.folder.keys / "admin.key"
@@ -357,6 +357,7 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
             "valkey_url": settings.valkey_url.replace(*valkey),
             "worker_valkey_url": settings.worker_valkey_url.replace(*valkey),
             "database_url": settings.database_url.replace(*database),
+            "database_direct_url": settings.database_direct_url.replace(*database),
         }
     )
 
@@ -373,6 +374,25 @@ def known_settings(name: str) -> Settings:
     """The settings of the environment and secret files if they set `name`, else those of `berth up`."""
     settings = read_settings(Settings)
     return settings if name in settings.model_fields_set else local_settings(settings.data_dir)
+
+
+#: Those of them that say where a system is.
+_ADDRESSES = {"valkey_url", "database_url", "temporal_address"}
+
+
+def running_settings() -> tuple[Settings, str]:
+    """Returns the settings of the environment if they say where a system is, else those of the running
+    `berth up` of the data folder; and which these are, in words."""
+    settings = read_settings(Settings)
+    path = DataFolder(settings.data_dir).path
+    if settings.model_fields_set & _ADDRESSES:
+        return settings, "looking at the servers that the settings (BERTH_…) name"
+    if DataFolder(settings.data_dir).addresses()[0]:
+        return local_settings(settings.data_dir), f"looking at the `berth up` of {path}"
+    return settings, (
+        f"no `berth up` is ready in {path}, and no setting (BERTH_…) says where a system is: looking at the"
+        " default addresses"
+    )
 
 
 def end_leftovers(directory: Path) -> list[str]:

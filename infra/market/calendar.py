@@ -69,6 +69,11 @@ class Calendar:
     #: evening.
     changed: Mapping[date, Hours | None] = field(default_factory=dict)
 
+    @property
+    def known_until(self) -> date:
+        """The last day of the table, or a later one that an operator's file has."""
+        return max((self.last, *self.changed))
+
     def trades_on(self, day: date) -> bool:
         if day in self.changed:
             return self.changed[day] is not None

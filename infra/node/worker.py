@@ -93,6 +93,8 @@ class WorkerProcess:
     forced: bool = False
     #: Whether the process group with the worker's number is certainly its own.
     owns_group: bool = True
+    #: Its processes outside of its group and session, when it was killed.
+    escaped: dict[int, processes.ProcessStat] = field(default_factory=dict)
 
     @property
     def pid(self) -> int:
@@ -106,11 +108,24 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """SIGKILL for all its processes."""
+        if self.group is None:  # a cgroup knows them all
+            self._note_escaped()
         if self.owns_group:
             processes.kill_group(self.pid, self.entry.started)
         if self.group is not None:
             with contextlib.suppress(OSError):
                 self.group.kill()
+        for process in self.escaped.values():
+            processes.kill_process(process)
+
+    def _note_escaped(self) -> None:
+        """Remembers which processes outside of its group are its own, as long as its main process tells: what
+        was forked twice is a child of that, until it ends."""
+        main = processes.read_process(self.pid)
+        if main is not None and main.alive and main.started == self.entry.started:
+            for process in processes.descendants(self.pid):
+                if process.group != self.pid:
+                    self.escaped[process.pid] = process
 
     def reap(self) -> int | None:
         """The exit code of the ended main process, negative for a signal; None if nobody saw it."""
@@ -119,6 +134,7 @@ class WorkerProcess:
     def remaining(self) -> list[int]:
         """Processes of an ended worker that still live. Call it after `reap`."""
         inside = self.group.members() if self.group else []
+        inside += [pid for pid, process in self.escaped.items() if processes.is_alive(process)]
         if inside or not self.owns_group:
             return inside
         return [] if processes.group_is_empty(self.pid) else processes.live_members(self.pid)

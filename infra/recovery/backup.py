@@ -49,7 +49,7 @@ def _program(name: str) -> str:
 
 def _connection(settings: Settings) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of a program; the password is in no argument."""
-    url = make_url(settings.database_url)
+    url = make_url(settings.session_database_url)
     words = ["--host", url.host or "", "--port", str(url.port or 5432), "--username", url.username or ""]
     tls = {f"PG{name.upper()}": str(value) for name, value in url.query.items() if name.startswith("ssl")}
     if "PGSSLROOTCERT" in tls:

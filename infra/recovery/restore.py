@@ -31,6 +31,7 @@ from infra.settings import Settings
 from infra.temporal.connection import check_client, open_client
 from infra.temporal.executions import terminate_workflows
 from infra.valkey import client as valkey
+from infra.valkey.failures import explain_failure
 from infra.vault.secret_versions import add_version
 from infra.worker_task import LauncherUnreachable, StopFailed
 from worker_runtime.protocol import keys
@@ -76,12 +77,12 @@ async def restore(settings: Settings, reason: str, actor: str, *, rotate_api: bo
     `rotate_api`: all API keys and webhooks' addresses end, because the restored data holds some as valid that
     were revoked since.
     """
-    if not await SchemaCheck(settings.database_url).passes():
+    if not await SchemaCheck(settings.session_database_url).passes():
         raise BerthError(
             "the schema of the restored database is older than this release: run `berth migrate`"
         )
     report = RestoreReport(generation=uuid4().hex)
-    database = Database(settings.database_url, pool_size=1, command_timeout=None)
+    database = Database(settings.session_database_url, pool_size=1, command_timeout=None)
     client = valkey.connect_valkey(settings.valkey_url)
     try:
         await client.ping()
@@ -106,7 +107,7 @@ async def restore(settings: Settings, reason: str, actor: str, *, rotate_api: bo
             data = asdict(report)
             audit.append_entry(session, actor, "database.restored", "database", reason=reason, **data)
     except (RedisError, OSError) as error:
-        raise BerthError(f"Valkey: {type(error).__name__}; nothing is lost, run it again") from error
+        raise BerthError(f"{explain_failure(error)} Nothing is lost; run it again.") from error
     finally:
         await client.aclose()
         await database.close()

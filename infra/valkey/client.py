@@ -184,6 +184,14 @@ async def read_clock(client: Redis) -> int:
     return int(seconds) * 1000 + int(micros) // 1000
 
 
+async def check_writable(client: Redis) -> None:
+    """Writes a key that nobody reads. Raises `RedisError` if the server takes no writes.
+
+    A PING says less: a server whose memory is full answers it.
+    """
+    await client.set(keys.WRITE_PROBE, 1, px=60_000)
+
+
 async def read_server_id(client: Redis) -> str:
     """Returns the server's run id, which is new after a restart and differs on a promoted replica."""
     found: dict[str, Any] = await client.info("server")

@@ -5,7 +5,9 @@ import math
 import os
 import resource
 import signal
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from worker_runtime.process.clock import SECOND
@@ -14,6 +16,7 @@ from worker_runtime.process.clock import SECOND
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 
 _prctl_call = ctypes.CDLL(None, use_errno=True).prctl
@@ -55,6 +58,35 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before prctl took effect
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of what its descendants leave behind, also in sessions of their own."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_children(timeout: float) -> None:
+    """Kills all children, adopted ones too, until none is left or `timeout` seconds have passed."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        for pid in _children():
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)  # SIGCHLD may be blocked, handled or ignored here
+
+
+def _children() -> Iterator[int]:
+    own = str(os.getpid())
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, ValueError):
+            text = path.read_text(errors="replace")
+            if text[text.rindex(")") + 2 :].split()[1] == own:
+                yield int(path.parent.name)
 
 
 def ended_children() -> Iterator[int]:

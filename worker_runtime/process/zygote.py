@@ -71,6 +71,7 @@ class Zygote:
         """Runs the worker to its end and returns its exit code. Leaves no child behind."""
         kernel.forbid_dumps()
         kernel.forbid_privileges()
+        kernel.adopt_orphans()
         kernel.rename_process("berth-zygote")
         os.environ.setdefault("RES_OPTIONS", _LOOKUPS)
         signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED)
@@ -88,6 +89,7 @@ class Zygote:
                 self._end = ExitCode.SHUTDOWN_TIMEOUT
                 os.kill(self._session.pid, signal.SIGKILL)
         self._stop_helpers()
+        kernel.kill_children(_STOP_TIMEOUT)  # what an SDK has forked twice into a session of its own
         end = ExitCode.OK if self._end is None else self._end
         self._log.info("worker_ended", code=int(end))
         return end

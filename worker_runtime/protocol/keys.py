@@ -44,6 +44,7 @@ one slot, so that one script may use them together.
 | berth:exits | string | for ever | position behind the last handled end of a worker |
 | berth:errors | stream | trimmed | errors of all processes, on their way to operators |
 | berth:alerts | string | for ever | what operators were told, and what they are told next |
+| berth:probe | string | 60 s | written by `/v1/readyz` and `berth doctor`: does Valkey take writes? |
 | berth:alerts:turn | string | 10 s | the API process that looked last whether there is something to tell |
 | berth:launches | string | a burst | when the next launch is due by the platform's rate |
 | berth:answers:<process>:<user> | channel |  | a user's answers for one API process |
@@ -72,6 +73,8 @@ LAUNCHES = "berth:launches"
 ERRORS = "berth:errors"
 ALERTS = "berth:alerts"
 ALERTS_TURN = "berth:alerts:turn"
+#: Written by who wants to know whether the server takes writes.
+WRITE_PROBE = "berth:probe"
 
 
 def _one(prefix: str, kind: str = "") -> Callable[[str], str]:

@@ -5,12 +5,15 @@ Started by the node as `python stand_in.py <worker> <task>`; it loads nothing of
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import sys
 import time
 from typing import NoReturn
+
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def _say(word: str) -> None:
@@ -38,10 +41,19 @@ def main() -> int:
     behaviour, _, argument = config["version"].partition(":")
     if behaviour == "exits":
         return int(argument)
-    stubborn = behaviour in ("stubborn", "parent")
+    stubborn = behaviour in ("stubborn", "parent", "daemon")
     signal.signal(signal.SIGTERM, signal.SIG_IGN if stubborn else lambda *_: sys.exit(0))
     if behaviour == "parent" and not (child := os.fork()):
         _wait()  # the child ignores SIGTERM, too, and survives its parent unless somebody ends it
+    if behaviour == "daemon":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # as the real one
+        if not os.fork():
+            os.setsid()
+            if child := os.fork():
+                _say(f"daemon {child}")
+                os._exit(0)
+            _wait()
+        os.wait()
     _say(f"ready {child}" if behaviour == "parent" else "ready")
     if behaviour == "hog":
         _eat()

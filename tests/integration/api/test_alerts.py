@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -64,9 +65,13 @@ async def calling(settings: Settings) -> AsyncIterator[ServedApi]:
 async def looking(settings: Settings, more: Mapping[str, object]) -> AsyncIterator[ServedApi]:
     client = connect_valkey(settings.valkey_url)
     await client.set(keys.ALERTS_TURN, 1)  # its own loop never has the turn
-    await client.aclose()
-    async with running_api(settings.model_copy(update=dict(more))) as api:
-        yield api
+    await client.config_set("appendonly", "yes")  # without it there would be one more alert
+    try:
+        async with running_api(settings.model_copy(update=dict(more))) as api:
+            yield api
+    finally:
+        await client.config_set("appendonly", "no")
+        await client.aclose()
 
 
 async def jobs(client: Redis) -> dict[str, str]:
@@ -159,7 +164,7 @@ async def test_a_dead_letter_is_told_and_that_it_is_gone(calling: ServedApi) -> 
     new = [body for name, body in (await jobs(client)).items() if name not in told]
     assert len(new) == 2
     assert all("OVER 1 of kind event failed or wait for a person" in body for body in new)
-    assert all("temporal is away" in body for body in new), "for over 30 s, as far as the book knows"
+    assert all("temporal cannot be used" in body for body in new), "for over 30 s, as far as the book knows"
 
 
 async def test_a_one_time_task_that_hangs_is_told_after_half_an_hour(calling: ServedApi) -> None:
@@ -302,3 +307,51 @@ async def named(client: Redis) -> list[str]:
         for body in (await jobs(client)).values()
         for found in re.findall(r"error-\d+", json.loads(body)["text"])
     ]
+
+
+async def test_what_valkey_rests_on_is_told(calling: ServedApi, valkey_client: Redis) -> None:
+    client, alerts = calling.services.valkey, calling.services.alerts
+    await valkey_client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        await alerts.look()
+    finally:
+        await valkey_client.config_set("maxmemory-policy", "noeviction")
+    assert b"valkey|berth_valkey_evicts" in await reply_of(client.get(keys.ALERTS))
+    assert all("set its maxmemory-policy to noeviction" in body for body in (await jobs(client)).values())
+    assert await jobs(client)
+
+
+@pytest.mark.parametrize(
+    ("metric", "labels", "value", "quiet", "said"),
+    [
+        ("berth_valkey_save_failed", (), 1, 0, "could not write to its disk"),
+        ("berth_valkey_not_kept", (), 1, 0, "a restart of Valkey loses all"),
+        ("berth_clock_offset_seconds", ("valkey",), 3.04, 0.9, "the clock of valkey differs by 3.0 s"),
+        ("berth_disk_free_bytes", ("/data",), 10, 2**31, "the disk of /data is almost full"),
+        ("berth_disk_inodes_free_ratio", ("/data",), 0.001, 0.5, "/data has almost no places for files"),
+        ("berth_limit_used_ratio", ("files",), 0.91, 0.5, "91% of the limit of files are in use"),
+        ("berth_calendar_ends_timestamp_seconds", (), 60, 61 * 86_400, "holidays are unknown from 20"),
+        ("berth_certificate_expires_timestamp_seconds", ("BERTH_X",), 60, 15 * 86_400, "in BERTH_X ends on"),
+    ],
+)
+async def test_what_a_host_rests_on_is_told(
+    calling: ServedApi, metric: str, labels: tuple[str, ...], value: float, quiet: float, said: str
+) -> None:
+    """The last two are seconds from now."""
+    client, shown = calling.services.valkey, quiet
+
+    async def write(page: MetricsPage) -> None:
+        base = time.time() if metric.endswith("timestamp_seconds") else 0.0
+        page.add("berth_server_up", 1, "valkey")
+        page.add(metric, base + shown, *labels)
+
+    alerts = OperatorAlerts(client, calling.services.alerts.jobs, calling.services.alerts.settings, write)
+    await alerts.look()
+    assert not await jobs(client)
+    shown = value
+    await alerts.look()
+    await age(client, 301)
+    await alerts.look()
+    told = list((await jobs(client)).values())
+    assert len(told) == 2
+    assert all(said in body for body in told), told

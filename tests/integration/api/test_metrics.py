@@ -14,6 +14,7 @@ from infra.database.dead_letters import DeadLetter, DeadLetters
 from infra.database.models import Order, PersonMatch
 from infra.database.trading.models import Reconciliation
 from infra.database.workers import passes
+from infra.market.calendar import load_calendar
 from infra.settings import Settings
 from tests.integration.api.conftest import ServedApi
 from tests.integration.temporal.tls_proxy import CertificateAuthority
@@ -132,8 +133,8 @@ def test_a_certificate_is_told_with_its_end(tmp_path: Path) -> None:
         temporal_cert_file=str(tmp_path / "missing.pem"),
         temporal_api_key_file=str(tmp_path / "temporal.jwt"),
     )
-    metrics.write_certificates(page, settings)
-    [family] = page.collect()
+    metrics.write_host(page, settings, load_calendar())
+    [family] = [family for family in page.collect() if "certificate" in family.name]
     found = {sample.labels["setting"]: sample.value for sample in family.samples}
     assert found["BERTH_TEMPORAL_CA_FILE"] > datetime.now(UTC).timestamp()
     assert found["BERTH_TEMPORAL_CERT_FILE"] == 0

@@ -99,7 +99,7 @@ async def test_valkey_with_another_password_or_without_the_right_to_make_users(
     settings: Settings, valkey_client: Redis
 ) -> None:
     address = settings.valkey_url.removeprefix("redis://").rpartition("@")[2]
-    await valkey_client.execute_command("ACL", "SETUSER", "small", "on", ">pw", "~*", "+ping", "+info")  # type: ignore[no-untyped-call]
+    await valkey_client.execute_command("ACL", "SETUSER", "small", "on", ">pw", "~*", "+set", "+info")  # type: ignore[no-untyped-call]
     try:
         one = await found(servers.VALKEY, settings, valkey_url=f"redis://small:canary@{address}")
         assert one.wrong

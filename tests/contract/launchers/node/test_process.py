@@ -112,6 +112,23 @@ async def test_an_exit_is_reported_only_when_all_processes_of_the_worker_are_gon
     assert left is None or not left.alive
 
 
+async def test_a_killed_workers_daemon_in_a_session_of_its_own_ends_with_it(short_directory: Path) -> None:
+    """It was forked twice, as programs do that want to outlive others; and no cgroup knows it."""
+    node = NodeProcess(short_directory)
+    await node.start("--cgroup", str(short_directory / "none"))
+    try:
+        launcher = ProcessLauncher(node.socket, grace=0.1)
+        task = await launcher.launch(spec("w-1", "daemon"), "token-1")
+        said = await node.until_ready("w-1")
+        daemon = processes.read_process(int(said.split("daemon ")[1].split()[0]))
+        assert daemon is not None
+        assert daemon.session != node.pid_of(task.task_id), "it is in no group of the worker"
+        await launcher.stop(task.task_id, "test")
+        assert not processes.is_alive(daemon)
+    finally:
+        await node.close()
+
+
 async def test_a_worker_that_ends_by_itself_is_reported_with_its_exit_code(node: NodeProcess) -> None:
     launcher = ProcessLauncher(node.socket)
     task = await launcher.launch(spec("w-1", "exits:7"), "token-1")

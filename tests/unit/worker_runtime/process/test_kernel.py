@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import selectors
+import signal
 from pathlib import Path
 
 from worker_runtime.process import kernel
@@ -28,3 +30,33 @@ def test_a_process_without_privileges_that_forbids_dumps_can_still_be_the_first_
             os._exit(code)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_what_was_forked_twice_into_a_session_of_its_own_is_adopted_and_killed() -> None:
+    """A worker leaves nothing behind that an SDK started as a daemon."""
+    reader, writer = os.pipe()  # its end is read when nobody holds the writing side any more
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            kernel.adopt_orphans()
+            child = os.fork()
+            if child == 0:
+                os.setsid()
+                if os.fork() == 0:
+                    while True:
+                        signal.pause()
+                os._exit(0)
+            os.waitpid(child, 0)
+            kernel.kill_children(10.0)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    with selectors.DefaultSelector() as selector:
+        selector.register(reader, selectors.EVENT_READ)
+        assert selector.select(5.0), "the daemon lives"
+    assert os.read(reader, 1) == b""
+    os.close(reader)
