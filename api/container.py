@@ -21,7 +21,7 @@ from api.http.errors import NotFound
 from api.http.fields import UserId
 from api.http.limits import RequestLimits
 from api.http.notifications import NotificationListener
-from api.http.rights import Role
+from api.http.rights import Role, known_scopes
 from api.http.streams import EventFeed, EventStreams, KeyRevocations
 from api.jobs.service import JobService
 from api.orders.changes import OrderChangeService
@@ -53,6 +53,7 @@ from infra.jobs import metrics as job_metrics
 from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
 from infra.market.calendar import load_calendar
+from infra.networks import parse_network
 from infra.settings import Settings
 from infra.temporal.connection import watch_connection
 from infra.temporal.starter import WorkerStarter
@@ -192,7 +193,15 @@ class Services:
         ends = min((one.expires_at for one in (key, owner) if one.expires_at), default=None)
         session_id = "" if key is owner else str(key.id)
         return Principal(
-            str(owner.id), Role(owner.role), owner.user_id, owner.label, ends, session_id, disabled
+            str(owner.id),
+            Role(owner.role),
+            owner.user_id,
+            owner.label,
+            ends,
+            session_id,
+            disabled,
+            known_scopes(owner.scopes),
+            tuple(parse_network(source) for source in owner.sources),
         )
 
     async def _is_revoked(self, key_id: str) -> bool:

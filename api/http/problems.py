@@ -235,11 +235,13 @@ def add_common(operation: dict[str, Any], method: str, path: str) -> None:
     kinds: list[type[BerthError]] = [errors.TooManyRequests]
     if "requestBody" in operation:
         kinds += [errors.BodyTooLarge, errors.BodyTooSlow]
-    if roles := RIGHTS.get(f"{method.upper()} {path}"):
+    if right := RIGHTS.get(f"{method.upper()} {path}"):
         kinds += [errors.Unauthenticated, errors.InvalidRequest, DatabaseUnavailable, BerthError]
         kinds += [OutcomeUnconfirmed] * (method.upper() not in ("GET", "HEAD"))
-        kinds += [errors.Forbidden] * (roles != ALL)
-        kinds += [errors.NotFound] * ("{user_id}" in path and Role.USER in roles)
+        kinds += [errors.Forbidden] * (right.roles != ALL)
+        kinds += [errors.ScopeMissing] * (right.scope is not None)
+        kinds += [errors.KeySourceRefused]
+        kinds += [errors.NotFound] * ("{user_id}" in path and Role.USER in right.roles)
     for kind in kinds:
         _add(operation["responses"], str(status_of(kind)), kind)
 

@@ -21,7 +21,7 @@ from api.container import InServices
 from api.dead_letters import router as dead_letters
 from api.fleet import router as fleet
 from api.http import problems, proxies
-from api.http.auth import COOKIE
+from api.http.auth import COOKIE, source_of
 from api.http.errors import Forbidden, Unauthenticated
 from api.http.fields import ID_PATTERN, PlainText, UserId
 from api.http.notifications import ANY, NotificationListener
@@ -341,6 +341,7 @@ async def log_in(
         return show_template("frame/login.html", 401, root=root, problem="This is not a valid API key.")
     if caller.session:
         raise Unauthenticated
+    caller.require_source(source_of(request))
     token = services.tokens.make()
     async with services.database.session() as session:
         began = await api_keys.begin_session(session, token, UUID(caller.key_id), datetime.now(UTC) + LIFE)

@@ -12,7 +12,8 @@ from typing import Literal
 from sqlalchemy import Text, and_, cast, delete, func, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database.models import ApiKey
+from infra.database.locks import wait_for_turn
+from infra.database.models import SCOPED, ApiKey
 from infra.database.trading.models import Webhook
 from worker_runtime.protocol.errors import BerthError
 
@@ -22,7 +23,18 @@ REVOKED_CHANNEL = "berth_api_keys"
 #: A use is written down this long after the last one at the earliest: one small write a key and minute.
 USE_NOTED_EVERY = timedelta(minutes=1)
 
+#: For which a key is valid if its maker says nothing else.
+KEY_LIFE = timedelta(days=90)
+
 Role = Literal["user", "operator", "admin"]
+
+
+#: Valid keys of one user, and of operators and administrators together.
+MAX_USER_KEYS, MAX_STAFF_KEYS = 50, 500
+
+
+class ApiKeyLimitReached(BerthError, code="API_KEY_LIMIT", status=409):
+    """There are as many API keys as there may be. Revoke one that is not needed any more."""
 
 
 class ApiKeyNotFound(BerthError, code="API_KEY_NOT_FOUND", status=404):
@@ -47,18 +59,30 @@ async def create_api_key(
     label: str = "",
     expires_at: datetime | None = None,
     session_of: uuid.UUID | None = None,
+    *,
+    scopes: Collection[str] | None = None,
+    sources: Sequence[str] = (),
+    made_by: uuid.UUID | None = None,
 ) -> ApiKey:
-    """Creates a key for a token of `ApiTokens`; the role `user` needs a `user_id`."""
+    """Creates a key for a token of `ApiTokens`; the role `user` needs a `user_id`.
+
+    Without `scopes` it may do all that its role may do.
+    """
+    now = datetime.now(UTC)
     key = ApiKey(
         id=uuid.uuid4(),
         key_hash=hash_token(token),
         prefix=token[:12],
-        role=role,
+        role_word=role if scopes is None else f"{SCOPED}{role}",
         user_id=user_id,
         label=label,
-        created_at=datetime.now(UTC),
+        created_at=now,
         expires_at=expires_at,
         session_of=session_of,
+        scope_words=sorted(scopes or ()),
+        sources=list(sources),
+        life_s=expires_at and max(1, round((expires_at - now).total_seconds())),
+        made_by=made_by,
     )
     session.add(key)
     await session.flush()
@@ -71,9 +95,27 @@ async def begin_session(session: AsyncSession, token: str, key_id: uuid.UUID, un
     await session.execute(delete(ApiKey).where(ApiKey.session_of.is_not(None), ended))
     owner = await session.get_one(ApiKey, key_id)
     role: Role = owner.role  # type: ignore[assignment]  # the table holds these only
+    ends = min(until, owner.expires_at or until)
+    scopes = None if owner.scopes is None else ()  # what it may do the owner's row says
     return await create_api_key(
-        session, token, role, owner.user_id, owner.label, min(until, owner.expires_at or until), owner.id
+        session, token, role, owner.user_id, owner.label, ends, owner.id, scopes=scopes
     )
+
+
+async def require_room(session: AsyncSession, user_id: str | None) -> None:
+    """Raises `ApiKeyLimitReached` if the user, or the staff (None), has as many valid keys as they may.
+
+    Two that are made at the same time wait for each other.
+    """
+    await wait_for_turn(session, f"api keys {user_id or ''}")
+    limit = MAX_STAFF_KEYS if user_id is None else MAX_USER_KEYS
+    whose = ApiKey.user_id.is_(None) if user_id is None else ApiKey.user_id == user_id
+    held = select(func.count()).select_from(ApiKey).where(whose, ApiKey.session_of.is_(None), _VALID)
+    if (await session.scalar(held) or 0) >= limit:
+        raise ApiKeyLimitReached(
+            f"{user_id or 'the staff'} has {limit} API keys. Revoke one that is not needed any more, or wait"
+            " until a rotated one has ended."
+        )
 
 
 async def find_api_key(session: AsyncSession, token: str) -> ApiKey | None:
@@ -121,7 +163,9 @@ async def revoke_api_key(session: AsyncSession, key_id: uuid.UUID) -> ApiKey:
     a session goes on. Raises `ApiKeyNotFound`."""
     revoked_at = func.coalesce(ApiKey.revoked_at, func.clock_timestamp())
     revoked = update(ApiKey).where(ApiKey.id == key_id).values(revoked_at=revoked_at)
-    key: ApiKey | None = await session.scalar(revoked.returning(ApiKey))
+    key: ApiKey | None = await session.scalar(
+        revoked.returning(ApiKey).execution_options(populate_existing=True)
+    )
     if key is None:
         raise ApiKeyNotFound(f"there is no API key {key_id}")
     # Processes remember a session under the key that logged in.
@@ -138,25 +182,68 @@ async def forget_keys(session: AsyncSession, user_id: str, *, revoke: bool = Fal
     await session.execute(select(notice).where(ApiKey.user_id == user_id))
 
 
-async def rotate_api_key(
-    session: AsyncSession, key_id: uuid.UUID, token: str, overlap: timedelta
-) -> tuple[ApiKey, ApiKey]:
-    """Makes a key like this one, which ends after `overlap`; returns both, the new one first.
+async def get_api_key(
+    session: AsyncSession, key_id: uuid.UUID, *, user_id: str | None = None, valid: bool = False
+) -> ApiKey:
+    """Returns a key and locks it; with `user_id` only one of this user. Raises `ApiKeyNotFound`.
 
-    The new key is valid for as long as the old one was made for. Raises `ApiKeyNotFound`, also for a key
-    that has ended, and for a session of the fleet page.
+    `valid`: only one that has not ended. A session of the fleet page is none.
     """
-    wanted = select(ApiKey).where(ApiKey.id == key_id, ApiKey.session_of.is_(None), _VALID)
-    old = await session.scalar(wanted.with_for_update())
-    if old is None:
-        raise ApiKeyNotFound(f"there is no valid API key {key_id}")
+    wanted = select(ApiKey).where(ApiKey.id == key_id, ApiKey.session_of.is_(None))
+    if user_id is not None:
+        wanted = wanted.where(ApiKey.user_id == user_id)
+    if valid:
+        wanted = wanted.where(_VALID)
+    key = await session.scalar(wanted.with_for_update())
+    if key is None:
+        raise ApiKeyNotFound(f"there is no {'valid ' if valid else ''}API key {key_id}")
+    return key
+
+
+async def rotate_api_key(
+    session: AsyncSession,
+    old: ApiKey,
+    token: str,
+    overlap: timedelta,
+    *,
+    scopes: Collection[str],
+    made_by: uuid.UUID | None = None,
+) -> ApiKey:
+    """Makes a key like this one, which ends after `overlap`; returns the new one.
+
+    The new key is valid for as long as the old one was made for. One of before has no scopes, and perhaps no
+    end: the new one has `scopes` and `KEY_LIFE`.
+    """
     now = datetime.now(UTC)
-    life = old.expires_at and old.expires_at - old.created_at
+    if old.life_s is not None:
+        life: timedelta | None = timedelta(seconds=old.life_s)
+    elif old.expires_at is not None and old.scopes is None:
+        life = old.expires_at - old.created_at
+    else:
+        life = KEY_LIFE if old.scopes is None else None
     role: Role = old.role  # type: ignore[assignment]  # the table holds these only
-    new = await create_api_key(session, token, role, old.user_id, old.label, now + life if life else None)
+    new = await create_api_key(
+        session,
+        token,
+        role,
+        old.user_id,
+        old.label,
+        now + life if life else None,
+        scopes=scopes,
+        sources=old.sources,
+        made_by=made_by,
+    )
     old.expires_at = min(now + overlap, old.expires_at or now + overlap)
-    await session.execute(select(func.pg_notify(REVOKED_CHANNEL, str(key_id))))
-    return new, old
+    await session.execute(select(func.pg_notify(REVOKED_CHANNEL, str(old.id))))
+    return new
+
+
+async def keys_made_by(session: AsyncSession, key_id: uuid.UUID) -> list[ApiKey]:
+    """Returns the valid keys that a key has made, and those that these have made, the oldest first."""
+    made = select(ApiKey.id).where(ApiKey.made_by == key_id).cte("made", recursive=True)
+    made = made.union(select(ApiKey.id).join(made, ApiKey.made_by == made.c.id))
+    wanted = select(ApiKey).where(ApiKey.id.in_(select(made.c.id)), ApiKey.id != key_id, _VALID)
+    return list(await session.scalars(wanted.order_by(ApiKey.created_at)))
 
 
 async def revoked_among(session: AsyncSession, key_ids: Collection[str]) -> set[str]:

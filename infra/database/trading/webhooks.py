@@ -2,7 +2,7 @@
 
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from hmac import compare_digest
@@ -156,19 +156,10 @@ async def rotate_secret(
     return row, secret
 
 
-async def count_made_by(session: AsyncSession, key_id: uuid.UUID) -> int:
-    """Counts the webhooks in use that an API key has made."""
-    made = select(func.count()).select_from(Webhook).where(Webhook.made_by == key_id, _IN_USE)
-    return await session.scalar(made) or 0
-
-
-async def revoke_made_by(session: AsyncSession, key_id: uuid.UUID, *, actor: str) -> int:
-    """Revokes the webhooks that an API key has made; returns how many."""
-    made = select(Webhook.user_id, Webhook.id).where(Webhook.made_by == key_id, _IN_USE)
-    rows = (await session.execute(made)).all()
-    for user_id, webhook_id in rows:
-        await revoke_webhook(session, user_id, webhook_id, actor=actor)
-    return len(rows)
+async def webhooks_made_by(session: AsyncSession, key_ids: Collection[uuid.UUID]) -> list[Webhook]:
+    """Returns the webhooks in use that these API keys have made, the oldest first."""
+    made = select(Webhook).where(Webhook.made_by.in_(key_ids), _IN_USE)
+    return list(await session.scalars(made.order_by(Webhook.created_at, Webhook.id)))
 
 
 async def database_time(session: AsyncSession) -> datetime:
