@@ -137,10 +137,10 @@ class Authenticator:
         self._forgotten += 1
         self._known.clear()
 
-    def remembered(self, key: str) -> Principal | None:
-        """The principal of a key that was looked up a moment ago."""
-        known = self._known.get(sha256(key.encode()).digest())
-        return known[1] if known is not None and known[0] > self._clock() else None
+    def found_before(self, key: str) -> Principal | None:
+        """The principal of a key that was found when it was last looked up, perhaps some time ago."""
+        known = self._known.get(_digest(key))
+        return known[1] if known is not None else None
 
     async def principal(self, key: str | None, patience: float | None = None) -> Principal:
         """Raises `Unauthenticated`, or what the look-up raises when the database is down.
@@ -150,7 +150,7 @@ class Authenticator:
         """
         if not key or len(key) > MAX_KEY:
             raise Unauthenticated
-        digest = sha256(key.encode()).digest()
+        digest = _digest(key)
         now = self._clock()
         known = self._known.get(digest)
         if known is not None and known[0] > now:
@@ -178,6 +178,10 @@ class Authenticator:
         return found
 
 
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
 def session_token(cookies: str) -> str:
     """The session's key in a Cookie header, or ''."""
     return cookie_parser(cookies).get(COOKIE, "")
@@ -191,6 +195,11 @@ def csrf_token(session: str) -> str:
 def source_of(request: Request) -> str:
     """The address of the client, behind the proxies that are trusted (`TrustedProxies`); '' if unknown."""
     return request.client.host if request.client else ""
+
+
+def route_of(request: Request) -> str:
+    """The route of a request, as `RIGHTS` names it."""
+    return f"{request.method} {request.scope['route'].path}"
 
 
 async def identify(request: Request, key: Annotated[str | None, Security(scheme)]) -> Principal:
@@ -216,7 +225,7 @@ async def identify(request: Request, key: Annotated[str | None, Security(scheme)
 async def authenticate(request: Request, key: Annotated[str | None, Security(scheme)]) -> Principal:
     """The authenticated caller; raises as `identify` and as `Principal.require_right`."""
     principal = await identify(request, key)
-    principal.require_right(f"{request.method} {request.scope['route'].path}")
+    principal.require_right(route_of(request))
     return principal
 
 

@@ -19,8 +19,9 @@ from starlette.types import Scope
 
 from api.http import errors
 from api.http.paths import public_path
-from api.http.rights import ALL, RIGHTS, Role
+from api.http.rights import ALL, RIGHTS, Role, is_counted
 from infra.database.engine import DatabaseUnavailable, OutcomeUnconfirmed
+from infra.database.quotas import DailyQuotaReached
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.errors import BerthError
 
@@ -241,6 +242,8 @@ def add_common(operation: dict[str, Any], method: str, path: str) -> None:
         kinds += [errors.Forbidden] * (right.roles != ALL)
         kinds += [errors.ScopeMissing] * (right.scope is not None)
         kinds += [errors.KeySourceRefused]
+        counted = Role.USER in right.roles and is_counted(f"{method.upper()} {path}")
+        kinds += [DailyQuotaReached] * counted
         kinds += [errors.NotFound] * ("{user_id}" in path and Role.USER in right.roles)
     for kind in kinds:
         _add(operation["responses"], str(status_of(kind)), kind)

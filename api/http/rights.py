@@ -194,3 +194,34 @@ def _scopes_of(role: Role) -> frozenset[Scope]:
 
 #: Role → the scopes that its routes need: those that its keys may have.
 SCOPES_OF: Mapping[Role, frozenset[Scope]] = {role: _scopes_of(role) for role in Role}
+
+#: What a user's key asks for that has limits of its own, or writes nothing into the audit trail.
+UNCOUNTED = frozenset(
+    {
+        f"POST {_USER}/orders",
+        "POST /orders/{order_id}/cancel",
+        "POST /orders/{order_id}/replace",
+        "POST /orders/{order_id}/recheck",
+        f"POST {_ACCOUNT}/positions/{{symbol}}/close",
+        f"POST {_ACCOUNT}/intents",
+        f"POST {_USER}/webhooks/{{webhook_id}}/test",
+    }
+)
+#: What only ends or reduces something, or may: the daily quota leaves more room for it.
+ENDING = frozenset(
+    {
+        "PUT /switches",
+        f"DELETE {_ACCOUNT}",
+        f"DELETE {_USER}/webhooks/{{webhook_id}}",
+        f"POST {_USER}/webhooks/{{webhook_id}}/pause",
+        "DELETE /api-keys/self",
+        "DELETE /api-keys/{key_id}",
+        f"POST {_USER}/jobs/{{job_id}}/cancel",
+        f"POST {_USER}/worker/stop",
+    }
+)
+
+
+def is_counted(route: str) -> bool:
+    """Return True for what counts towards a user's daily quota: changes that the audit trail notes."""
+    return not route.startswith("GET ") and route not in UNCOUNTED

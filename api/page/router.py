@@ -40,7 +40,7 @@ from api.users import router as users
 from api.webhook_calls import router as webhook_calls
 from api.webhooks import router as webhooks
 from api.workers import router as workers
-from infra.database import api_keys, audit
+from infra.database import api_keys, audit, quotas
 from infra.database.orders.feed import ORDERS_CHANNEL
 from infra.database.workers.launches import pools_launched_for
 from infra.database.workers.timeline import TIMELINE_CHANNEL
@@ -344,6 +344,8 @@ async def log_in(
     caller.require_source(source_of(request))
     token = services.tokens.make()
     async with services.database.session() as session:
+        if caller.user_id is not None:
+            await quotas.spend_act(session, caller.user_id, ends=False)
         began = await api_keys.begin_session(session, token, UUID(caller.key_id), datetime.now(UTC) + LIFE)
         subject = f"key:{caller.key_id}"
         audit.append_entry(session, caller.actor, "page.logged_in", subject, id=str(began.id))

@@ -33,6 +33,10 @@ Role = Literal["user", "operator", "admin"]
 MAX_USER_KEYS, MAX_STAFF_KEYS = 50, 500
 
 
+#: Sessions on the pages that one key may have at a time.
+MAX_SESSIONS = 20
+
+
 class ApiKeyLimitReached(BerthError, code="API_KEY_LIMIT", status=409):
     """There are as many API keys as there may be. Revoke one that is not needed any more."""
 
@@ -90,10 +94,17 @@ async def create_api_key(
 
 
 async def begin_session(session: AsyncSession, token: str, key_id: uuid.UUID, until: datetime) -> ApiKey:
-    """Creates a session's key, with the rights of the key that logs in; removes sessions that have ended."""
+    """Creates a session's key, with the rights of the key that logs in; removes sessions that have ended.
+
+    A key has at most `MAX_SESSIONS`: the oldest one ends for a new one.
+    """
     ended = or_(ApiKey.expires_at < func.now(), ApiKey.revoked_at.is_not(None))
     await session.execute(delete(ApiKey).where(ApiKey.session_of.is_not(None), ended))
-    owner = await session.get_one(ApiKey, key_id)
+    owner = await session.get_one(ApiKey, key_id, with_for_update=True)
+    newest = select(ApiKey.id).where(ApiKey.session_of == key_id).order_by(ApiKey.created_at.desc())
+    surplus = delete(ApiKey).where(ApiKey.id.in_(newest.offset(MAX_SESSIONS - 1))).returning(ApiKey.id)
+    if (await session.scalars(surplus.execution_options(synchronize_session=False))).all():
+        await session.execute(select(func.pg_notify(REVOKED_CHANNEL, str(key_id))))
     role: Role = owner.role  # type: ignore[assignment]  # the table holds these only
     ends = min(until, owner.expires_at or until)
     scopes = None if owner.scopes is None else ()  # what it may do the owner's row says

@@ -124,6 +124,16 @@ class ApiKey(Base):
         return self.scope_words if self.role_word.startswith(SCOPED) else None
 
 
+class DailyActs(Base):
+    """How many audited acts a user has asked for on a day in Taipei (`quotas.py`)."""
+
+    __tablename__ = "daily_acts"
+
+    user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    day: Mapped[date] = mapped_column(Date, primary_key=True)
+    acts: Mapped[int]
+
+
 class AllowedImage(Base):
     """An image that workers may be launched from (`images.py`)."""
 

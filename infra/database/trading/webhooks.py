@@ -129,6 +129,12 @@ async def require_room(session: AsyncSession, user_id: str) -> None:
         )
 
 
+async def has_expired(session: AsyncSession, user_id: str, webhook_id: uuid.UUID) -> bool:
+    ended = Webhook.revoked_at.is_(None) & (Webhook.expires_at <= func.clock_timestamp())
+    found = select(Webhook.id).where(Webhook.id == webhook_id, Webhook.user_id == user_id, ended)
+    return await session.scalar(found) is not None
+
+
 async def rotate_secret(
     session: AsyncSession, user_id: str, webhook_id: uuid.UUID, *, overlap_s: float, actor: str
 ) -> tuple[Webhook | None, str]:

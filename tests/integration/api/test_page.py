@@ -120,7 +120,7 @@ async def test_log_out_ends_the_session_and_not_the_key(api: ServedApi) -> None:
         assert (await client.post("/page/logout", headers=await csrf(client))).status_code == 204
         assert COOKIE not in client.cookies
         client.cookies.set(COOKIE, token)  # a copy that somebody kept
-        await until(lambda: api.services.authenticator.remembered(token) is None)
+        await until(lambda: api.services.authenticator.found_before(token) is None)
         assert (await client.get("/v1/audit")).status_code == 401
     async with api.client(api.admin_key) as admin:
         entries = (await admin.get("/audit", params={"action": "page."})).json()["entries"]
@@ -142,7 +142,7 @@ async def test_a_revoked_session_ends_in_all_processes_and_its_key_goes_on(setti
         async with api.client(api.admin_key) as admin:
             [entry] = (await admin.get("/audit", params={"action": "page."})).json()["entries"]
             assert (await admin.delete(f"/api-keys/{entry['data']['id']}")).status_code == 200
-            await until(lambda: other.services.authenticator.remembered(token) is None, 2.0)
+            await until(lambda: other.services.authenticator.found_before(token) is None, 2.0)
             assert (await elsewhere.get("/v1/audit")).status_code == 401
             assert (await admin.get("/audit")).status_code == 200
 
@@ -153,7 +153,7 @@ async def test_a_session_ends_with_its_key_at_once_and_by_itself(api: ServedApi,
         async with browser(api, made["api_key"]) as client, browser(api, api.admin_key) as second:
             assert (await client.get("/v1/audit")).status_code == 200
             assert (await admin.delete(f"/api-keys/{made['id']}")).status_code == 200
-            await until(lambda: api.services.authenticator.remembered(client.cookies[COOKIE]) is None)
+            await until(lambda: api.services.authenticator.found_before(client.cookies[COOKIE]) is None)
             assert (await client.get("/v1/audit")).status_code == 401
             assert (await client.get("/")).headers["location"] == "/page/login"
             async with api.services.database.session() as session:
