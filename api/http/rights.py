@@ -201,7 +201,6 @@ UNCOUNTED = frozenset(
         f"POST {_USER}/orders",
         "POST /orders/{order_id}/cancel",
         "POST /orders/{order_id}/replace",
-        "POST /orders/{order_id}/recheck",
         f"POST {_ACCOUNT}/positions/{{symbol}}/close",
         f"POST {_ACCOUNT}/intents",
         f"POST {_USER}/webhooks/{{webhook_id}}/test",
@@ -218,6 +217,7 @@ ENDING = frozenset(
         "DELETE /api-keys/{key_id}",
         f"POST {_USER}/jobs/{{job_id}}/cancel",
         f"POST {_USER}/worker/stop",
+        "POST /orders/{order_id}/recheck",
     }
 )
 

@@ -343,7 +343,7 @@ async def rotate_api_key(key_id: UUID, body: RotationRequest, call: Call) -> New
 async def _rotate(call: Call, key_id: UUID, body: RotationRequest) -> NewApiKeyView:
     token, overlap = call.services.tokens.make(), timedelta(hours=body.overlap_hours)
     async with call.database.session() as session:
-        old = await api_keys.get_api_key(session, key_id, user_id=call.caller.user_id, valid=True)
+        old = await api_keys.get_api_key(session, key_id, user_id=call.caller.user_id, valid=True, lock=True)
         await api_keys.require_room(session, old.user_id)
         role = Role(old.role)
         scopes = SCOPES_OF[role] if old.scopes is None else known_scopes(old.scopes) or frozenset()

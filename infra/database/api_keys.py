@@ -194,18 +194,24 @@ async def forget_keys(session: AsyncSession, user_id: str, *, revoke: bool = Fal
 
 
 async def get_api_key(
-    session: AsyncSession, key_id: uuid.UUID, *, user_id: str | None = None, valid: bool = False
+    session: AsyncSession,
+    key_id: uuid.UUID,
+    *,
+    user_id: str | None = None,
+    valid: bool = False,
+    lock: bool = False,
 ) -> ApiKey:
-    """Returns a key and locks it; with `user_id` only one of this user. Raises `ApiKeyNotFound`.
+    """Returns a key; with `user_id` only one of this user. Raises `ApiKeyNotFound`.
 
-    `valid`: only one that has not ended. A session of the fleet page is none.
+    `valid`: only one that has not ended; `lock`: until the transaction ends, nobody else changes it. A
+    session of the fleet page is none.
     """
     wanted = select(ApiKey).where(ApiKey.id == key_id, ApiKey.session_of.is_(None))
     if user_id is not None:
         wanted = wanted.where(ApiKey.user_id == user_id)
     if valid:
         wanted = wanted.where(_VALID)
-    key = await session.scalar(wanted.with_for_update())
+    key = await session.scalar(wanted.with_for_update() if lock else wanted)
     if key is None:
         raise ApiKeyNotFound(f"there is no {'valid ' if valid else ''}API key {key_id}")
     return key

@@ -15,7 +15,7 @@ from infra.market.calendar import TAIPEI
 from worker_runtime.protocol.errors import BerthError
 
 #: Acts of a user in a day in Taipei. A program that stores credentials and makes a statement every hour for
-#: 16 accounts asks for 800.
+#: each of 32 accounts (`MAX_ACCOUNTS`) asks for 1,536.
 MAX_DAILY_ACTS = 2_000
 #: What only ends or reduces something (a pause, a halt, a revocation) is taken beyond that, up to this.
 MAX_DAILY_ENDS = 10_000

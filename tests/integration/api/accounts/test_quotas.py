@@ -132,7 +132,6 @@ def test_what_a_user_may_change_is_counted_or_has_limits_of_its_own() -> None:
         "POST /users/{user_id}/orders",
         "POST /orders/{order_id}/cancel",
         "POST /orders/{order_id}/replace",
-        "POST /orders/{order_id}/recheck",
         "POST /users/{user_id}/accounts/{account_id}/positions/{symbol}/close",
         "POST /users/{user_id}/accounts/{account_id}/intents",
         "POST /users/{user_id}/webhooks/{webhook_id}/test",
