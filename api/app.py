@@ -54,7 +54,6 @@ whether the same call may succeed later. `X-Request-ID` is taken over and return
 
 #: The first one that fits a path answers, and most requests are orders.
 ROUTERS = (
-    orders.placement_router,
     orders.router,
     positions.router,
     positions.trading_router,

@@ -220,6 +220,7 @@ class Services:
             async with self.database.session(autocommit=True) as session:
                 await metrics.write_fleet_metrics(page, self.valkey, session, self.settings.pool)
         if "valkey" in up:
+            await metrics.write_valkey_memory(page, self.valkey)
             await job_metrics.write_job_metrics(page, self.valkey)
         if "temporal" in up:
             for state, count in (await self.fleet.count_by_state()).items():

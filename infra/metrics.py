@@ -4,6 +4,7 @@ What our processes count by themselves is in `process_metrics.py`.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from cryptography import x509
@@ -21,6 +22,8 @@ from infra.database.workers import passes
 from infra.process_metrics import MetricFamily
 from infra.settings import Settings
 from infra.valkey.client import read_clock, reply_of, text_of
+from infra.valkey.memory import read_memory
+from infra.vault.jwt import expiry_of
 from worker_runtime.jobs.protocol.telemetry import BOUNDS_MS
 from worker_runtime.protocol import keys
 
@@ -67,7 +70,11 @@ FAMILIES = {
     "berth_primary": _gauge("1: one of the API processes is the primary."),
     "berth_startup_tasks_open": _gauge("One-time tasks of the primary that were begun and are not done."),
     "berth_certificate_expires_timestamp_seconds": _gauge(
-        "Unix time at which the certificate in this setting's file ends; 0: it cannot be read.", "setting"
+        "Unix time at which the certificate or JWT in this setting's file ends; 0: it cannot be read.",
+        "setting",
+    ),
+    "berth_valkey_memory_used_ratio": _gauge(
+        "Share of its memory that Valkey uses; above 0.85 new orders and claims are refused."
     ),
     "berth_pool_ready": _gauge("Free workers that are ready.", "pool"),
     "berth_pool_waiting": _gauge("Users who wait for a worker, because none is ready.", "pool"),
@@ -80,6 +87,7 @@ FAMILIES = {
     ),
     "berth_switches_closed": _gauge("Trading switches that halt or reduce.", "scope", "state"),
     "berth_differences_open": _gauge("Accounts whose books differ from the broker's.", "blocks"),
+    "berth_person_matches_open": _gauge("Pairs of users who log in as one person, not decided yet."),
     "berth_dead_letters": _gauge(
         "What failed for good: `workflow`, `order` (it waits for a person), `job`, `alert`; of messages "
         "`event` (cannot be read), `recorder` and `relay` (their handler failed), `late` (news from a worker "
@@ -170,6 +178,8 @@ union all
 select 'berth_differences_open', array[cast(blocks as text)], count(distinct (user_id, account_id))
   from reconciliations where resolved_at is null group by blocks
 union all
+select 'berth_person_matches_open', '{{}}', count(*) from person_matches where resolved_at is null
+union all
 select 'berth_entities', array[state, kind], count(*) from entity_findings
  where state in ('paused', 'missing')
     or (state in ('rebuilt', 'ended') and seen_at > clock_timestamp() - interval '1 hour')
@@ -191,6 +201,11 @@ async def write_fleet_metrics(page: MetricsPage, client: Redis, session: AsyncSe
         page.add("berth_dead_letters", count, kind)
     await _write_lag(page, client)
     await _write_maintenance(page, session)
+
+
+async def write_valkey_memory(page: MetricsPage, client: Redis) -> None:
+    """Raises `RedisError`."""
+    page.add("berth_valkey_memory_used_ratio", (await read_memory(client)).share)
 
 
 async def _write_lag(page: MetricsPage, client: Redis) -> None:
@@ -227,7 +242,7 @@ async def _write_maintenance(page: MetricsPage, session: AsyncSession) -> None:
 
 
 def write_certificates(page: MetricsPage, settings: Settings) -> None:
-    """When the certificates end with which we reach Temporal."""
+    """When the certificates, or the JWT, end with which we reach Temporal."""
     for name in ("temporal_ca_file", "temporal_cert_file"):
         if path := getattr(settings, name):
             try:
@@ -236,3 +251,7 @@ def write_certificates(page: MetricsPage, settings: Settings) -> None:
             except (OSError, ValueError):
                 ends = 0.0
             page.add("berth_certificate_expires_timestamp_seconds", ends, f"BERTH_{name.upper()}")
+    if path := settings.temporal_api_key_file:
+        with suppress(OSError):
+            if ends := expiry_of(Path(path).read_text(encoding="ascii", errors="replace").strip()):
+                page.add("berth_certificate_expires_timestamp_seconds", ends, "BERTH_TEMPORAL_API_KEY_FILE")

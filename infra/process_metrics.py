@@ -120,6 +120,14 @@ MARKS = _gauge("berth_marks", "Marks of workers in service, as the watcher finds
 REFUSED = _counter(
     "berth_messages_refused_total", "Messages that are not from whom they name, by kind; dropped.", "kind"
 )
+LARGEST_SHARE = _gauge(
+    "berth_worker_quota_used_ratio",
+    "Share of its quota in Valkey, names or bytes, that the worker with most of it holds.",
+    merge="max",
+)
+CUT_OFF = _counter(
+    "berth_workers_cut_off_total", "Workers that were cut off because they held or sent too much in Valkey."
+)
 EVENTS = _counter("berth_events_total", "Events of workers that were handled.", "group", "kind")
 
 # On the way of each order a look into a dict, 0.1 µs, replaces the library's own, 2 µs.

@@ -82,6 +82,8 @@ class Settings(BaseSettings):
     message_key_file: Path = Path(".berth/keys/message.key")
     api_secret_file: Path = Path(".berth/keys/api.key")
     temporal_codec_key_file: str = ""
+    temporal_codec_reads_clear: bool = False
+    live_accounts: bool = True
     secret_folders: dict[Path, str] = Field(default={})
 
     # Command line
@@ -119,6 +121,7 @@ class Settings(BaseSettings):
     jobs_wait: float = Field(default=5.0, gt=0)
     jobs_tiers: dict[str, str] = {}
     jobs_lease: float = Field(default=5.0, ge=1, le=300)
+    jobs_key_file: str = ""
     webhook_key_file: str = ""
     webhook_allow_private: bool = False
     mail_host: str = ""
@@ -281,6 +284,7 @@ class LocalSettings(BaseSettings):
     postgres_port: int = 7403
     exchange_port: int = 7404
     exchange_admin_port: int = 7405
+    live_accounts: bool = False
     pass_environment: tuple[str, ...] = ()
 
 

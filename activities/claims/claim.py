@@ -11,6 +11,7 @@ import structlog
 from redis.asyncio import Redis
 from sqlalchemy.ext.asyncio import AsyncSession
 from temporalio import activity
+from temporalio.exceptions import ApplicationError
 
 from activities.claims.handshake import WAIT_SLICE, AssignmentSealer, ClaimReplies, push_signed
 from activities.pool import entries
@@ -104,8 +105,6 @@ class ClaimActivities:
         words = self._switches.words(request.user_id, switch, server)
         if not await entries.write_owner(self.client, request.user_id, worker, generation, words):
             return _gone(worker, "a later assignment owns the user")
-        if self.users:
-            await self.users.admit(worker.worker_id, request.pool, request.user_id)
         replies = ClaimReplies(self.client, self.sealer.keys, worker)
         reply = None if found.status == "claimed" else await replies.present(1)
         if reply is None:
@@ -155,7 +154,8 @@ class ClaimActivities:
     ) -> _ClaimedWorker:
         """Epoch, worker and accounts in one transaction; a repeat of the claim id gets the same ones.
 
-        Raises `_EntryRefused`; the transaction is rolled back then, so that nothing of it counts.
+        Raises `_EntryRefused`, and fails with `MEMORY_SHORT` while Valkey refuses claims; the transaction is
+        rolled back then, so that nothing of it counts.
         """
         async with self.database.session() as session:
             try:
@@ -195,6 +195,10 @@ class ClaimActivities:
                 )
             else:  # no account to log in with, or too many crashes: no worker is claimed
                 found = entries.PoolEntry(status="refused")
+            if found.status == "full":
+                raise ApplicationError(
+                    errors.MemoryShort.title(), type=errors.MemoryShort.code, non_retryable=True
+                )
             if found.status == "gone" and found.worker_id != assigned.worker_id:
                 raise _EntryRefused(found.worker_id, "its entry is gone")  # nothing was sent to it
             worker = m.WorkerRef(
@@ -282,10 +286,15 @@ class ClaimActivities:
     async def _claim_message(
         self, request: m.ClaimRequest, claimed: _ClaimedWorker, generation: str, switch_version: int
     ) -> Claim:
-        worker = claimed.worker
+        """Seals the user's accounts, and lets the worker reach the keys that it needs for them."""
+        worker, planner = claimed.worker, self.sealer.budgets
+        plan = await planner.plan(request.user_id, worker.epoch)
         accounts, sealed_keys = await self.sealer.seal(
-            request.user_id, claimed.accounts, claimed.found.public_key, worker, request.claim_id
+            request.user_id, claimed.accounts, claimed.found.public_key, worker, request.claim_id, plan
         )
+        permitted = await planner.record(plan)
+        if self.users:
+            await self.users.admit(worker.worker_id, request.pool, request.user_id, permitted)
         return Claim(
             claim_id=request.claim_id,
             worker_id=worker.worker_id,

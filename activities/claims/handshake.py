@@ -14,6 +14,7 @@ import structlog
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from redis.asyncio import Redis
 
+from activities.claims.budgets import AssignmentBudgets, BudgetPlanner, share_permille
 from infra.database.models import StoredCredentials
 from infra.process_metrics import REFUSED
 from infra.valkey import client as valkey
@@ -23,7 +24,7 @@ from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol import keys, scripts, sealing
 from worker_runtime.protocol.authentication import RefusalCounter
 from worker_runtime.protocol.errors import InvalidSignature, MalformedMessage
-from worker_runtime.protocol.messages import ClaimReply, Credentials, Message, SealedAccount
+from worker_runtime.protocol.messages import ClaimReply, Message, SealedAccount
 from worker_runtime.protocol.requests import ControlMessage
 from workflows.user_worker.messages import WorkerRef
 
@@ -42,15 +43,22 @@ class AssignmentSealer:
     unwrapper: KeyUnwrapper
     keys: OrchestratorKeys
     secrets: MessageSecrets
+    budgets: BudgetPlanner
     _: KW_ONLY
     #: As in `SealedAccount`.
     books_first: bool = False
 
     async def seal(
-        self, user_id: str, stored: Iterable[StoredCredentials], key: bytes, worker: WorkerRef, claim_id: str
+        self,
+        user_id: str,
+        stored: Iterable[StoredCredentials],
+        key: bytes,
+        worker: WorkerRef,
+        claim_id: str,
+        plan: AssignmentBudgets,
     ) -> tuple[list[SealedAccount], bytes]:
         """The accounts and the keys of the user's messages. Decrypts and seals each account at once, so that
-        the clear text exists only in this call (sealed)."""
+        the clear text exists only in this call (sealed). Adds the budgets of the accounts to the plan."""
         known = {"user_id": user_id, "claim_id": claim_id, "worker_id": worker.worker_id}
         sealed = []
         for one in stored:
@@ -59,6 +67,7 @@ class AssignmentSealer:
             credentials = await vault.decrypt_credentials(
                 one.encrypted, self.unwrapper, user_id=user_id, account_id=one.account_id
             )
+            counted = self.budgets.account(plan, one, credentials)
             clear = msgspec.json.encode(credentials)
             sealed.append(
                 SealedAccount(
@@ -68,22 +77,16 @@ class AssignmentSealer:
                     simulation=account.simulation,
                     number=account.number,
                     version=one.version,
-                    budgets=list(self.keys.budget_names(account.broker, *_person(one, credentials))),
+                    budgets=counted.names,
+                    address_budgets=counted.address_names,
                     sealed=sealing.seal(clear, key, account_id=one.account_id, epoch=worker.epoch, **known),
                     books_first=self.books_first,
                 )
             )
+        share = share_permille(plan)
+        sealed = [msgspec.structs.replace(account, address_share=share) for account in sealed]
         message_keys = self.secrets.for_worker(user_id, worker.epoch)
         return sealed, sealing.seal_message_keys(message_keys, key, epoch=worker.epoch, **known)
-
-
-def _person(stored: StoredCredentials, credentials: Credentials) -> tuple[str, str]:
-    """Whose calls the broker counts together."""
-    if credentials.person_id:
-        return "person", credentials.person_id
-    if stored.account.broker == "paper":  # there, an account without a person is a person of its own
-        return "account", stored.account_id
-    return "api key", credentials.api_key
 
 
 async def send_control(client: Redis, orchestrator_keys: OrchestratorKeys, message: ControlMessage) -> None:

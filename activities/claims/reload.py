@@ -17,6 +17,7 @@ from infra.database.models import StoredCredentials
 from infra.database.orders import listing as open_orders_table
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import reply_of
+from infra.valkey.worker_users import WorkerUsers
 from worker_runtime.protocol import errors, keys
 from worker_runtime.protocol.messages import ClaimReply, Failure, PlaceOrder, ReloadCredentials
 from workflows.user_worker import messages as m
@@ -34,6 +35,8 @@ class ReloadActivity:
     client: Redis
     database: Database
     sealer: AssignmentSealer
+    #: None: workers log in to Valkey as we do.
+    users: WorkerUsers | None = None
 
     @activity.defn
     async def reload_credentials(self, request: m.ReloadRequest) -> m.ReloadResult:
@@ -84,9 +87,14 @@ class ReloadActivity:
             public_key = await self._public_key(request)
             if not public_key:
                 return "the key of the worker's session is not known yet"
+            planner = self.sealer.budgets
+            plan = await planner.plan(user, worker.epoch, reload=True)
             accounts, sealed_keys = await self.sealer.seal(
-                user, stored, public_key, worker, request.reload_id
+                user, stored, public_key, worker, request.reload_id, plan
             )
+            permitted = await planner.record(plan, reload=True)
+            if self.users:
+                await self.users.admit(worker.worker_id, worker.pool, user, permitted)
             message = ReloadCredentials(
                 reload_id=request.reload_id,
                 user_id=user,

@@ -88,7 +88,7 @@ class EndConfirmer(_WorkerAccess):
         why = await self._ask(worker, reason, wait, grace, ASK_FIRST if lapsed else None)
         if not why:
             return
-        fenced = await self._fence(user_id, worker)
+        fenced = await self.fence(user_id, worker)
         # Read after the fence: from there on nothing renews it.
         lapsed = await valkey.has_lapsed(self.client, user_id, mark, known_for)
         left = (min(MARGIN, known_for) if lapsed else known_for) - fenced
@@ -138,7 +138,7 @@ class EndConfirmer(_WorkerAccess):
             await asyncio.sleep(POLL)
         return runs is False or await self.launcher.stop(task_id, reason, grace=grace)
 
-    async def _fence(self, user_id: str, worker: m.WorkerRef) -> float:
+    async def fence(self, user_id: str, worker: m.WorkerRef) -> float:
         """Takes the user from the worker's epoch, and returns for how many seconds that has been so.
 
         PostgreSQL first: from there a lost owner key is written again. The time counts from the owner key on.

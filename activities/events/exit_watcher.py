@@ -149,12 +149,13 @@ class ExitWatcher:
         elif row.ended_at is None or (row.end_reason or "").startswith(
             (worker_sessions.CLOSED_BY_WORKER, m.WAS_GONE)
         ):
+            blamed = await self.client.exists(keys.cut_off(ended.worker_id))
             lost = m.WorkerLostSignal(
                 task_id=ended.task_id,
                 worker_id=ended.worker_id,
                 exit_code=ended.exit_code,
                 reason=ended.reason[:200],
-                planned=ended.reason in NO_CRASH or ended.exit_code in _NO_CRASH_CODES,
+                planned=not blamed and (ended.reason in NO_CRASH or ended.exit_code in _NO_CRASH_CODES),
             )
             workflow_id = names.user_worker_id(row.user_id)
             if not await signal_workflow(self.temporal, workflow_id, "worker_lost", lost):

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 
 import structlog
 from redis.asyncio import Redis
@@ -20,7 +21,7 @@ from temporalio.service import RPCError
 
 from activities.maintenance.anomalies import is_many
 from activities.pool import entries
-from infra.database.engine import DatabaseUnavailable
+from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.locks import lead
 from infra.database.trading import switches
 from infra.database.workers import sessions as worker_sessions
@@ -32,7 +33,7 @@ from infra.temporal.client import signal_workflow
 from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
 from infra.valkey.switch_fanout import SwitchSigner
-from infra.valkey.worker_users import WorkerUsers
+from infra.valkey.worker_users import WorkerUsers, load_worker_scripts
 from infra.vault.message_secret import MessageSecrets
 from infra.worker_task import LauncherUnreachable
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -164,12 +165,16 @@ class MarkWatcher:
     #: And the launcher of their workers; None: workers log in to Valkey as we do.
     users: WorkerUsers | None = None
     launcher: Launcher | None = None
+    #: Of the scripts of workers that share a login, which may not bring any; None: nobody needs them.
+    database: Database | None = None
     #: As the constant.
     signalling: float = SIGNALLING
 
     def __post_init__(self) -> None:
         #: The last server on which this process made the workers' users.
         self._users_on = ""
+        #: The last server on which this process loaded scripts without users, and the day (`SCRIPTS_KEPT`).
+        self._scripts_on: tuple[str, date] | None = None
         self._switches = SwitchSigner(self.message_secrets)
         self._unreadable = False
         self._many = False
@@ -265,6 +270,9 @@ class MarkWatcher:
 
     async def _restore_users(self, server: str, connection: AsyncConnection) -> None:
         """Lets the workers log in to a server that is new: it has neither their users nor their scripts."""
+        if self.users is None and self.database is not None and self._scripts_on != (server, date.today()):
+            await load_worker_scripts(self.client, self.database)
+            self._scripts_on = server, date.today()
         if self.users is None or self.launcher is None or server == self._users_on:
             return
         assigned = await worker_sessions.assigned_now(connection)

@@ -14,22 +14,19 @@ import time
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from activities.events.cut_off import Offender, WorkerCutOff
 from activities.pool import entries
 from activities.pool.entries import PoolEntry, PumpedEvents, pump_events
 from activities.pool.launch import launched_for
-from infra import tasks
 from infra.database.engine import Database
 from infra.database.workers import launches
-from infra.launchers.port import Launcher
 from infra.process_metrics import REFUSED
 from infra.valkey.client import read_hashes, reply_of, text_of
-from infra.valkey.worker_users import WorkerUsers
 from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.authentication import RefusalCounter
@@ -62,23 +59,18 @@ class EventPump:
 
     client: Redis
     database: Database
-    launcher: Launcher
+    cutting: WorkerCutOff
     orchestrator_keys: OrchestratorKeys
-    #: None: workers log in to Valkey as we do.
-    users: WorkerUsers | None = None
     _: KW_ONLY
     most_rings: int = RINGS
 
     def __post_init__(self) -> None:
         self._refused = RefusalCounter(REFUSED.labels("announcement").inc)
-        #: Workers that were cut off.
-        self.cut_off = 0
         #: Workers with a long list: its length at first, and rounds since then.
         self._long: dict[str, tuple[int, int]] = {}
         self._announced: set[tuple[str, str]] = set()
         self._sweep_at = 0.0
         self._wake = asyncio.Event()
-        self._stops = tasks.SharedTasks[str, None](_stop_failed)
 
     async def run(self) -> None:
         while True:
@@ -118,18 +110,8 @@ class EventPump:
                 watched[worker_id] = length, 0
             else:
                 watched.pop(worker_id, None)
-                if self.users:  # first, so that nothing more is added
-                    await self.users.delete(worker_id)
-                await reply_of(self.client.unlink(keys.events_of(worker_id)))
-                self.cut_off += 1
-                log.error("worker_floods_events", worker_id=worker_id, events=length, count=self.cut_off)
-                self._stops.join(worker_id, partial(self._stop, worker_id))
+                await self.cutting.cut_off(Offender(worker_id=worker_id), f"floods its events: {length} wait")
         self._long = watched
-
-    async def _stop(self, worker_id: str) -> None:
-        """Ends a worker; its exit brings about the rest. Without it, the loss of its mark does."""
-        for task in await self.launcher.find_tasks(worker_id):
-            await self.launcher.stop(task.task_id, "floods its events", grace=RETRY)
 
     async def attend(self) -> None:
         """Admits announced workers, and looks now and then for lists whose ring was lost."""
@@ -181,7 +163,3 @@ class EventPump:
                 await reply_of(self.client.rpush(keys.EVENT_BELL, *rings))
             if not cursor:
                 return
-
-
-def _stop_failed(worker_id: str, error: BaseException) -> None:
-    log.error("flooding_worker_not_stopped", worker_id=worker_id, error=type(error).__name__)

@@ -18,18 +18,27 @@ from temporalio.client import Client, WorkflowQueryFailedError, WorkflowUpdateFa
 from temporalio.service import RPCError
 
 from activities.claims.handshake import send_control
+from activities.events.cut_off import WorkerCutOff
 from activities.events.exit_watcher import ExitWatcher
 from activities.events.mark_watcher import MarkWatcher
 from activities.events.pump import EventPump
+from activities.events.quota_watcher import QuotaWatcher
 from activities.events.recorder import Recorder
 from activities.events.relay import Relay
 from activities.events.stream import RECORDER_GROUP, RELAY_GROUP, EventStream
 from activities.maintenance.failures import FailureCollector
 from activities.maintenance.kept_jobs import KeptJobSweeper
+from activities.maintenance.person_matches import find_person_matches
 from activities.orchestrator.deployment import Deployment
 from activities.orchestrator.mover import WorkflowMover
 from activities.orchestrator.promotion import Promotion, build_id
-from activities.orchestrator.queues import OrchestratorResources, hosted_queues, make_worker, open_resources
+from activities.orchestrator.queues import (
+    OrchestratorResources,
+    ends_of,
+    hosted_queues,
+    make_worker,
+    open_resources,
+)
 from activities.orchestrator.restorer import EntityRestorer
 from activities.orders.sweeper import OrderSweeper
 from activities.pool.sizing import ANSWERS, LONGEST, ensure_pool
@@ -224,7 +233,9 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
         *(parts.client, parts.database, parts.launcher, temporal), pool=settings.pool, users=parts.users
     )
     alone = settings.launcher == "ecs"
-    pump = EventPump(parts.client, parts.database, parts.launcher, parts.keys, parts.users)
+    ends = ends_of(parts)
+    cutting = WorkerCutOff(parts.client, parts.database, parts.launcher, ends, parts.users)
+    pump = EventPump(parts.client, parts.database, cutting, parts.keys)
     loops = [
         pump.run,
         pump.attend,
@@ -232,11 +243,16 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
         EventStream(parts.client, RELAY_GROUP, relay, parts.message_secrets, dead_letters=letters).run,
         (lambda: exits.run_alone(settings.database_url)) if alone else exits.run,
         MarkWatcher(
-            *(parts.client, temporal, settings, parts.message_secrets), parts.users, parts.launcher
+            *(parts.client, temporal, settings, parts.message_secrets),
+            users=parts.users,
+            launcher=parts.launcher,
+            database=parts.database,
         ).run,
         lambda: watch_connection(temporal, settings),
         lambda: parts.message_secrets.compare_with_others(parts.client),
     ]
+    if parts.users:
+        loops.append(QuotaWatcher(parts.client, settings.database_url, cutting).run)
     if settings.sends_alerts:
         loops.append(lambda: send_errors(parts.client, "orchestrator"))
     if "orders" in settings.task_queues:
@@ -247,6 +263,7 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
     if "bulk" in settings.task_queues:
         loops.append(lambda: make_schedules(temporal, settings))
         loops.append(lambda: purge_each_hour(parts.database, settings))
+        loops.append(lambda: find_person_matches(parts.database))
         kept = KeptJobs(parts.database, JobClient(parts.client, parts.message_secrets))
         loops.append(KeptJobSweeper(parts.client, kept, starter).run)
         loops.append(FailureCollector(parts.database, temporal, settings.dead_letter_days).run)

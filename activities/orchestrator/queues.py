@@ -14,6 +14,7 @@ from temporalio.client import Client
 from temporalio.worker import PollerBehaviorAutoscaling, Worker
 from temporalio.workflow import NondeterminismError
 
+from activities.claims.budgets import BudgetPlanner
 from activities.claims.claim import ClaimActivities
 from activities.claims.handshake import AssignmentSealer
 from activities.claims.morning import MorningActivities
@@ -213,14 +214,17 @@ def make_worker(temporal: Client, hosted: HostedQueue, deployment: Deployment, g
 
 
 def lifecycle_activities(parts: OrchestratorResources) -> Activities:
-    secrets, books_first = parts.message_secrets, parts.settings.differences_block
-    sealer = AssignmentSealer(parts.unwrapper, parts.keys, secrets, books_first=books_first)
+    own = parts.settings
+    planner = BudgetPlanner(parts.database, parts.keys, own.egress_address, own.egress_persons)
+    sealer = AssignmentSealer(
+        parts.unwrapper, parts.keys, parts.message_secrets, planner, books_first=own.differences_block
+    )
     claiming = ClaimActivities(parts.client, parts.database, sealer, parts.users, parts.traces)
-    stopping = StopActivity(parts.client, parts.database, _ends(parts), parts.keys, parts.users)
+    stopping = StopActivity(parts.client, parts.database, ends_of(parts), parts.keys, parts.users)
     checking = HealthActivity(
         parts.client, parts.database, parts.launcher, parts.message_secrets, parts.settings.mark_ttl
     )
-    reloading = ReloadActivity(parts.client, parts.database, sealer)
+    reloading = ReloadActivity(parts.client, parts.database, sealer, parts.users)
     pool = PoolActivities(parts.client, parts.database, parts.launcher, parts.calendar)
     return [
         claiming.claim_worker,
@@ -236,7 +240,7 @@ def lifecycle_activities(parts: OrchestratorResources) -> Activities:
     ]
 
 
-def _ends(parts: OrchestratorResources) -> EndConfirmer:
+def ends_of(parts: OrchestratorResources) -> EndConfirmer:
     return EndConfirmer(
         *(parts.client, parts.database, parts.launcher, parts.message_secrets), parts.settings.mark_ttl
     )
@@ -261,7 +265,7 @@ def bulk_activities(temporal: Client, starter: WorkerStarter, parts: Orchestrato
     scanner = FleetScanner(
         parts.client, parts.database, parts.launcher, parts.message_secrets, pool=parts.settings.pool
     )
-    cleaner = AnomalyCleaner(parts.client, parts.database, parts.launcher, _ends(parts), temporal)
+    cleaner = AnomalyCleaner(parts.client, parts.database, parts.launcher, ends_of(parts), temporal)
     maintenance = MaintenanceActivities(scanner, cleaner, parts.database, parts.settings, parts.users)
     morning = MorningActivities(parts.database, parts.calendar, starter.ensure_active)
     rollout = RolloutActivities(

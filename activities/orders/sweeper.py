@@ -42,7 +42,7 @@ from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
 from infra.valkey.request_queue import EnqueuedBefore, RequestFate, RequestQueue, outcome_of
 from infra.vault.message_secret import MessageSecrets
-from worker_runtime.protocol.errors import BerthError, DeadlineExceeded, OutcomeUnknown
+from worker_runtime.protocol.errors import BerthError, DeadlineExceeded, MemoryShort, OutcomeUnknown
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState
 from workflows import names
 from workflows.order import messages as om
@@ -132,6 +132,9 @@ class OrderSweeper:
         except EnqueuedBefore as before:
             await self.database.write(attention.take_over, order.id, before.tag, before.reason)
             log.warning("order_taken_over", order=str(order.id), reason=before.reason)
+            return
+        except MemoryShort:  # due again; it expires at its deadline if that stays so
+            log.warning("order_waits_for_memory", order=str(order.id))
             return
         if queued.new:
             log.warning("order_queued_by_sweeper", order=str(order.id), left=round(due.remaining, 1))

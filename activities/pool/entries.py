@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
+from infra.valkey.memory import REFUSED_ABOVE
 from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.protocol import keys, scripts, sealing
 from workflows.user_worker import messages as m
@@ -20,6 +21,10 @@ from workflows.user_worker import messages as m
 LINE_PATIENCE = 30.0
 #: Events that are taken at a worker's end at once; a rest has its turn with the others.
 LAST_EVENTS = 1000
+LAST_EVENT_BYTES = 4 * 1024 * 1024
+#: Bytes of one worker's events that are taken in a round: 2 MB a second of a flood. An order makes four
+#: events of 0.5 KB.
+EVENT_BYTES = 65_536
 
 
 async def place_in_line(client: Redis, pool: str, user_id: str) -> int:
@@ -44,7 +49,7 @@ async def leave_line(client: Redis, pool: str, user_id: str) -> None:
 class PoolEntry:
     """What `claim.lua` returned."""
 
-    #: 'claimed', 'again', 'empty' or 'gone'; 'refused' when the pool was not asked.
+    #: 'claimed', 'again', 'empty', 'full' (memory is short) or 'gone'; 'refused' when the pool was not asked.
     status: str
     worker_id: str = ""
     public_key: bytes = b""
@@ -77,7 +82,7 @@ async def claim_entry(
     given: list[Any] = [claim_id, keys.pool_worker_prefix(pool), keys.CLAIM_TTL]
     if user_id:
         named += [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)]
-        given += [user_id, int(LINE_PATIENCE * 1000), avoid, *refused]
+        given += [user_id, int(LINE_PATIENCE * 1000), avoid, REFUSED_ABOVE, *refused]
     status, *found = await valkey.run_script(client, scripts.CLAIM, named, given)
     worker_id, public_key, proof = (*found, None, None, None)[:3]  # 'empty' names none, 'gone' only a worker
     return PoolEntry(
@@ -149,7 +154,7 @@ async def remove_entry(client: Redis, pool: str, worker_id: str) -> None:
 
     Takes its last events first, so that what follows from the end comes after them.
     """
-    await pump_events(client, worker_id, each=LAST_EVENTS)
+    await pump_events(client, worker_id, each=LAST_EVENTS, each_bytes=LAST_EVENT_BYTES)
     async with client.pipeline(transaction=True) as pipe:
         pipe.zrem(keys.pool_ready(pool), worker_id)
         pipe.delete(keys.pool_worker(pool, worker_id), keys.pool_inbox(pool, worker_id))
@@ -175,10 +180,16 @@ class PumpedEvents(NamedTuple):
 
 
 async def pump_events(
-    client: Redis, worker_id: str = "", *, each: int, rings: int = 0, long: int = 0
+    client: Redis,
+    worker_id: str = "",
+    *,
+    each: int,
+    rings: int = 0,
+    long: int = 0,
+    each_bytes: int = EVENT_BYTES,
 ) -> PumpedEvents:
     """Moves up to `each` events of this worker, and of those of up to `rings` rings, to the streams."""
-    given = [keys.events_of(""), each, rings, long, worker_id]
+    given = [keys.events_of(""), each, rings, long, worker_id, each_bytes]
     taken, left, announced, lengths = await valkey.run_script(
         client, scripts.PUMP_EVENTS, [keys.EVENTS, keys.EVENT_BELL, keys.CHANGES], given
     )

@@ -82,7 +82,9 @@ class LaunchActivities:
         own = self.settings
         url = own.worker_valkey_url or own.valkey_url
         egress = (
-            self.orchestrator_keys.budget_names("address", own.egress_address) if own.egress_address else ()
+            self.orchestrator_keys.former_budget_names("address", own.egress_address)
+            if own.egress_address
+            else ()
         )
         return LaunchSpec(
             image=release.image,

@@ -2,7 +2,7 @@
 
 from datetime import datetime
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 from uuid import UUID
 
 from fastapi import APIRouter, Path, Query
@@ -22,7 +22,7 @@ from api.orders.schemas import (
     cursor_of,
     position_of,
 )
-from infra.database import models
+from infra.database import budgets, models
 from infra.database.orders import attention
 from infra.database.orders.states import OrderNotFound
 from infra.database.trading import reconciliations
@@ -83,6 +83,41 @@ class ReconciliationList(View):
     """Differences, in the order that the path says."""
 
     reconciliations: list[ReconciliationView]
+
+
+class PersonMatchView(View):
+    """Two users whose workers have logged in to a broker as one person. Each worker speaks for its own user
+    only, so either of them may only claim to be that person."""
+
+    id: int
+    broker: str
+    first_user: str
+    second_user: str
+    found_at: datetime
+    shares_budget: bool = Field(description="Their calls are counted together.")
+    resolved_at: datetime | None = Field(description="null: it waits for an operator.")
+    resolved_by: str | None
+
+    @classmethod
+    def of(cls, row: models.PersonMatch) -> Self:
+        shown = {name: getattr(row, name) for name in cls.model_fields if name != "shares_budget"}
+        return cls(**shown, shares_budget=row.shared_budget is not None)
+
+
+class PersonMatchList(View):
+    """Pairs of users, the oldest first."""
+
+    person_matches: list[PersonMatchView]
+
+
+class ResolvePersonMatchRequest(Body):
+    """Whether both users are one person at the broker, as somebody has made sure of."""
+
+    share_budget: bool = Field(
+        description="true: their calls count together, as at the broker, and each may use up what the"
+        " other has. false: each user has limits of their own."
+    )
+    reason: LongReason = Field(min_length=1, description="How it is known; it stands in the audit trail.")
 
 
 class ResolveReconciliationRequest(Body):
@@ -195,3 +230,37 @@ async def resolve_reconciliation(
         reconciliations.resolve_reconciliation, number, actor=call.actor, reason=body.reason
     )
     return ReconciliationView.model_validate(row)
+
+
+@router.get("/person-matches", summary="Users who log in as one person")
+async def list_person_matches(
+    call: Call,
+    resolved: Annotated[bool, Query(description="Also those that were decided.")] = False,
+    after: Annotated[int, Query(ge=0, le=2**63 - 1, description="Number of the last one known.")] = 0,
+    limit: Most = 100,
+) -> PersonMatchList:
+    """Pairs of users whose logins name the same person at one broker, which counts both together. Berth
+    counts each user apart until an operator decides. Operators only."""
+    rows = await call.database.fetch(budgets.list_matches, resolved=resolved, after=after, limit=limit)
+    return PersonMatchList(person_matches=[PersonMatchView.of(row) for row in rows])
+
+
+@router.post(
+    "/person-matches/{number}/resolve",
+    summary="Link two users, or keep them apart",
+    responses=problems.responses(budgets.PersonMatchNotFound),
+)
+async def resolve_person_match(
+    number: Annotated[int, Path(ge=1, le=2**63 - 1)], body: ResolvePersonMatchRequest, call: Call
+) -> PersonMatchView:
+    """Lets both users share one budget at the broker, or keeps them apart; may be decided again.
+
+    Ask both first: a user who only claims to be the other one could use up the other's limits once they are
+    linked. In force within seconds where workers run. Operators only.
+    """
+    row = await call.database.write(
+        budgets.resolve_match, number, share_budget=body.share_budget, actor=call.actor, reason=body.reason
+    )
+    for user_id in (row.first_user, row.second_user):
+        await call.services.control.signal_reload(user_id)
+    return PersonMatchView.of(row)

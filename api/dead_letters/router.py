@@ -12,6 +12,7 @@ from fastapi import APIRouter, Query
 from pydantic import Field
 from sqlalchemy import func
 from temporalio.common import RawValue, WorkflowIDConflictPolicy, WorkflowIDReusePolicy
+from temporalio.converter import WorkflowSerializationContext
 
 from api.container import AuthorizedCall, Call, Services
 from api.http import problems
@@ -24,6 +25,7 @@ from infra.database.dead_letters import MESSAGE_KEPT, MESSAGE_KINDS, DeadLetterN
 from infra.database.engine import DatabaseUnavailable
 from infra.database.orders.attention import OrderSettled, recheck_order
 from infra.temporal.client import CALL, temporal_errors
+from infra.temporal.codec import is_refused
 from infra.valkey import client as valkey
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -180,9 +182,12 @@ async def _start_again(services: Services, workflow_id: str) -> None:
             page_size=1, rpc_timeout=CALL
         )
         begun = (await anext(history)).workflow_execution_started_event_attributes
-        given = await temporal.data_converter.decode(
-            begun.input.payloads, [RawValue] * len(begun.input.payloads)
+        converter = temporal.data_converter.with_context(
+            WorkflowSerializationContext(namespace=temporal.namespace, workflow_id=workflow_id)
         )
+        given = await converter.decode(begun.input.payloads, [RawValue] * len(begun.input.payloads))
+        if any(is_refused(value.payload) for value in given):
+            raise LetterRefused("the input of its last run was altered in Temporal, or cannot be decrypted")
         await temporal.start_workflow(
             begun.workflow_type.name,
             args=given,

@@ -21,6 +21,7 @@ from infra.jobs.kept import KeptJobs
 from infra.metrics import MetricsPage
 from infra.settings import Settings
 from infra.valkey.client import number_of, read_clock, reply_of, text_of
+from infra.valkey.memory import ALERT_ABOVE
 from worker_runtime.jobs.protocol.catalog import DeliverWebhook, SendEmail, make_job
 from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.jobs.protocol.telemetry import MAX_ERRORS
@@ -60,6 +61,13 @@ CONDITIONS = (
     Condition("berth_maintenance_age_seconds", {}, 180, 0, "maintenance has stopped"),
     Condition("berth_maintenance_guarded", {}, 0, 300, "maintenance holds still: `berth maintenance status`"),
     Condition("berth_differences_open", {}, 0, 0, "{value:.0f} accounts differ from the broker's books"),
+    Condition(
+        "berth_person_matches_open",
+        {},
+        0,
+        0,
+        "{value:.0f} pairs of users log in as one person: `berth users persons`",
+    ),
     Condition("berth_jobs_oldest_seconds", {}, 300, 0, "jobs in the queue {queue} wait for long"),
     Condition("berth_pool_waiting", {}, 0, 60, "{value:.0f} users wait: the pool {pool} is empty"),
     Condition("berth_startup_tasks_open", {}, 0, 1800, "{value:.0f} one-time tasks are not done"),
@@ -86,6 +94,14 @@ CONDITIONS = (
         0,
         0,
         "{value:.0f} runs were ended in Temporal, and nobody starts them again: `berth servers`",
+    ),
+    Condition(
+        "berth_valkey_memory_used_ratio",
+        {},
+        ALERT_ABOVE,
+        30,
+        "Valkey's memory is {value:.0%} full; above 85% new orders and claims are refused",
+        "valkey",
     ),
     Condition("berth_users", {"state": "Parked"}, 0, 0, "{value:.0f} users are parked", "temporal"),
 )

@@ -182,9 +182,38 @@ def _digest(key: str) -> bytes:
     return sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def session_token(cookies: str) -> str:
-    """The session's key in a Cookie header, or ''."""
-    return cookie_parser(cookies).get(COOKIE, "")
+def cookie_name(*, secure: bool, root_path: str) -> str:
+    """Return the name of a new session's cookie.
+
+    Browsers take a `__Host-` cookie only from this very host by TLS, and send it nowhere else; so neither
+    another subdomain nor somebody on the network can put one there. It needs the path `/`: below a root path
+    other applications of the host would get it, so `__Secure-` has to do there.
+    """
+    if not secure:
+        return COOKIE
+    return f"__Secure-{COOKIE}" if root_path else f"__Host-{COOKIE}"
+
+
+def session_cookie(cookies: str, *, https: bool = False) -> tuple[str, str]:
+    """Return name and value of the session's cookie in a Cookie header; two empty texts if there is none.
+
+    One that only TLS can have set goes before a plain one, which does not count if the request came by TLS.
+    """
+    found = cookie_parser(cookies)
+    for name in (f"__Host-{COOKIE}", f"__Secure-{COOKIE}", *(() if https else (COOKIE,))):
+        if token := found.get(name):
+            return name, token
+    return "", ""
+
+
+def session_token(cookies: str, *, https: bool = False) -> str:
+    """Return the session's key in a Cookie header, or ''."""
+    return session_cookie(cookies, https=https)[1]
+
+
+def token_of_request(request: Request) -> str:
+    """Return the session's key of a request, or ''."""
+    return session_token(request.headers.get("cookie", ""), https=request.url.scheme == "https")
 
 
 def csrf_token(session: str) -> str:
@@ -205,7 +234,7 @@ def route_of(request: Request) -> str:
 async def identify(request: Request, key: Annotated[str | None, Security(scheme)]) -> Principal:
     """The caller, by API key or session; raises `Unauthenticated`, `UserDisabled`, `KeySourceRefused`, or
     `Forbidden` without a CSRF token."""
-    session = session_token(request.headers.get("cookie", "")) if key is None else ""
+    session = "" if key is not None else token_of_request(request)
     authenticator: Authenticator = request.app.state.services.authenticator
     patience = PATIENCE if request.method in _READS and request.url.path in PATIENT_PATHS else None
     principal = await authenticator.principal(key or session, patience)

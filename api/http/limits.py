@@ -118,7 +118,7 @@ class RequestLimits:
             return None
         token = headers.get(_KEY_HEADER, b"").decode("latin-1")
         if not token and b"cookie" in headers:
-            token = session_token(headers[b"cookie"].decode("latin-1"))
+            token = session_token(headers[b"cookie"].decode("latin-1"), https=scope["scheme"] == "https")
         address = limited_address(scope)
         if not token and path.startswith(_WEBHOOKS):
             token = path.removeprefix(_WEBHOOKS).partition("/")[0]

@@ -142,6 +142,8 @@ RIGHTS: Mapping[str, Right] = {
     f"GET {_USER}/reconciliations": Right(ALL, Scope.READ),
     "GET /reconciliations": Right(STAFF, Scope.READ),
     "POST /reconciliations/{number}/resolve": Right(STAFF, Scope.ATTENTION),
+    "GET /person-matches": Right(STAFF, Scope.READ),
+    "POST /person-matches/{number}/resolve": Right(STAFF, Scope.ATTENTION),
     # Switches: a user's key sets the user's own one
     "PUT /switches": Right(ALL, Scope.TRADE, Scope.RISK),
     "GET /switches": Right(ALL, Scope.READ),

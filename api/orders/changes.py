@@ -1,6 +1,7 @@
 """Cancels and replaces orders. The request goes through the user's queue, behind the order itself."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,13 +27,14 @@ from infra.database.orders import checks as order_checks
 from infra.database.orders.attention import OrderSettled
 from infra.database.orders.recording import event_of_ours
 from infra.database.orders.states import IN_QUEUE
+from infra.database.trading import quantity_changes
 from infra.database.workers import sessions as worker_sessions
 from infra.settings import Settings
 from infra.valkey.request_queue import RequestFate, RequestQueue
 from worker_runtime.protocol.errors import BerthError, CheckFailed
 from worker_runtime.protocol.messages import CANCELLED_IN_QUEUE, Answer, OrderOutcome, OrderState
 from worker_runtime.protocol.order_terms import OrderLot
-from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
+from worker_runtime.protocol.requests import CancelOrder, ConfirmedQuantityChange, ReplaceOrder
 
 #: States in which the broker has the order.
 _WORKING = frozenset({OrderState.SUBMITTED, OrderState.PART_FILLED})
@@ -149,6 +151,11 @@ class OrderChangeService:
         request_id = order_requests.request_id_of(row.id, "replace", body.request_id)
         if left <= 0 or change.generation != generation:  # it is never sent a second time
             return await self._outcome_of(order, change, request_id, left)
+        confirmed: Sequence[ConfirmedQuantityChange] = ()
+        if change.quantity is not None:
+            confirmed = await self.database.read(
+                quantity_changes.confirmed_for, order.user_id, order.account_id
+            )
         request = ReplaceOrder(
             **self._request(row, order, request_id),
             generation=change.generation,
@@ -156,6 +163,7 @@ class OrderChangeService:
             price=change.price,
             reduce_only=row.reduce_only,
             price_band=change.price_band,
+            confirmed=tuple(confirmed),
         )
         return await self._send(request, order, left, wait, change)
 

@@ -31,7 +31,7 @@ from infra.market.calendar import TAIPEI
 from infra.process_metrics import count_order
 from infra.tracing import Traces
 from infra.valkey.request_queue import EnqueuedBefore, QueuedRequest, RequestQueue, outcome_of
-from worker_runtime.protocol.errors import BerthError, CheckFailed, DeadlineExceeded
+from worker_runtime.protocol.errors import BerthError, CheckFailed, DeadlineExceeded, MemoryShort
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
 
 #: While Valkey does not answer, a withdrawal is tried this many times, with this pause in seconds.
@@ -138,6 +138,10 @@ class PendingOrders:
                     await self.answers.read_pending(order_id)
             except EnqueuedBefore as before:
                 return PlacementResult.of(await self.outcome_writer.take_over(pending.row.id, before))
+            except MemoryShort as error:  # nothing was queued, and nothing will be
+                refused = _withdrawn(order_id, error)
+                order = await self._write_withdrawal(pending.order, refused)
+                return PlacementResult.of(order, refused)
             except RedisError as error:
                 self._log.warning("enqueue_failed", order=order_id, reason=type(error).__name__)
                 raise ValkeyUnavailable(
@@ -202,14 +206,7 @@ class PendingOrders:
     ) -> schemas.OrderView | None:
         """Takes the order back; None if a worker has it already, so that only its answer tells."""
         order = pending.order
-        late = isinstance(error, DeadlineExceeded)
-        outcome = OrderOutcome(
-            order_id=order.id,
-            state=OrderState.EXPIRED if late else OrderState.REJECTED,
-            reason=f"{error.code}: {error.detail}",
-            withdrawn=True,
-        )
-        answer = Answer(request_id=order.id, outcome=outcome, failure=Failure.of(error))
+        answer = _withdrawn(order.id, error)
         try:
             if await self.queue.may_be_stale(order.accepted_at):
                 return None  # a worker may have had it: the sweeper finds out
@@ -239,6 +236,17 @@ class PendingOrders:
             except RedisError:
                 await asyncio.sleep(WITHDRAW_PAUSE)
         return await self.queue.withdraw(user_id, queued.frame, answer)
+
+
+def _withdrawn(order_id: str, error: BerthError) -> Answer:
+    """The answer to an order that no worker gets, because of `error`."""
+    outcome = OrderOutcome(
+        order_id=order_id,
+        state=OrderState.EXPIRED if isinstance(error, DeadlineExceeded) else OrderState.REJECTED,
+        reason=f"{error.code}: {error.detail}",
+        withdrawn=True,
+    )
+    return Answer(request_id=order_id, outcome=outcome, failure=Failure.of(error))
 
 
 #: What PostgreSQL gets of an order's body.

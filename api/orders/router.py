@@ -1,22 +1,17 @@
 """Routes for orders: place, show, cancel and replace one; list them, export them, follow their changes."""
 
-import re
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any
+from typing import Annotated
 from uuid import UUID
 
-import msgspec
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Query, Response
 from fastapi.responses import StreamingResponse
-from fastapi.routing import APIRoute
-from starlette.requests import ClientDisconnect
 
 from api.container import AuthorizedCall, Call, KnownUserId, Services
 from api.http import errors, problems
-from api.http.auth import HEADER, authenticate
-from api.http.fields import ID_PATTERN, UserId, view_response
+from api.http.fields import UserId, view_response
 from api.http.streams import StreamBegin
 from api.orders import export, schemas
 from api.orders.export import OrderFeed
@@ -30,46 +25,6 @@ from infra.database.users import UserDisabled
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.messages import OrderState
 
-_USER_ID = re.compile(rf"(?=.{{1,64}}$){ID_PATTERN.strip('^$')}")
-_json = msgspec.json.Decoder()
-
-
-class PlacementRoute(APIRoute):
-    """The route of a new order: reads a plain request itself, which saves FastAPI's dependency solving.
-
-    A plain request has no query and a JSON body that is an order. Any other goes to FastAPI's own handler,
-    which alone says what is wrong with it. The endpoint takes `user_id`, `body` and `call`.
-    """
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        by_fastapi = super().get_route_handler()
-
-        async def handle(request: Request) -> Response:
-            order = await _plain_order(request)
-            if order is None:
-                return await by_fastapi(request)
-            caller = await authenticate(request, request.headers.get(HEADER))
-            call = AuthorizedCall(caller, request.app.state.services)
-            response: Response = await self.endpoint(request.path_params["user_id"], order, call)
-            return response
-
-        return handle
-
-
-async def _plain_order(request: Request) -> schemas.OrderRequest | None:
-    """Returns the order of a plain request, else None. Starlette keeps the body for the next reader."""
-    if request.scope["query_string"] or request.headers.get("content-type") != "application/json":
-        return None
-    if not _USER_ID.fullmatch(request.path_params["user_id"]):
-        return None
-    try:
-        # msgspec takes no more than FastAPI's reader does, and reads it the same.
-        return schemas.OrderRequest.model_validate(_json.decode(await request.body()))
-    except (ValueError, RecursionError, ClientDisconnect):  # no JSON, not an order, or only a part of it
-        return None
-
-
-placement_router = APIRouter(tags=["orders"], route_class=PlacementRoute)
 router = APIRouter(tags=["orders"])
 
 Wait = Annotated[
@@ -88,7 +43,7 @@ REFUSALS: tuple[type[protocol.BerthError], ...] = (
 _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where the order is."}}
 
 
-@placement_router.post(
+@router.post(
     "/users/{user_id}/orders",
     status_code=201,
     response_model=schemas.OrderView,

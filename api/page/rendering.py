@@ -22,7 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from redis.exceptions import RedisError
 
 from api.container import AuthorizedCall, InServices
-from api.http.auth import COOKIE, Principal, csrf_token, identify
+from api.http.auth import Principal, csrf_token, identify, token_of_request
 from api.http.errors import Forbidden, NotFound, Unauthenticated, ValkeyUnavailable
 from api.http.fields import plain_price
 from api.http.paths import ROOT_PATH
@@ -139,7 +139,7 @@ class Page(AuthorizedCall):
             "title": title or _NAMES[self.request.scope["route"].path],
             "filters": defaultdict(str, self.request.query_params),
             "menu": [(path, name) for path, name, right in MENU if self.may(right)],
-            "csrf": csrf_token(self.request.cookies.get(COOKIE, "")),
+            "csrf": csrf_token(token_of_request(self.request)),
         }
         return show_template(template, **values)
 

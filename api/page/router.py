@@ -21,7 +21,7 @@ from api.container import InServices
 from api.dead_letters import router as dead_letters
 from api.fleet import router as fleet
 from api.http import problems, proxies
-from api.http.auth import COOKIE, source_of
+from api.http.auth import COOKIE, cookie_name, session_cookie, source_of
 from api.http.errors import Forbidden, Unauthenticated
 from api.http.fields import ID_PATTERN, PlainText, UserId
 from api.http.notifications import ANY, NotificationListener
@@ -201,6 +201,7 @@ async def show_attention(
         "attention.html",
         waiting=page.read(attention.list_attention, cursor=cursor, limit=ROWS, unknown=True),
         differences=page.read(attention.list_open_reconciliations, after=after, limit=ROWS),
+        persons=page.read(attention.list_person_matches, limit=ROWS),
         rows=ROWS,
     )
 
@@ -354,7 +355,7 @@ async def log_in(
     # The browser says it even where a proxy that ends TLS does not, or is not trusted.
     secure = request.url.scheme == "https" or origin.startswith("https://")
     response.set_cookie(
-        COOKIE,
+        cookie_name(secure=secure, root_path=root),
         token,
         max_age=LIFE // timedelta(seconds=1),
         path=root or "/",
@@ -375,5 +376,12 @@ async def log_out(page: InPage) -> Response:
             subject, ended = f"key:{caller.key_id}", caller.session
             audit.append_entry(session, caller.actor, "page.logged_out", subject, id=ended)
     response = Response(status_code=204)
-    response.delete_cookie(COOKIE, path=page.link("") or "/", httponly=True, samesite="strict")
+    name, _ = session_cookie(page.request.headers.get("cookie", ""))
+    response.delete_cookie(
+        name or COOKIE,
+        path=page.link("") or "/",
+        secure=name.startswith("__"),  # or browsers do not take it
+        httponly=True,
+        samesite="strict",
+    )
     return response

@@ -8,11 +8,10 @@ from datetime import UTC, datetime
 from typing import Annotated
 from uuid import UUID
 
-import structlog
 from fastapi import APIRouter, Query
 from pydantic import Field
 
-from api.container import Call, KnownUserId, Services, VisibleUserId
+from api.container import Call, KnownUserId, VisibleUserId
 from api.http import problems
 from api.http.errors import Forbidden, NotFound, NoWorker, TemporalUnavailable
 from api.http.fields import ID_PATTERN, AccountId, Reason, Rows, UserId, UserPrefix
@@ -26,7 +25,7 @@ from infra.database.trading import limits as trading_limits
 from infra.database.trading.models import AccountLimits
 from infra.settings import Settings
 from infra.vault import vault
-from worker_runtime.protocol.errors import BerthError, LoginRejected
+from worker_runtime.protocol.errors import BerthError, LoginLimited, LoginRejected
 from worker_runtime.protocol.exchange import ExchangeReply, Login
 from worker_runtime.protocol.messages import Credentials, decode, encode
 from workflows.user_worker.messages import ShutdownRequest
@@ -160,7 +159,9 @@ async def put_statement_addresses(
 @credentials_router.put(
     "/{user_id}/accounts/{account_id}/credentials",
     summary="Store broker credentials",
-    responses=problems.responses(accounts.TooManyAccounts, accounts.AccountDiffers),
+    responses=problems.responses(
+        accounts.TooManyAccounts, accounts.AccountDiffers, accounts.LiveAccountRefused, LoginLimited
+    ),
 )
 async def store_credentials(
     user_id: VisibleUserId, account_id: AccountId, body: schemas.CredentialsRequest, call: Call
@@ -169,8 +170,12 @@ async def store_credentials(
 
     Those of the paper broker are tried at once: `login` says what came of it. A running worker of the user is
     told to load them; if that fails, it has the old ones until
-    `POST /v1/users/{user_id}/worker/reload-credentials`.
+    `POST /v1/users/{user_id}/worker/reload-credentials`. A user of whose logins the broker has rejected 10
+    within an hour waits before they store more (`LOGIN_LIMITED`); administrators may store them meanwhile.
     """
+    live = accounts.is_live(body.broker.value, body.simulation)
+    if live and not call.services.settings.live_accounts:
+        raise accounts.LiveAccountRefused
     credentials = Credentials(
         api_key=body.api_key.get_secret_value(),
         secret_key=body.secret_key.get_secret_value(),
@@ -187,12 +192,14 @@ async def store_credentials(
     shown = key | body.model_dump(mode="json", include={"broker", "broker_type", "simulation"})
     async with call.database.session() as session:
         await users.get_user(session, user_id, lock=True)  # nobody removes it meanwhile
+        if call.caller.role is Role.USER:
+            await accounts.require_login_tries(session, user_id)
         version = await accounts.put_account(session, encrypted=encrypted, number=number, **shown)
         said = {"version": version, "broker": body.broker.value, "login": login}
         audit.append_entry(
             session, call.actor, "credentials.stored", f"account:{user_id}/{account_id}", **said
         )
-    signalled = await _signal_reload(call.services, user_id)
+    signalled = await call.services.control.signal_reload(user_id)
     return schemas.CredentialsView(
         **shown, version=version, login=login, login_detail=why, reload_signalled=signalled
     )
@@ -201,15 +208,17 @@ async def store_credentials(
 @credentials_router.post(
     "/{user_id}/accounts/{account_id}/retry",
     summary="Try a rejected login again",
-    responses=problems.responses(accounts.AccountNotFound),
+    responses=problems.responses(accounts.AccountNotFound, LoginLimited),
 )
 async def retry_login(user_id: VisibleUserId, account_id: AccountId, call: Call) -> schemas.AccountView:
     """With what is stored, by the running worker or the next one. An account that was not rejected, and has
-    no session, is only tried sooner."""
+    no session, is only tried sooner. Limited as new credentials are."""
     async with call.database.session() as session:
+        if call.caller.role is Role.USER:
+            await accounts.require_login_tries(session, user_id)
         stored = await accounts.retry_login(session, user_id, account_id, actor=call.actor)
         view = schemas.AccountView.of(stored, await accounts.serving_epoch(session, user_id))
-    await _signal_reload(call.services, user_id)
+    await call.services.control.signal_reload(user_id)
     return view
 
 
@@ -253,15 +262,6 @@ async def _try_login(
         return "verified", ""
     rejected = reply.error == LoginRejected.code
     return "rejected" if rejected else "not_tried", f"{reply.error}: {reply.detail}"
-
-
-async def _signal_reload(services: Services, user_id: str) -> bool:
-    try:
-        await services.control.signal(user_id, "reload_credentials")
-    except BerthError as error:  # no worker, or no Temporal: what is stored counts from the next start
-        structlog.get_logger().info("reload_not_signalled", user=user_id, code=error.code)
-        return False
-    return True
 
 
 @limit_router.get(_LIMITS_PATH, summary="Look at limits", responses=problems.responses(AccountNotFound))

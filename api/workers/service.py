@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
+import structlog
 from temporalio.client import (
     Client,
     Interceptor,
@@ -52,6 +53,16 @@ class WorkerControl:
         handle = self.client.get_workflow_handle(user_worker_id(user_id))
         with temporal_errors(missing=NoWorker(), server_only=True):
             await handle.signal(name, args=args, rpc_timeout=CALL)
+
+    async def signal_reload(self, user_id: str) -> bool:
+        """Asks for a reload of credentials; False: no worker, or no Temporal. Then what is stored counts from
+        the next start of a worker."""
+        try:
+            await self.signal(user_id, "reload_credentials")
+        except BerthError as error:
+            structlog.get_logger().info("reload_not_signalled", user=user_id, code=error.code)
+            return False
+        return True
 
     async def reload_credentials_now(self, user_id: str, wait: float) -> str | None:
         """Reloads and returns what came of it, in words; None if it takes longer than `wait` seconds.

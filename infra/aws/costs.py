@@ -23,9 +23,9 @@ VALKEY = {"large": 0.312, "xlarge": 0.622, "4xlarge": 2.480}
 # A month.
 DISK_GIB, DATABASE_GIB, SECRET, KEY, ALARM, METRIC = 0.096, 0.276, 0.40, 1.0, 0.10, 0.30
 #: How many of them `production` has; CloudWatch's own metrics cost nothing.
-SECRETS, KEYS, ALARMS, METRICS = 17, 2, 21, 7
+SECRETS, KEYS, ALARMS, METRICS = 21, 2, 21, 7
 #: Folders of keys that the tasks other than the API's follow, and an API task; a call each `PERIOD` seconds.
-FOLDERS, FOLDERS_API, SECRET_CALLS_10_000 = 22, 4, 0.05
+FOLDERS, FOLDERS_API, SECRET_CALLS_10_000 = 21, 4, 0.05
 # A GiB: through NAT, out to the internet, and into logs.
 NAT_GIB, EGRESS_GIB, LOG_GIB = 0.062, 0.114, 0.76
 #: Temporal Cloud: the plan, and a million actions.

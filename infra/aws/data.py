@@ -23,16 +23,21 @@ FOLDERS = {
     "messages": "message secret",
     "api": "API secret",
     "codec": "keys of Temporal's histories",
-    "jobs": "keys and passwords of the job runners",
+    "fleet": "keys of the fleet's jobs, derived from the message secret",
+    "webhook": "the key that signs webhooks",
+    "email": "password of the mail provider",
+    "messaging": "token of the provider of SMS and WhatsApp",
+    "push": "key of the provider of pushes",
     "launch": "key of the launch documents; worker hosts read it, too",
     "login": "our login at Temporal",
     "temporal": "keys and logins of our own Temporal cluster",
     "admin": "the first administrator's API key",
 }
 #: The rights of all workers here, where nobody may make Valkey users by ACL SETUSER: the commands of a
-#: worker's own user on every key, and scripts. No KEYS, SCAN, FLUSHALL, CONFIG, CLIENT, ACL or MONITOR.
+#: worker's own user on every key, and scripts that the orchestrators have loaded. No EVAL, with which an
+#: endless loop blocks everybody. No KEYS, SCAN, FLUSHALL, CONFIG, CLIENT, ACL or MONITOR.
 WORKER_ACCESS = " ".join(
-    ("on", "~*", "&*", "-@all", *(f"+{command}" for command in COMMANDS), "+subscribe", "+eval", "+evalsha")
+    ("on", "~*", "&*", "-@all", *(f"+{command}" for command in COMMANDS), "+subscribe", "+evalsha")
 )
 SERVICE_ACCESS = "on ~* &* +@all -@dangerous +info +keys +client|id"
 
@@ -240,7 +245,13 @@ def postgres(
         scope,
         f"{name}Parameters",
         engine=rds.DatabaseInstanceEngine.postgres(version=rds.PostgresEngineVersion.of("18.6", "18")),
-        parameters={"rds.force_ssl": "1", "log_min_duration_statement": "500"},
+        parameters={
+            "rds.force_ssl": "1",
+            "log_min_duration_statement": "500",
+            # No log shows the values of a statement: they are orders, addresses and sealed credentials.
+            "log_parameter_max_length": "0",
+            "log_parameter_max_length_on_error": "0",
+        },
     )
     made = rds.DatabaseInstance(
         scope,

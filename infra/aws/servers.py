@@ -32,6 +32,15 @@ JOBS_WAITED = 30
 #: How long a task that leaves may finish its requests.
 DRAIN = Duration.seconds(300)
 API_PORT = 8000
+#: What job runners have of the message secret, and the folder of the secrets that a tier needs.
+JOBS_KEY = "/keys/fleet/fleet.key"
+PROVIDER_FOLDERS = {
+    "webhook": ("webhook",),
+    "email": ("email",),
+    "sms": ("messaging",),
+    "whatsapp": ("messaging",),
+    "push": ("push",),
+}
 _HEALTH = ("python", "-m", "infra.compose.health")
 
 
@@ -102,7 +111,8 @@ def prepare(servers: Servers) -> CustomResource:
                 "master_key_file": "/keys/admin/master.key",  # never made; the API key is beside it
                 "orchestrator_key_dir": "/keys/private",
                 "api_secret_file": "/keys/api/api.key",
-                "webhook_key_file": "/keys/jobs/webhook.key",
+                "webhook_key_file": "/keys/webhook/webhook.key",
+                "jobs_key_file": JOBS_KEY,
                 "ecs_launch_key_file": "/keys/launch/launch-document.key",
             },
             secrets={
@@ -195,7 +205,7 @@ def add_api(
                 "api_secret_file": "/keys/api/api.key",
                 "master_kms_key": storage.master_key.key_arn,
                 "trusted_proxies": public,
-                "webhook_key_file": "/keys/jobs/webhook.key",
+                "webhook_key_file": "/keys/webhook/webhook.key",
             },
             secrets={"database_url": storage.database_url, "valkey_url": storage.valkey_url},
             folders=("messages", "api", "codec", "login"),
@@ -266,7 +276,7 @@ def add_orchestrators(servers: Servers, workers: WorkerTasks, events: sqs.IQueue
                 **servers.temporal,
                 "master_kms_key": storage.master_key.key_arn,
                 "orchestrator_key_dir": "/keys/private",
-                "webhook_key_file": "/keys/jobs/webhook.key",
+                "webhook_key_file": "/keys/webhook/webhook.key",
                 "pool_target": stage.pool_target,
                 "egress_address": egress,
                 "launcher": "ecs",
@@ -338,15 +348,16 @@ def add_job_fleet(servers: Servers, name: str, tier: JobTier) -> None:
             command=("python", "-m", "infra.jobs.fleet"),
             size=TaskSize(cpu=256, soft=256, hard=768),
             settings={
-                **servers.common,
+                **{name: value for name, value in servers.common.items() if name != "message_key_file"},
+                "jobs_key_file": JOBS_KEY,
                 "jobs_runner": name,
                 "jobs_queues": [name],
                 "jobs_slots": tier.slots,
                 "jobs_runners": tier.runners,
-                **({"webhook_key_file": "/keys/jobs/webhook.key"} if name == "webhook" else {}),
+                **({"webhook_key_file": "/keys/webhook/webhook.key"} if name == "webhook" else {}),
             },
             secrets={"valkey_url": servers.storage.valkey_url},
-            folders=("messages", "jobs"),
+            folders=("fleet", *PROVIDER_FOLDERS.get(name, ())),
             health=(*_HEALTH, "runner", name),
             stop=120,
         )

@@ -20,10 +20,10 @@ from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.workers import launches
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey, reply_of, text_of
-from infra.vault import rotation
+from infra.vault import message_secret, rotation
 from infra.vault.key_pairs import OrchestratorKey, orchestrator_key_file
 from infra.vault.rotation import Rotation
-from infra.vault.secret_versions import add_version, drop_before, load_versions
+from infra.vault.secret_versions import BOUND_PAYLOADS, add_version, drop_before, load_versions
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 
@@ -89,16 +89,22 @@ def rotate(settings: Settings, key: KeyName, keep: int, *, local: bool) -> Comma
     held = load_versions(path)
     if key is KeyName.TEMPORAL:
         note_act(settings, "key.rotation_requested", subject, keep=keep or None)
-        version = add_version(path, keep=keep or len(held) + 1)
+        version = add_version(path, keep=keep or len(held) + 1, payload_format=BOUND_PAYLOADS)
         kept = load_versions(path)
         lines = [f"made key {version} in {path}; it holds {len(kept)}, down to key {kept[-1].version}"]
         lines.append("It encrypts from a minute on. Other hosts have to read it: copy the file until then.")
+        if any(key.payload_format < BOUND_PAYLOADS for key in kept):
+            lines.append(
+                "It still holds a key of an earlier release, so payloads in clear and of other workflows are "
+                "read. When the runs that began before now have closed, rotate with --keep."
+            )
         return CommandAnswer(None, "\n".join(lines))
     if len(held) > 1:
         kept_version = held[1].version
         raise BerthError(f"{path} still holds version {kept_version}: `berth keys retire {key}` comes first")
     note_act(settings, "key.rotation_requested", subject)
     version = add_version(path, keep=3)  # even if two run at the same time, nothing goes
+    _derive_fleet_keys(settings, key)
     lines = [f"made version {version} in {path.absolute()}, and kept version {version - 1}"]
     if not local and key is not KeyName.WEBHOOKS:
         lines.append("Processes on this file use it within a second. Copy it to the other hosts at once.")
@@ -122,7 +128,14 @@ def retire(settings: Settings, key: KeyName, *, force: bool) -> CommandAnswer:
         )
     note_act(settings, "key.retirement_requested", f"secret:{key}", version=held[1].version, force=force)
     drop_before(path, held[0].version)
+    _derive_fleet_keys(settings, key)
     return CommandAnswer(None, only)
+
+
+def _derive_fleet_keys(settings: Settings, key: KeyName) -> None:
+    """Renews the file of the job runners, where they have one instead of the message secret."""
+    if key is KeyName.MESSAGE and settings.jobs_key_file:
+        message_secret.write_fleet_keys(Path(settings.jobs_key_file), settings.message_key_file)
 
 
 def _file_of(key: KeyName, settings: Settings) -> Path:

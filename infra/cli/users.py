@@ -114,6 +114,48 @@ def remove_user(api: OperatorApi, user: OfUser, reason: Reason = "requested") ->
     return CommandAnswer({"removed": user}, f"{user} is removed")
 
 
+@api_command(users_app)
+def persons(
+    api: OperatorApi,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Also those that were decided.")] = False,
+    limit: Limit = 100,
+) -> CommandAnswer:
+    """List pairs of users who log in to a broker as one person, the oldest first."""
+    rows: list[dict[str, Any]] = []
+    more = True
+    while more and len(rows) < limit:
+        wanted = min(limit - len(rows), 500)
+        after = rows[-1]["id"] if rows else 0
+        found = api.get("person-matches", limit=wanted, after=after, resolved=resolved)["person_matches"]
+        rows += found
+        more = len(found) == wanted
+    return list_answer(
+        rows,
+        "number: id, broker, user: first_user, and: second_user, since (UTC): found_at, budget,"
+        " decided by: resolved_by",
+        none="no two users log in as one person",
+        more=more,
+        budget=lambda row: "shared" if row["shares_budget"] else "apart",
+    )
+
+
+PairNumber = Annotated[int, typer.Argument(min=1, metavar="NUMBER", help="Of the pair (`persons`).")]
+
+
+@api_command(users_app)
+def link(api: OperatorApi, number: PairNumber, reason: Reason) -> CommandAnswer:
+    """Let two users share one budget at the broker. Ask both first: each can use up what the other has."""
+    reply = api.post("person-matches", str(number), "resolve", reason=reason, share_budget=True)
+    return CommandAnswer(reply.body, f"pair {number} shares a budget")
+
+
+@api_command(users_app)
+def keep_apart(api: OperatorApi, number: PairNumber, reason: Reason) -> CommandAnswer:
+    """Let each of two users have limits of their own."""
+    reply = api.post("person-matches", str(number), "resolve", reason=reason, share_budget=False)
+    return CommandAnswer(reply.body, f"pair {number} is kept apart")
+
+
 @api_command(accounts_app, "list")
 def list_accounts(api: OperatorApi, user: OfUser) -> CommandAnswer:
     """List a user's accounts, with the version of their credentials and how their logins stand."""

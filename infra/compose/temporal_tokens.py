@@ -3,6 +3,9 @@
 A JWT names what its holder may do, as Temporal's default claim mapper reads it: `<namespace>:write`, or
 `temporal-system:admin` for everything. The key that signs them is forgotten at once: nobody can make more.
 New ones come with a new key; the key set keeps the one before, so that the earlier ones count meanwhile.
+
+A JWT ends after `LIFETIME`. Every `docker compose up`, which runs `prepare`, makes new ones when less than
+half of it is left.
 """
 
 import base64
@@ -17,10 +20,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
 
 from infra.vault import key_file
+from infra.vault.jwt import expiry_of
 
 #: What `admin` may do; everything in every namespace.
 SYSTEM_ADMIN = ("temporal-system:admin",)
 _COORDINATE = 32
+#: Seconds a JWT counts: what somebody copied is of no use for ever. Half a year, because only a start renews
+#: them, and a system without valid ones starts no workers.
+LIFETIME = 180 * 86_400
 
 
 def worker_permissions(namespace: str) -> tuple[str, ...]:
@@ -29,8 +36,10 @@ def worker_permissions(namespace: str) -> tuple[str, ...]:
 
 
 def ensure_tokens(key_set: Path, tokens: Mapping[Path, Sequence[str]]) -> list[Path]:
-    """Writes a JWT with its permissions into each file (mode 0600), unless all are there; returns these."""
-    if key_set.exists() and all(path.exists() for path in tokens):
+    """Writes a JWT with its permissions into each file (mode 0600), unless all are there and will count for a
+    while; returns these."""
+    now = int(time.time())
+    if key_set.exists() and all(_end_of(path) - now > LIFETIME / 2 for path in tokens):
         return []
     key = ec.generate_private_key(ec.SECP256R1())
     key_id = f"berth-{secrets.token_hex(8)}"
@@ -44,6 +53,10 @@ def ensure_tokens(key_set: Path, tokens: Mapping[Path, Sequence[str]]) -> list[P
     return list(tokens)
 
 
+def _end_of(path: Path) -> int:
+    return expiry_of(path.read_text(encoding="ascii", errors="replace").strip()) if path.exists() else 0
+
+
 def _public(key: ec.EllipticCurvePublicKey, key_id: str) -> dict[str, str]:
     """RFC 7517."""
     numbers = key.public_numbers()
@@ -54,7 +67,8 @@ def _public(key: ec.EllipticCurvePublicKey, key_id: str) -> dict[str, str]:
 def _token(key: ec.EllipticCurvePrivateKey, key_id: str, *, subject: str, permissions: Sequence[str]) -> str:
     """RFC 7519, signed as RFC 7518 says (3.4): both numbers of the signature, 32 bytes each."""
     head = {"alg": "ES256", "typ": "JWT", "kid": key_id}
-    claims = {"sub": subject, "iat": int(time.time()), "permissions": list(permissions)}
+    now = int(time.time())
+    claims = {"sub": subject, "iat": now, "exp": now + LIFETIME, "permissions": list(permissions)}
     text = ".".join(_base64(json.dumps(part).encode()) for part in (head, claims))
     numbers = decode_dss_signature(key.sign(text.encode(), ec.ECDSA(hashes.SHA256())))
     return f"{text}.{_base64(b''.join(number.to_bytes(_COORDINATE, 'big') for number in numbers))}"

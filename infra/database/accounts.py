@@ -7,16 +7,18 @@ another version, by new credentials or `retry_login`.
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from enum import StrEnum
 
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database import audit
+from infra.database import audit, budgets
 from infra.database.locks import wait_for_turn
 from infra.database.models import (
     BrokerAccount,
     EncryptedCredentials,
+    FailedLogin,
     Order,
     StoredCredentials,
     WorkerSession,
@@ -25,11 +27,16 @@ from infra.database.models import (
 from infra.database.orders.states import OPEN_STATES
 from infra.database.trading.models import AccountLimits, Webhook
 from worker_runtime.protocol.bounds import MAX_ACCOUNTS
-from worker_runtime.protocol.errors import BerthError, LoginRejected, UnknownAccount
+from worker_runtime.protocol.errors import BerthError, LoginLimited, LoginRejected, UnknownAccount
 from worker_runtime.protocol.messages import AccountLogin
 
 #: Characters of a broker's own words that are kept.
 _WORDS = 1000
+#: Logins of one user that a broker may reject within `FAILED_LOGIN_WINDOW_S`: all users behind an address are
+#: banned with the one who exceeds what the broker tolerates. Somebody who mistypes gets through; 240 a day
+#: are a quarter of what Shioaji allows one person.
+MAX_FAILED_LOGINS = 10
+FAILED_LOGIN_WINDOW_S = 3600
 
 
 class TooManyAccounts(BerthError, code="TOO_MANY_ACCOUNTS", status=409):
@@ -46,6 +53,11 @@ class StillInUse(BerthError, code="STILL_IN_USE", status=409):
 
 class AccountDiffers(BerthError, code="ACCOUNT_DIFFERS", status=409):
     """An account stays the one that it is at its broker, live or in simulation, and is stored once."""
+
+
+class LiveAccountRefused(BerthError, code="LIVE_ACCOUNT_REFUSED", status=403):
+    """This installation takes no accounts that trade for real. Use the broker's simulation, or ask an
+    operator to set `BERTH_LOCAL_LIVE_ACCOUNTS` (`BERTH_LIVE_ACCOUNTS` outside of `make run`)."""
 
 
 class LoginState(StrEnum):
@@ -97,6 +109,17 @@ async def put_account(
     return int(version or 0)
 
 
+def is_live(broker: str, simulation: bool) -> bool:
+    """Return True if orders of such an account trade for real; the paper exchange's never do."""
+    return broker != "paper" and not simulation
+
+
+async def live_accounts(session: AsyncSession) -> list[str]:
+    """Return the accounts that trade for real, as `user/account`."""
+    rows = await session.scalars(select(BrokerAccount).filter_by(simulation=False))
+    return [f"{row.user_id}/{row.account_id}" for row in rows if is_live(row.broker, row.simulation)]
+
+
 async def require_account(
     session: AsyncSession, user_id: str, account_id: str, *, lock: bool = False
 ) -> None:
@@ -125,6 +148,22 @@ def rejection_of(account: BrokerAccount) -> LoginRejected:
     return LoginRejected(f"{account.account_id}: {why}; new credentials or a retry make another try")
 
 
+async def require_login_tries(session: AsyncSession, user_id: str) -> None:
+    """Raises `LoginLimited` if the broker has rejected too many of the user's logins of late."""
+    now = func.clock_timestamp()
+    since = func.extract("epoch", now - func.min(FailedLogin.at))
+    recent = FailedLogin.at > now - timedelta(seconds=FAILED_LOGIN_WINDOW_S)
+    found = select(func.count(), since).where(FailedLogin.user_id == user_id, recent)
+    count, oldest_s = (await session.execute(found)).one()
+    if count >= MAX_FAILED_LOGINS:
+        wait_s = max(1, FAILED_LOGIN_WINDOW_S - int(oldest_s))
+        raise LoginLimited(
+            f"The broker has rejected {count} logins of user {user_id} within an hour. Check the credentials,"
+            f" and store them again in {wait_s // 60 + 1} minutes.",
+            retry_after=wait_s,
+        )
+
+
 async def record_logins(
     session: AsyncSession, user_id: str, epoch: int, at_ms: int, logins: Collection[AccountLogin]
 ) -> None:
@@ -136,6 +175,7 @@ async def record_logins(
     # Locked, so that a version is the newest until the commit.
     await session.execute(rows.with_for_update(key_share=True).execution_options(populate_existing=True))
     stored = {one.account_id: one for one in await accounts_of_user(session, user_id)}
+    confirmed = []
     for login in logins:
         found = stored.get(login.account_id)
         if found is None or (found.account.login_epoch, found.account.login_ms) > (epoch, at_ms):
@@ -144,9 +184,14 @@ async def record_logins(
         account.login_epoch, account.login_ms = epoch, at_ms
         account.login_code, account.login_detail = login.code, login.detail[:_WORDS]
         if login.rejected == found.version:
+            if account.rejected_version != login.rejected:
+                session.add(FailedLogin(user_id=user_id))
             account.rejected_version = login.rejected
+        elif not login.code:
+            confirmed.append(found)
         is_out = account.rejected_version == found.version and login.code == LoginRejected.code
         account.login_rejected = is_out
+    budgets.note_confirmed(confirmed)
 
 
 async def split_rejected(

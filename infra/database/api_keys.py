@@ -12,6 +12,7 @@ from typing import Literal
 from sqlalchemy import Text, and_, cast, delete, func, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from infra.database import audit
 from infra.database.locks import wait_for_turn
 from infra.database.models import SCOPED, ApiKey
 from infra.database.trading.models import Webhook
@@ -25,6 +26,9 @@ USE_NOTED_EVERY = timedelta(minutes=1)
 
 #: For which a key is valid if its maker says nothing else.
 KEY_LIFE = timedelta(days=90)
+#: Label and life of the key with which the first administrator's is made (`infra/vault/keyring.py`).
+BOOTSTRAP_LABEL = "bootstrap"
+BOOTSTRAP_LIFETIME = timedelta(hours=24)
 
 Role = Literal["user", "operator", "admin"]
 
@@ -53,6 +57,17 @@ def hash_token(token: str) -> str:
 _VALID = and_(
     ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.clock_timestamp())
 )
+#: In SQL: made by `berth prepare` for the first administrator.
+_IS_BOOTSTRAP = and_(
+    ApiKey.role_word.in_(("admin", f"{SCOPED}admin")),
+    ApiKey.label == BOOTSTRAP_LABEL,
+    ApiKey.session_of.is_(None),
+)
+#: In SQL: an administrator's that may make other keys.
+_MAKES_KEYS = or_(
+    ApiKey.role_word == "admin",
+    and_(ApiKey.role_word == f"{SCOPED}admin", ApiKey.scope_words.contains(["keys"])),
+)
 
 
 async def create_api_key(
@@ -70,8 +85,12 @@ async def create_api_key(
 ) -> ApiKey:
     """Creates a key for a token of `ApiTokens`; the role `user` needs a `user_id`.
 
-    Without `scopes` it may do all that its role may do.
+    Without `scopes` it may do all that its role may do. An administrator's that may make keys ends the
+    bootstrap key, which exists only while there is no other.
     """
+    makes_keys = role == "admin" and (scopes is None or "keys" in scopes)
+    if makes_keys and session_of is None and label != BOOTSTRAP_LABEL:
+        await _end_bootstrap_keys(session)
     now = datetime.now(UTC)
     key = ApiKey(
         id=uuid.uuid4(),
@@ -91,6 +110,23 @@ async def create_api_key(
     session.add(key)
     await session.flush()
     return key
+
+
+async def _end_bootstrap_keys(session: AsyncSession) -> None:
+    keys = await session.scalars(select(ApiKey.id).where(_IS_BOOTSTRAP, _VALID))
+    for key_id in keys.all():
+        await revoke_api_key(session, key_id)
+        audit.append_entry(
+            session, "berth", "api_key.revoked", f"key:{key_id}", reason="an administrator has a key"
+        )
+
+
+async def has_administrator(session: AsyncSession, *, made_after: datetime) -> bool:
+    """Returns whether a valid key of an administrator is there that may make keys, and is no bootstrap key
+    and no session."""
+    found = select(ApiKey.id).where(_VALID, ~_IS_BOOTSTRAP, _MAKES_KEYS)
+    found = found.where(ApiKey.session_of.is_(None), ApiKey.created_at >= made_after)
+    return await session.scalar(found.limit(1)) is not None
 
 
 async def begin_session(session: AsyncSession, token: str, key_id: uuid.UUID, until: datetime) -> ApiKey:

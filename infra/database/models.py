@@ -195,7 +195,11 @@ class EncryptedCredentials:
 
 class StoredCredentials(Base):
     __tablename__ = "credentials"
-    __table_args__ = (of_account(),)
+    __table_args__ = (
+        of_account(),
+        Index("credentials_by_person", "persons", postgresql_using="gin"),
+        partial("credentials_to_match", "match_due", "user_id", "account_id"),
+    )
 
     user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     account_id: Mapped[str] = mapped_column(String(64), primary_key=True)
@@ -206,8 +210,27 @@ class StoredCredentials(Base):
     wrapped_key: Mapped[bytes]
     master_key_id: Mapped[str] = mapped_column(String(128))
     updated_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    #: Keyed hashes of the person whom the credentials of `sealed_version` name, one for each version of the
+    #: budget key: whoever typed it may have made it up.
+    persons: Mapped[list[str]] = mapped_column(JSONB, server_default="[]")
+    #: The newest version that was sealed to a worker, and the newest with which one has logged in.
+    sealed_version: Mapped[int] = mapped_column(server_default="0")
+    confirmed_version: Mapped[int] = mapped_column(server_default="0")
+    #: Other users of the same person are still to be looked for (`budgets.find_matches`).
+    match_due: Mapped[bool] = mapped_column(server_default=text("false"))
     encrypted: Mapped[EncryptedCredentials] = composite("ciphertext", "nonce", "wrapped_key", "master_key_id")
     account: Mapped[BrokerAccount] = relationship(lazy="joined", innerjoin=True, viewonly=True)
+
+
+class FailedLogin(Base):
+    """A login that a broker rejected. Without a foreign key: whoever records it holds other users' rows."""
+
+    __tablename__ = "failed_logins"
+    __table_args__ = (Index("failed_logins_by_user", "user_id", "at"),)
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    user_id: Mapped[str] = mapped_column(String(64))
+    at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
 class Order(Base):
@@ -340,6 +363,32 @@ class WorkerSession(Base):
     end_reason: Mapped[str | None]
     #: The worker died in service or could not reconnect its broker, at `ended_at`.
     crashed: Mapped[bool] = mapped_column(server_default=text("false"))
+    #: Names of the budgets that its worker may use; null: sealed by 0.1.0, which counts by person alone.
+    budgets: Mapped[list[str] | None] = mapped_column(JSONB)
+
+
+class PersonMatch(Base):
+    """Two users of a broker who log in as one person, for an operator (`budgets.py`)."""
+
+    __tablename__ = "person_matches"
+    __table_args__ = (
+        Index("person_matches_by_user", "first_user"),
+        Index("person_matches_by_other_user", "second_user"),
+    )
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=True), primary_key=True)
+    broker: Mapped[str] = mapped_column(String(32))
+    #: In the order of their ids.
+    first_user: Mapped[str] = mapped_column(ForeignKey("users.id"))
+    second_user: Mapped[str] = mapped_column(ForeignKey("users.id"))
+    #: As in `StoredCredentials`.
+    persons: Mapped[list[str]] = mapped_column(JSONB)
+    found_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+    #: Number of the budget that linked users share; null: each has their own.
+    shared_budget: Mapped[int | None] = mapped_column(BigInteger)
+    #: Null: it waits for an operator.
+    resolved_at: Mapped[datetime | None]
+    resolved_by: Mapped[str | None] = mapped_column(String(128))
 
 
 class WorkerLaunch(Base):

@@ -51,6 +51,7 @@ PURGED = {
     "worker_transitions": ("worker_history_days", "recorded_at < :before"),
     # Orchestrators renew those of their release; no worker of another one is so old.
     "worker_scripts": ("worker_history_days", "seen_at < least(:before, now() - interval '90 days')"),
+    "failed_logins": ("dead_letter_days", "at < :before"),
     "maintenance_passes": ("dead_letter_days", "began_at < :before"),
     "dead_letters": ("dead_letter_days", "last_at < :before"),
     "entity_findings": ("dead_letter_days", "seen_at < :before"),

@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement, delete, false, func, or_, select, text
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database import accounts, api_keys, audit
+from infra.database import accounts, api_keys, audit, budgets
 from infra.database.accounts import StillInUse
 from infra.database.models import StatementAddress, User, upsert
 from worker_runtime.protocol.errors import BerthError
@@ -85,6 +85,7 @@ async def remove_user(session: AsyncSession, user_id: str, *, actor: str, reason
     if user.disabled_at is None:
         raise StillInUse(f"user {user_id} is not disabled: disable it first")
     await accounts.delete_accounts(session, user_id)
+    await budgets.forget_matches(session, user_id)
     await session.execute(delete(StatementAddress).where(StatementAddress.user_id == user_id))
     for kept in ("kept_jobs", "job_settings"):
         await session.execute(text(f"delete from {kept} where user_id = :id"), {"id": user_id})  # noqa: S608

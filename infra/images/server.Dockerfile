@@ -43,7 +43,8 @@ RUN groupadd --gid 10001 berth \
     && useradd --uid 10001 --gid berth --no-create-home --home-dir /data --shell /usr/sbin/nologin berth \
     # A new named volume takes over the owner and the mode of the folder it is mounted on.
     && install --directory --owner=berth --group=berth --mode=0700 \
-       /data /keys/private /keys/public /keys/messages /keys/api /keys/codec /keys/temporal /keys/jobs /run/berth
+       /data /keys/private /keys/public /keys/messages /keys/api /keys/codec /keys/temporal /run/berth \
+       /keys/fleet /keys/webhook /keys/email /keys/messaging /keys/push /keys/jobs
 COPY --from=build /opt/berth /opt/berth
 ENV PATH=/opt/berth/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     BERTH_DATA_DIR=/data BERTH_NODE_SOCKET=/run/berth/node.sock

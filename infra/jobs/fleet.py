@@ -19,10 +19,11 @@ from infra.log import configure_log
 from infra.processes import forbid_core_files
 from infra.settings import Settings, read_settings
 from infra.vault import key_file
-from infra.vault.message_secret import MessageSecretFile
+from infra.vault.message_secret import MessageSecretFile, load_fleet_keys
 from infra.vault.secret_versions import load_versions
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.catalog import WAITING_QUEUES
+from worker_runtime.protocol.authentication import MessageKey
 from worker_runtime.protocol.errors import BerthError
 
 #: Bytes that fit into a pipe without a reader; a configuration has about 1,000.
@@ -49,7 +50,7 @@ def runner_config(settings: Settings) -> bytes:
         "name": settings.jobs_runner,
         "node": socket.gethostname(),
         "valkey_url": settings.valkey_url,
-        "message_keys": MessageSecretFile(settings.message_key_file).job_keys(job_keys.FLEET_TAG),
+        "message_keys": _fleet_keys(settings),
         "queues": settings.jobs_queues,
         "slots": settings.jobs_slots or default_slots(settings.jobs_queues),
         "recycle": settings.jobs_recycle,
@@ -98,6 +99,12 @@ def exec_runner(config: bytes) -> NoReturn:
     os.close(reader)
     # -P: do not search the current folder, which may hold a stray module.
     os.execv(sys.executable, [sys.executable, "-P", "-m", "worker_runtime.jobs"])  # noqa: S606
+
+
+def _fleet_keys(settings: Settings) -> tuple[MessageKey, ...]:
+    if settings.jobs_key_file:
+        return load_fleet_keys(Path(settings.jobs_key_file))
+    return MessageSecretFile(settings.message_key_file).job_keys(job_keys.FLEET_TAG)
 
 
 def _secret(path: str) -> bytes:

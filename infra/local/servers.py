@@ -6,6 +6,7 @@ started it, and is stopped by its pid.
 
 import os
 import pwd
+import resource
 import shutil
 import signal
 import socket
@@ -31,6 +32,8 @@ from infra.vault import key_file
 #: User and group of PostgreSQL under root. 60706 to 61183 belong to nobody on Linux with systemd (its
 #: UIDS-GIDS document); the workers have the rest of them (`BERTH_NODE_UIDS`).
 SERVER_UID = 60_706
+#: Connections to Valkey: four of each of some thousand workers, and ours.
+MAX_CLIENTS = 20_000
 
 
 def _package_folder(package: str) -> Path:
@@ -64,8 +67,16 @@ class ValkeyServer(Server):
             *(str(self._binary()), *([str(self._config)] if self.password else [])),
             *("--bind", HOST, "--port", str(self.port), "--dir", str(self.directory), "--save", ""),
             *("--appendonly", "yes" if self.durable else "no", "--appendfsync", "everysec"),
-            *("--maxmemory-policy", "noeviction", "--proto-max-bulk-len", "1mb", "--daemonize", "no"),
+            # As in infra/compose/valkey.conf, where the reasons are.
+            *("--maxmemory", "1gb", "--maxmemory-policy", "noeviction", "--maxmemory-clients", "10%"),
+            *("--min-string-size-avoid-copy-reply", "1073741824"),
+            *("--maxclients", str(self._max_clients()), "--proto-max-bulk-len", "1mb", "--daemonize", "no"),
         ]
+
+    @staticmethod
+    def _max_clients() -> int:
+        """Return as many as the open files of a process allow: the server keeps 32 for itself."""
+        return min(MAX_CLIENTS, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 64)
 
     @staticmethod
     def _binary() -> Path:
@@ -83,6 +94,10 @@ class ValkeyServer(Server):
                 return b"+PONG" in b"".join(iter(lambda: link.recv(64), b""))
         except OSError:
             return False
+
+
+#: No log shows the values of a statement: orders, addresses, sealed credentials. Equal to compose's.
+NO_PARAMETERS = ("-c", "log_parameter_max_length=0", "-c", "log_parameter_max_length_on_error=0")
 
 
 class PostgresServer(Server):
@@ -200,7 +215,7 @@ class PostgresServer(Server):
         return [
             self.program("postgres"),
             *("-D", str(self.data), "-h", HOST, "-p", str(self.port), "-k", ""),
-            *("-c", "max_connections=200", "-c", "shared_buffers=64MB", *quick),
+            *("-c", "max_connections=200", "-c", "shared_buffers=64MB", *quick, *NO_PARAMETERS),
         ]
 
     def answers(self) -> bool:

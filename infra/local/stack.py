@@ -12,6 +12,8 @@ from typing import Any, Self
 
 from redis import Redis
 
+from infra.database import accounts
+from infra.database.engine import Database
 from infra.database.migrate import migrate
 from infra.local import steps
 from infra.local.components import (
@@ -196,6 +198,8 @@ class LocalStack:
     def _make_database(self) -> str:
         self.postgres.create_database(DATABASE)
         asyncio.run(migrate(self.settings.database_url))
+        if not self.settings.live_accounts:
+            asyncio.run(_refuse_live_accounts(self.settings))
         path = self.folder.keys / "admin.key"
         self.admin_key = keyring.ensure_admin_key(path, self.settings)
         return DATABASE
@@ -301,6 +305,18 @@ def _together(*actions: Callable[[], None]) -> None:
         future.result()
 
 
+async def _refuse_live_accounts(settings: Settings) -> None:
+    """Raises `LiveAccountRefused` if a stored account trades for real: Temporal here has no login."""
+    async with Database(settings.database_url, pool_size=1) as database, database.session() as session:
+        live = await accounts.live_accounts(session)
+    if live:
+        raise accounts.LiveAccountRefused(
+            f"{len(live)} accounts trade for real ({', '.join(live[:5])}), and the Temporal of `berth up` "
+            "has no login: anybody with an account on this machine can steer workers. Set "
+            "BERTH_LOCAL_LIVE_ACCOUNTS=true to accept that"
+        )
+
+
 def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any]) -> Settings:
     """The environment's settings, with all addresses and files of this stack.
 
@@ -331,6 +347,7 @@ def _settings(folder: DataFolder, ports: LocalSettings, overrides: dict[str, Any
         "api_secret_file": folder.keys / "api.key",
         "temporal_codec_key_file": str(folder.keys / "temporal.key"),
         "api_host": HOST,
+        "live_accounts": ports.live_accounts,
     }
     settings = read_settings(Settings, **{**fixed, **overrides})
     valkey = ("redis://", f"redis://:{folder.passwords.valkey}@")

@@ -1,8 +1,12 @@
 """Decrypts payloads for Temporal's web UI and the `temporal` command: Temporal's remote codec protocol.
 
-It decrypts and never encrypts: what is sent stays in clear, which is read, too. Its address contains a token
-that follows from the codec's key: who can read the key file can have the address, and nobody else can use the
-server, whatever reaches its port. Browsers let only pages of the UI's own origins read an answer.
+Its address contains a token that follows from the codec's key: who can read the key file can have the
+address, and nobody else can use the server, whatever reaches its port. Browsers let only pages of the UI's
+own origins read an answer.
+
+It decrypts whatever workflow a payload was made for, because nobody tells it which one is shown. It encrypts
+only at an address that ends with a workflow's id; only that workflow can read it. A payload that cannot be
+decrypted is shown as it is, so that one bad signal hides nothing else.
 """
 
 import hmac
@@ -11,13 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import Body, Depends, FastAPI, HTTPException
+from fastapi import Body, Depends, FastAPI, Header, HTTPException
 from fastapi.middleware.cors import CORSMiddleware
 from google.protobuf import json_format
-from temporalio.api.common.v1 import Payloads
+from temporalio.api.common.v1 import Payload, Payloads
 
 from infra.settings import Settings
-from infra.temporal.codec import PayloadEncryption, PayloadNotDecrypted
+from infra.temporal.codec import PayloadEncryption, PayloadNotDecrypted, PayloadScope
 from infra.vault.secret_versions import SecretVersion, SecretVersionFile
 from worker_runtime.protocol.authentication import derive_key
 
@@ -46,18 +50,37 @@ def create_codec_app(keys: SecretVersionFile, origins: Sequence[str]) -> FastAPI
     async def encode(body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
         return body  # the `temporal` command asks before each query, also of nothing
 
+    @app.post("/{token}/{workflow_id}/encode", dependencies=[Depends(admit)])
+    async def encode_for(
+        workflow_id: str,
+        body: Annotated[dict[str, Any], Body()],
+        namespace: Annotated[str, Header(alias="x-namespace")] = "default",
+    ) -> dict[str, Any]:
+        scope = PayloadScope.of_workflow(namespace, workflow_id)
+        encrypted = await codec.with_scope(scope).encode(_payloads(body))
+        return json_format.MessageToDict(Payloads(payloads=encrypted))
+
     @app.post("/{token}/decode", dependencies=[Depends(admit)])
+    @app.post("/{token}/{workflow_id}/decode", dependencies=[Depends(admit)])
     async def decode(body: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
-        try:
-            given = json_format.ParseDict(body, Payloads())
-            plain = await codec.decode(given.payloads)
-        except json_format.ParseError:
-            raise HTTPException(400, "not a list of payloads") from None
-        except PayloadNotDecrypted as error:
-            raise HTTPException(400, error.detail) from None
-        return json_format.MessageToDict(Payloads(payloads=plain))
+        shown = [_decrypted(codec, payload) for payload in _payloads(body)]
+        return json_format.MessageToDict(Payloads(payloads=shown))
 
     return app
+
+
+def _payloads(body: dict[str, Any]) -> Sequence[Payload]:
+    try:
+        return json_format.ParseDict(body, Payloads()).payloads
+    except json_format.ParseError:
+        raise HTTPException(400, "not a list of payloads") from None
+
+
+def _decrypted(codec: PayloadEncryption, payload: Payload) -> Payload:
+    try:
+        return codec.decrypt(payload)
+    except PayloadNotDecrypted:
+        return payload
 
 
 def serve(settings: Settings, *, host: str, port: int, origins: Sequence[str]) -> None:

@@ -19,7 +19,14 @@ from temporalio.service import RPCError, RPCStatusCode
 from infra.settings import Settings
 from infra.tasks import SharedTasks
 from infra.temporal.client import CALL, DOWN, OrchestratorUnavailable, TemporalUnavailable, error_of_rpc
-from worker_runtime.protocol.errors import BerthError, Draining, PoolExhausted, WorkerUnavailable, from_code
+from worker_runtime.protocol.errors import (
+    BerthError,
+    Draining,
+    MemoryShort,
+    PoolExhausted,
+    WorkerUnavailable,
+    from_code,
+)
 from workflows.names import LIFECYCLE_QUEUE, USER_WORKER, user_worker_id
 from workflows.user_worker.messages import ActiveWorker, EnsureActive, UserWorkerInput, UserWorkerSettings
 
@@ -201,8 +208,8 @@ def _error_of_update(failed: WorkflowUpdateFailedError) -> Exception:
     if cause.type in RUN_CLOSED_TYPES:
         return _RetryStart(WorkerUnavailable(cause.message))
     error = from_code(cause.type or "", cause.message)
-    if isinstance(error, PoolExhausted):
-        error.retry_after = PoolExhausted.PAUSE
+    if isinstance(error, (PoolExhausted, MemoryShort)):
+        error.retry_after = error.PAUSE
     if type(error) is BerthError and not cause.non_retryable:
         # A code of the orchestrator's own, such as a launcher's: here it only means that no worker came.
         error = WorkerUnavailable(f"{cause.type}: {cause.message}")

@@ -13,9 +13,10 @@ from infra.valkey import client as valkey
 from infra.valkey.answer_authenticator import AnswerAuthenticator
 from infra.valkey.client import text_of
 from infra.valkey.link import ValkeyLink
+from infra.valkey.memory import REFUSED_ABOVE
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol import keys, scripts
-from worker_runtime.protocol.errors import BerthError, MalformedMessage, UnsupportedSchema
+from worker_runtime.protocol.errors import BerthError, MalformedMessage, MemoryShort, UnsupportedSchema
 from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState, encode
 from worker_runtime.protocol.requests import Frame, Request, parse_frame, sign_request
 
@@ -25,6 +26,8 @@ CLOCKS = 1.0
 SEEN_AFTER_DEADLINE = 3_600_000
 #: What `enqueue.lua` says of an order whose client order id is another one's.
 ANOTHER = 2
+#: What it says of an order that it refused because memory is short.
+REFUSED = 3
 #: Milliseconds for which an order is known by its client order id: repeats come within a day.
 CLIENT_ID_KEPT = 86_400_000
 #: Codes of answers to requests that could not be decoded.
@@ -83,7 +86,8 @@ class RequestQueue:
         """Queues a request once, with a deadline `ttl` seconds from now by Valkey's clock.
 
         The deadline is signed, so it is set here and not by the script; no clock of this host matters.
-        `order`: of which this is the request. Raises `EnqueuedBefore`.
+        `order`: of which this is the request. Raises `EnqueuedBefore` and, for an order that was not queued
+        before while memory is short, `MemoryShort`.
         """
         user = request.user_id
         link = self._link()
@@ -95,13 +99,15 @@ class RequestQueue:
         args = [request.request_id, payload, deadline_ms, SEEN_AFTER_DEADLINE, mac]
         if order is not None:
             key_names.append(keys.client_order(user, order.client_order_id))
-            args += [order.tag, CLIENT_ID_KEPT]
+            args += [order.tag, CLIENT_ID_KEPT, REFUSED_ABOVE]
         if link is not None:
             new, item, mark = await link.run(scripts.ENQUEUE, key_names, args)
         else:
             new, item, mark = await valkey.run_script(self._client, scripts.ENQUEUE, key_names, args)
         if new == ANOTHER:
             raise EnqueuedBefore(*text_of(item).split("|", 1))
+        if new == REFUSED:
+            raise MemoryShort(retry_after=MemoryShort.PAUSE)
         return QueuedRequest(frame=parse_frame(item), new=bool(new), marked=bool(mark))
 
     async def withdraw(self, user_id: str, frame: Frame, answer: Answer) -> bool:

@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 
 from infra.database.engine import Database
 from infra.database.workers import launches
+from infra.database.workers.sessions import AssignedWorker
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
 from infra.vault.key_pairs import OrchestratorKeys
@@ -37,7 +38,7 @@ COMMANDS = (
     *("sadd", "srem", "smembers", "xadd", "zadd", "zrem", "zrange", "zrangebyscore", "zcard", "zscore"),
     *("zrank", "zpopmin", "zincrby", "zremrangebyscore"),
 )
-#: What the scripts of the limits do to the counts of a person, whose name only a claim tells.
+#: What the scripts of the limits do to the counts of a user's calls.
 _BUDGET_COMMANDS = (
     *("hget", "hset", "hmget", "hdel", "pexpire", "zadd", "zrem", "zrange", "zrangebyscore", "zcard"),
     *("zscore", "zremrangebyscore"),
@@ -92,10 +93,19 @@ class WorkerUsers:
         if _CLAIMED not in str(rights):
             await self._ask(*self._addition(worker_id, free_rights(worker_id, pool)))
 
-    async def admit(self, worker_id: str, pool: str, user_id: str) -> None:
-        """Opens the keys of this user. Called before the claim is sent; safe to repeat."""
-        rights = claimed_rights(worker_id, pool, user_id)
+    async def admit(
+        self, worker_id: str, pool: str, user_id: str, budgets: Collection[str] | None = None
+    ) -> None:
+        """Opens the keys of this user, and the budgets of these names. Called before a claim or reload is
+        sent; safe to repeat. `budgets`: None: all of them, for a worker that 0.1.0 claimed."""
+        rights = claimed_rights(worker_id, pool, user_id, budgets)
         await self._ask(*self._definition(worker_id, rights))
+
+    async def workers_with_budget(self, name: str) -> list[str]:
+        """Returns the workers whose calls are counted in the budget of this name, by their rights."""
+        own = f"~{keys.budget(name, '')}"
+        rights = (text_of(line).split() for line in await self._ask("ACL", "LIST"))
+        return [words[1] for words in rights if any(word.lstrip("(").startswith(own) for word in words)]
 
     async def delete(self, worker_id: str) -> None:
         """Called when the worker has ended; cuts connections that it left."""
@@ -121,23 +131,17 @@ class WorkerUsers:
         return await reply_of(self._client.execute_command(*words))  # type: ignore[no-untyped-call]
 
     async def load_scripts(self) -> None:
-        """Workers may run scripts, not bring them; some are of the release before or after ours."""
-        async with self._database.session() as session:
-            sources = await launches.keep_scripts(session, (*scripts.ALL, *job_scripts.ALL))
-        async with self._client.pipeline(transaction=False) as pipe:
-            for source in sources:
-                pipe.script_load(source)
-            await pipe.execute()
+        await load_worker_scripts(self._client, self._database)
 
-    async def restore(self, free: Iterable[tuple[str, str]], claimed: Iterable[tuple[str, str, str]]) -> None:
+    async def restore(self, free: Iterable[tuple[str, str]], claimed: Iterable[AssignedWorker]) -> None:
         """Makes scripts and users again, on a server that may have lost them. Safe to repeat.
 
-        `free`: worker and pool of all running workers; `claimed`: worker, pool and user of those with one.
+        `free`: worker and pool of all running workers; `claimed`: those with a user.
         """
         await self.load_scripts()
         commands = {
-            worker_id: self._definition(worker_id, claimed_rights(worker_id, *rest))
-            for worker_id, *rest in claimed
+            worker.worker_id: self._definition(worker.worker_id, claimed_rights(*worker))
+            for worker in claimed
         }
         there = {text_of(name) for name in await self._client.acl_users()}
         for worker_id, pool in free:
@@ -162,14 +166,26 @@ class WorkerUsers:
         return [*addition[:3], "resetkeys", "resetchannels", "clearselectors", *addition[3:]]
 
 
+async def load_worker_scripts(client: Redis, database: Database) -> None:
+    """Workers may run scripts, not bring them; some are of the release before or after ours."""
+    async with database.session() as session:
+        sources = await launches.keep_scripts(session, (*scripts.ALL, *job_scripts.ALL))
+    async with client.pipeline(transaction=False) as pipe:
+        for source in sources:
+            pipe.script_load(source)
+        await pipe.execute()
+
+
 def free_rights(worker_id: str, pool: str) -> list[str]:
     """Rights of a worker without a user."""
     own = [keys.pool_worker(pool, worker_id), keys.pool_inbox(pool, worker_id)]
     return [*_rights(worker_id, own), _selector(["evalsha"], own)]
 
 
-def claimed_rights(worker_id: str, pool: str, user_id: str) -> list[str]:
-    """Rights of a user's worker."""
+def claimed_rights(
+    worker_id: str, pool: str, user_id: str, budgets: Collection[str] | None = None
+) -> list[str]:
+    """Rights of a user's worker. `budgets`: as for `WorkerUsers.admit`."""
     own = [
         *(keys.pool_worker(pool, worker_id), keys.pool_inbox(pool, worker_id)),
         keys.pool_reply(pool, worker_id, "*"),
@@ -178,12 +194,12 @@ def claimed_rights(worker_id: str, pool: str, user_id: str) -> list[str]:
         *(keys.journal(user_id, "*"), keys.control(user_id), job_keys.every_key(job_keys.user_tag(user_id))),
     ]
     read = [keys.owner(user_id), keys.switch(user_id)]
-    budget = keys.budget("*", "*")
+    counts = [keys.budget(name, "*") for name in (["*"] if budgets is None else budgets)]
     return [
         *_rights(worker_id, own, read),
         f"&{job_keys.done(job_keys.user_tag(user_id), '*')}",
-        _selector(["evalsha"], [*own, *read, budget]),
-        _selector(_BUDGET_COMMANDS, [budget]),
+        _selector(["evalsha"], [*own, *read, *counts]),
+        *([_selector(_BUDGET_COMMANDS, counts)] if counts else []),
         # A job waits for the answer of the user's session.
         f"({_CLAIMED} &{keys.own_answers(user_id, '*')})",
     ]

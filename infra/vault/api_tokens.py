@@ -6,6 +6,7 @@ the present version and, after a rotation, the one before; tokens under an older
 """
 
 import secrets
+from datetime import UTC, datetime
 from hashlib import blake2b
 from hmac import compare_digest
 from pathlib import Path
@@ -35,6 +36,11 @@ class ApiTokens:
         present = self._file.present()[0]
         signed = f"{prefix}{secrets.token_urlsafe(_RANDOM)}.{present.version}"
         return f"{signed}.{_mac(present, signed)}"
+
+    @property
+    def valid_since(self) -> datetime:
+        """When the oldest version that is held was made: tokens made before are refused."""
+        return datetime.fromtimestamp(self._file.present()[-1].made_at, UTC)
 
     def is_genuine(self, token: str) -> bool:
         """Whether it was made under a version that is held."""

@@ -187,10 +187,20 @@ class OrchestratorKeys:
         return tuple(key.public_key().public_bytes_raw() for key in self.signing_keys)
 
     def budget_names(self, *owner: str) -> tuple[str, ...]:
-        """The names under which workers count the calls of this owner, one for each key, the oldest first."""
+        """Return the names under which workers count the calls of this owner, one for each version of the
+        key, the oldest first. Each begins with its version."""
+        return tuple(f"{version}-{name}" for version, name in self._budget_hashes(*owner))
+
+    def former_budget_names(self, *owner: str) -> tuple[str, ...]:
+        """Return the names that 0.1.0 uses, which counts by person alone, without the key's version."""
+        return tuple(name for _, name in self._budget_hashes(*owner))
+
+    def _budget_hashes(self, *owner: str) -> list[tuple[int, str]]:
         named = "\0".join(owner).encode()
-        keys = [one.secret for one in self._budget.present()]
-        return tuple(blake2b(named, key=key, digest_size=16).hexdigest() for key in reversed(keys))
+        return [
+            (one.version, blake2b(named, key=one.secret, digest_size=16).hexdigest())
+            for one in reversed(self._budget.present())
+        ]
 
     def launch_token(self, worker_id: str) -> bytes:
         """For a new worker."""

@@ -1,6 +1,7 @@
 """The message secret, from which the keys of all messages in Valkey are derived.
 
-The API and the orchestrators hold it; workers get only keys of their own user and epoch. Its file has the
+The API and the orchestrators hold it; workers get only keys of their own user and epoch, and the runners of
+the fleet's jobs those of its jobs, in a file of their own (`write_fleet_keys`). Its file has the
 present version and the one before. A process reads the file again within a second after it was replaced, so a
 rotation needs no restart: messages carry a MAC of each version that their author holds.
 """
@@ -9,10 +10,13 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from infra.vault import key_file
+from infra.vault.key_file import KeyFileCorrupt
 from infra.vault.secret_versions import CHECK_PERIOD, SecretVersion, SecretVersionFile
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
@@ -104,3 +108,28 @@ class MessageSecretFile(MessageSecrets):
             self.versions = versions
             self._derived.clear()
         return super()._keys(*purpose)
+
+
+def write_fleet_keys(path: Path, message_key_file: Path) -> bool:
+    """Writes the keys of the fleet's jobs, which are all that its runners need of the message secret.
+
+    Returns False if the file holds them already. Raises `KeyFileMissing`, `KeyFileExposed` or
+    `KeyFileCorrupt`.
+    """
+    derived = MessageSecretFile(message_key_file).job_keys(job_keys.FLEET_TAG)
+    data = msgspec.json.encode(derived)
+    if path.exists() and key_file.read_key_file(path, private=True) == data:
+        return False
+    key_file.write_key_file(path, data, private=True)
+    return True
+
+
+def load_fleet_keys(path: Path) -> Keys:
+    """Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`."""
+    try:
+        found = msgspec.json.decode(key_file.read_key_file(path, private=True), type=Keys)
+    except ValueError:  # msgspec's errors are ValueErrors; none may show a key
+        raise KeyFileCorrupt(f"{path} does not hold the keys of the fleet's jobs") from None
+    if not found:
+        raise KeyFileCorrupt(f"{path} does not hold the keys of the fleet's jobs")
+    return found

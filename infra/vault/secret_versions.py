@@ -18,17 +18,21 @@ from worker_runtime.protocol.errors import BerthError
 
 #: Seconds between two looks at the file.
 CHECK_PERIOD = 1.0
+#: The payload format of keys under which Temporal's payloads name the workflow they were made for.
+BOUND_PAYLOADS = 2
 
 log = structlog.get_logger()
 
 
-class SecretVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SecretVersion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One version of a secret."""
 
     version: int
     secret: bytes
     #: Unix seconds.
     made_at: int
+    #: Of keys of Temporal's payloads: `BOUND_PAYLOADS`; 1 for those of releases before 0.2.
+    payload_format: int = 1
 
     def __repr__(self) -> str:
         return f"SecretVersion({self.version}, …)"
@@ -87,17 +91,17 @@ def load_versions(path: Path) -> tuple[SecretVersion, ...]:
     return versions
 
 
-def create_versions(path: Path) -> None:
+def create_versions(path: Path, *, payload_format: int = 1) -> None:
     """Creates the file with version 1, or replaces it."""
-    _write(path, [new_version(1)])
+    _write(path, [new_version(1, payload_format)])
 
 
-def add_version(path: Path, *, keep: int) -> int:
+def add_version(path: Path, *, keep: int, payload_format: int = 1) -> int:
     """Adds a version, keeps the newest `keep`; returns its number. Raises what `load_versions` does."""
     load_versions(path)  # says what is missing, before there is a folder to lock
     with key_file.locked(path.parent):
         versions = load_versions(path)
-        fresh = new_version(versions[0].version + 1)
+        fresh = new_version(versions[0].version + 1, payload_format)
         _write(path, [fresh, *versions][:keep])
     return fresh.version
 
@@ -108,8 +112,8 @@ def drop_before(path: Path, version: int) -> None:
         _write(path, [one for one in load_versions(path) if one.version >= version])
 
 
-def new_version(number: int) -> SecretVersion:
-    return SecretVersion(number, secrets.token_bytes(KEY_SIZE), int(time.time()))
+def new_version(number: int, payload_format: int = 1) -> SecretVersion:
+    return SecretVersion(number, secrets.token_bytes(KEY_SIZE), int(time.time()), payload_format)
 
 
 def _write(path: Path, versions: Sequence[SecretVersion]) -> None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(600)
 #: Settings that no task gets, each with the reason.
 LEFT_OUT = {
     "its default holds on AWS, too": {
-        *("api_keep_alive", "forwarded_header", "entity_period"),
+        *("live_accounts", "api_keep_alive", "forwarded_header", "entity_period"),
         *("api_key_cache", "limit_address", "limit_key", "limit_user", "order_deadline", "order_wait"),
         *("jobs_lease", "jobs_recycle", "jobs_waiting", "unknown_blocks", "webhook_rate", "webhook_wait"),
         *("database_pool", "database_pool_wait", "task_queues", "orchestrator_name", "deployment_name"),
@@ -45,6 +45,7 @@ LEFT_OUT = {
         *("node_socket", "node_uids", "docker_socket", "docker_image", "docker_network", "docker_fleet"),
     },
     "the command line": {"api_url", "api_key_file"},
+    "a new system's histories begin encrypted": {"temporal_codec_reads_clear"},
     "ElastiCache has no ACL SETUSER": {"valkey_users"},
 }
 #: The paper exchange, and groups whose defaults hold on AWS, too: bells, tiers, what is kept how long.
@@ -116,7 +117,7 @@ def test_key_files_come_from_folders_that_the_task_has(templates: Templates) -> 
             if value.startswith("/keys/")
         }
         # Whether there are webhooks is all that API and orchestrator ask of that file.
-        assert needed - folders <= {"/keys/jobs"}, task["Family"]
+        assert needed - folders <= {"/keys/webhook"}, task["Family"]
 
 
 def test_prepare_alone_logs_in_as_the_owner_of_the_tables(templates: Templates) -> None:
@@ -147,5 +148,13 @@ def test_who_reads_which_keys(templates: Templates) -> None:
                     found[family] = {folder.removeprefix("/keys/") for folder in folders}
     assert found["api"] == {"messages", "api", "codec", "login"}
     assert found["orchestrator"] == {"private", "messages", "codec", "login", "launch"}
-    assert found["jobs-email"] == {"messages", "jobs"}
+    tiers = {
+        "email": "email",
+        "webhook": "webhook",
+        "sms": "messaging",
+        "whatsapp": "messaging",
+        "push": "push",
+    }
+    assert {f"jobs-{tier}": {"fleet", folder} for tier, folder in tiers.items()}.items() <= found.items()
+    assert found["jobs-default"] == {"fleet"}
     assert found["prepare"] == set(FOLDERS)

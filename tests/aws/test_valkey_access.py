@@ -11,6 +11,8 @@ from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from tests.integration.worker.stage import WorkerStage
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.protocol import scripts
 from worker_runtime.protocol.messages import OrderState
 
 pytestmark = pytest.mark.timeout(60)
@@ -29,6 +31,8 @@ async def test_a_worker_is_claimed_and_trades(
     valkey_server: ValkeyServer, valkey_client: Redis, tmp_path: Path
 ) -> None:
     await make_user(valkey_client, "worker", WORKER_ACCESS)
+    for script in (*scripts.ALL, *job_scripts.ALL):  # as the orchestrators do
+        await valkey_client.script_load(script.source)
     stage = WorkerStage(valkey_server.url, tmp_path)
     try:
         worker = stage.active(valkey_url=url_of(valkey_server, "worker"))
@@ -48,11 +52,23 @@ async def test_a_worker_may_not_look_around(valkey_server: ValkeyServer, valkey_
                 await reply_of(client.execute_command(*words.split()))  # type: ignore[no-untyped-call]
 
 
+async def test_a_worker_brings_no_script_that_could_block_everybody(
+    valkey_server: ValkeyServer, valkey_client: Redis
+) -> None:
+    await make_user(valkey_client, "worker", WORKER_ACCESS)
+    endless = "while true do end"
+    async with valkey.connect_valkey(url_of(valkey_server, "worker")) as client:
+        for words in (("EVAL", endless, "0"), ("SCRIPT", "LOAD", endless), ("FCALL", "f", "0")):
+            with pytest.raises(NoPermissionError):
+                await reply_of(client.execute_command(*words))  # type: ignore[no-untyped-call]
+
+
 async def test_our_servers_have_what_they_call(valkey_server: ValkeyServer, valkey_client: Redis) -> None:
     await make_user(valkey_client, "service", SERVICE_ACCESS)
     async with valkey.connect_valkey(url_of(valkey_server, "service")) as client:
         await valkey.read_server_id(client)
         await valkey.ensure_generation(client, "g")
         await valkey.server_known_since(client)
+        await client.script_load("return 1")
         with pytest.raises(NoPermissionError):
             await client.flushall()

@@ -27,6 +27,7 @@ SEED = int(os.environ.get("BERTH_FENCING_SEED", "1"))
 USERS = int(os.environ.get("BERTH_FENCING_USERS", "11"))
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 @pytest.mark.timeout(120 + 20 * ROUNDS)
 def test_an_old_worker_submits_nothing_once_its_successor_has_logged_in(chaos_house: ChaosHouse) -> None:

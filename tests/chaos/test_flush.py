@@ -18,6 +18,7 @@ from worker_runtime.protocol import keys
 USERS = 6
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_flush_under_load_stops_no_worker_and_service_comes_back(chaos_house: ChaosHouse) -> None:

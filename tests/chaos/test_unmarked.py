@@ -13,6 +13,7 @@ from tests.e2e.conftest import until
 from worker_runtime.protocol import keys
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_worker_that_only_its_mark_gives_away_is_replaced_in_time(chaos_house: ChaosHouse) -> None:

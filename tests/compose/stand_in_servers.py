@@ -8,6 +8,7 @@ the dev server: it keeps its data in a file instead of PostgreSQL, and asks nobo
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 #: The users of the real images.
 POSTGRES, VALKEY, TEMPORAL = 999, 999, 1000
 _DATA = Path("/var/lib/postgresql/18/docker")
+_FRONTEND_PORT = 7233
 _DYNAMIC = Path("/etc/temporal/berth/dynamic.yaml")
 
 
@@ -64,7 +66,22 @@ def temporal() -> None:
     values = [line for line in lines if line and not line.startswith("#")]
     for name, value in zip(values[::2], values[1::2], strict=True):
         words += ["--dynamic-config-value", f"{name.rstrip(':')}={value.split(': ', 1)[1]}"]
+    _listen_as_configured()
     _become(_as_user(TEMPORAL, "env", "HOME=/data", *words))
+
+
+def _listen_as_configured() -> None:
+    """Listens on the ports of the mounted configuration that the dev server does not have.
+
+    Each on its own address, so that another container finds out which it reaches. They answer nothing.
+    """
+    text = Path(os.environ["TEMPORAL_SERVER_CONFIG_FILE_PATH"]).read_text(encoding="utf-8")
+    for rpc in re.findall(r"rpc: \{(.+)\}", text):
+        [address] = re.findall(r'bindOnIP: "([\d.]+)"', rpc)
+        for port in map(int, re.findall(r"Port: (\d+)", rpc)):
+            if port != _FRONTEND_PORT:
+                listener = socket.create_server((address, port)).detach()
+                os.set_inheritable(listener, True)  # it stays open in the server that this process becomes
 
 
 def nc(*arguments: str) -> None:

@@ -101,6 +101,29 @@ def test_a_worker_reaches_neither_the_exchanges_admin_api_nor_the_outside(
     assert said.split("\n")[:4] == ["7500 open", "7501 closed", "8000 closed", "443 closed"]
 
 
+def test_no_container_reaches_the_ports_of_temporal_that_ask_for_no_login(stack: ComposeHouse) -> None:
+    """The stand-in listens where compose's configuration has the real server listen."""
+    # gRPC, membership and HTTP of internal-frontend, matching, history and worker.
+    internal = (7236, 6936, 7246, 7235, 6935, 7234, 6934, 7239, 6939)
+    script = (
+        "import socket\n"
+        f"for port in (7233, *{internal}):\n"
+        "    try: socket.create_connection((HOST, port), timeout=1).close(); print(port, 'open')\n"
+        "    except OSError: print(port, 'closed')\n"
+    )
+    closed = [f"{port} closed" for port in internal]
+
+    def said(service: str, host: str) -> list[str]:
+        text = script.replace("HOST", repr(host))
+        return stack.compose("exec", "-T", service, "python3", "-c", text).split("\n")[: len(internal) + 1]
+
+    assert said("api", "temporal") == ["7233 open", *closed]
+    assert said("temporal-jwks", "temporal") == ["7233 open", *closed]
+    assert said("temporal", "127.0.0.1") == [
+        line.replace("closed", "open") for line in ["7233 open", *closed]
+    ]
+
+
 def test_the_command_line_works_in_a_container(stack: ComposeHouse, alice: Customer) -> None:
     berth = ("exec", "-T", "orchestrator", "berth")
     info = re.search(r"(\d+) runners", stack.compose(*berth, "jobs", "info"))

@@ -249,6 +249,7 @@ def running_house() -> Iterator[House]:
                 connect_timeout=5.0,
                 metrics_address=address,
                 entity_period=2.0,
+                live_accounts=True,  # no test has keys of a real broker
                 **VERIFY,
             )
         ) as house:

@@ -152,7 +152,7 @@ def test_nothing_stands_in_clear(
 
 
 @pytest.mark.timeout(300)
-def test_a_replay_needs_the_key_and_nothing_else(own_house: House, histories: list[WorkflowHistory]) -> None:
+def test_a_replay_needs_the_key_and_the_namespace(own_house: House, histories: list[WorkflowHistory]) -> None:
     kinds = ("user-worker-", "order-", "worker-pool-", "rollout-")
     ours = [one for one in histories if one.workflow_id.startswith(kinds)]
     assert ours
@@ -160,6 +160,7 @@ def test_a_replay_needs_the_key_and_nothing_else(own_house: House, histories: li
     async def replayed() -> list[str]:
         replayer = Replayer(
             workflows=WORKFLOWS,
+            namespace=own_house.stack.settings.temporal_namespace,
             workflow_runner=workflow_runner(),
             data_converter=data_converter(own_house.stack.settings),
             debug_mode=True,
@@ -190,7 +191,12 @@ def test_the_codec_server_shows_histories_to_who_has_its_address(
         assert http.post(f"{stranger}/decode", json=payload).status_code == 404
         assert http.post(f"{stranger}/encode", json=payload).status_code == 404
         assert http.post(f"{endpoint}/encode", json=payload).json() == payload
-        assert http.post(f"{endpoint}/decode", json=payload).status_code == 400
+        assert http.post(f"{endpoint}/decode", json={"payloads": 1}).status_code == 400
+        assert http.post(f"{endpoint}/decode", json=payload).json() == payload, "shown as it is"
+        clear = {"metadata": {"encoding": base64.b64encode(b"json/plain").decode()}, "data": "MQ=="}
+        made = http.post(f"{endpoint}/order-1/encode", json={"payloads": [clear]}).json()
+        assert base64.b64decode(made["payloads"][0]["metadata"]["workflow-id"]) == b"order-1"
+        assert http.post(f"{endpoint}/order-1/decode", json=made).json() == {"payloads": [clear]}
         for page, allowed in ((origin, origin), ("http://evil.test", None)):
             asked = {"Origin": page, "Access-Control-Request-Method": "POST"}
             answer = http.options(f"{endpoint}/decode", headers=asked)

@@ -46,6 +46,7 @@ def _trade(house: House, seed: int) -> tuple[int, list[str], list[AnsweredOrder]
     return len(sessions), violations(sessions, house.ledger(trader), answers), list(answers.values())
 
 
+@pytest.mark.drill
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_orders_around_the_idle_timeout_are_all_executed_once(restless_house: House) -> None:

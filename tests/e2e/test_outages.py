@@ -161,6 +161,7 @@ class Load:
         self.done["reloads"] += 1
 
 
+@pytest.mark.drill
 def test_orchestrators_restarted_in_turn_under_load_lose_no_command(house: House) -> None:
     second = house.stack.add_orchestrator()
     second.start()

@@ -21,7 +21,7 @@ USERS = 20
 #: Seconds that an order may take after a drop, and that a machine under load may add.
 AFTER_A_DROP_S, LOAD_S = 2.0, 3.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.drill, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from sqlalchemy import func, update
 from infra.database.engine import Database
 from infra.database.models import User, WorkerLaunch, WorkerScript, WorkerSession
 from infra.database.workers import launches
+from infra.database.workers.sessions import AssignedWorker
 from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
@@ -59,8 +60,8 @@ async def users(
     users = WorkerUsers(valkey_client, database, orchestrator_keys)
     for worker_id in (MALLORY, ALICES, FREE):
         await users.create(worker_id, POOL)
-    await users.admit(MALLORY, POOL, "mallory")
-    await users.admit(ALICES, POOL, "alice")
+    await users.admit(MALLORY, POOL, "mallory", ["1-mallory"])
+    await users.admit(ALICES, POOL, "alice", ["1-alice"])
     yield users
     for worker_id in (MALLORY, ALICES, FREE):
         await users.delete(worker_id)
@@ -153,7 +154,20 @@ ATTACKS = {
     "changes since when the server is known": command("HSET", keys.SERVER_SINCE, "at_ms", "0"),
     "reads the fleet's jobs": command("HGETALL", job_keys.job(job_keys.FLEET_TAG, "mail-1")),
     "makes a job of the fleet": command("ZADD", job_keys.ready(job_keys.FLEET_TAG), "1", "mail"),
-    "deletes a person's counts": command("DEL", keys.budget("person", "orders")),
+    "deletes its own counts": command("DEL", keys.budget("1-mallory", "orders")),
+    "reads another user's counts": command("ZCARD", keys.budget("1-alice", "orders")),
+    "counts for another user": command("ZADD", keys.budget("1-alice", "orders"), "1", "forged"),
+    "lets another user's counts expire": command("PEXPIRE", keys.budget("1-alice", "orders"), "1"),
+    "spends another user's budget": run(
+        scripts.SPEND_BUDGET,
+        [keys.budget("1-alice", "since"), keys.budget("1-alice", "orders")],
+        *("call", "", "1", "1", "10000", "5", "0"),
+    ),
+    "takes another user's connection": run(
+        scripts.TAKE_CONNECTION,
+        [keys.budget("1-alice", name) for name in ("since", "connections", "holders")],
+        *("mallory/a1/1", "holder", "150000", "5", "10000", "", "1"),
+    ),
     "replaces the totals of all users' jobs": command("SET", job_keys.user_totals(), "x"),
     "reads the totals of all users' jobs": command("GET", job_keys.user_totals()),
     "counts for others": command("HINCRBY", job_keys.user_totals(), "late", "1"),
@@ -307,7 +321,7 @@ async def test_a_host_with_other_launch_secrets_takes_no_password(
     create_orchestrator_keys(tmp_path / "other")
     other = WorkerUsers(valkey_client, database, OrchestratorKeys(tmp_path / "other"))
     await other.admit(FREE, POOL, "frees")
-    await other.restore([], [(MALLORY, POOL, "eve")])
+    await other.restore([], [AssignedWorker(MALLORY, POOL, "eve", [])])
     for worker_id, user_id in ((FREE, "frees"), (MALLORY, "eve")):
         async with valkey.connect_valkey(users.url(worker_id, valkey_server.url)) as client:
             assert await client.get(keys.mark(user_id)) is None
@@ -336,7 +350,9 @@ async def test_a_restarted_server_gets_scripts_and_users_again(
             with pytest.raises(AuthenticationError):
                 await mallory.ping()
             users = WorkerUsers(client, database, orchestrator_keys)
-            await users.restore([(FREE, POOL), (MALLORY, POOL)], [(MALLORY, POOL, "mallory")])
+            await users.restore(
+                [(FREE, POOL), (MALLORY, POOL)], [AssignedWorker(MALLORY, POOL, "mallory", [])]
+            )
             names = [keys.owner("mallory"), keys.mark("mallory"), keys.metadata("mallory")]
             assert await run(scripts.RENEW_MARK, names, "1", MALLORY, "30000")(mallory) == b"no_owner"
             assert await free.hgetall(keys.pool_worker(POOL, FREE)) == {}

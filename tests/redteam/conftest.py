@@ -42,6 +42,8 @@ class Loot(msgspec.Struct, frozen=True, kw_only=True):
     message_keys: AssignmentKeys
     private_key: bytes
     credentials: Credentials
+    #: Names of all budgets under which its calls are counted.
+    budgets: list[str] = []
 
 
 #: Keys of somebody who only has Valkey: made up.
@@ -60,12 +62,18 @@ class Arena(House):
 
     def hostile(self) -> tuple[Trader, Loot]:
         """A new user whose broker SDK gives away its worker, which is Active."""
-        trader = self.trader()
+        return self.take_over(self.trader())
+
+    def take_over(self, trader: Trader) -> tuple[Trader, Loot]:
+        """Starts the worker of a user, with a broker SDK that gives it away."""
         (self._hook / "hostile").write_text(trader.user_id, encoding="utf-8")
         self.start_until_active(trader)
-        file = self._hook / f"{trader.user_id}.loot"
-        until(file.exists, "loot")
-        return trader, msgspec.json.decode(file.read_bytes(), type=Loot)
+        until((self._hook / f"{trader.user_id}.loot").exists, "loot")
+        return trader, self.loot_of(trader)
+
+    def loot_of(self, trader: Trader) -> Loot:
+        """What the broker SDK of a hostile user's latest worker gave away."""
+        return msgspec.json.decode((self._hook / f"{trader.user_id}.loot").read_bytes(), type=Loot)
 
     def victim(self) -> tuple[Trader, dict[str, Any]]:
         """A new user with an Active worker and an order that rests at the broker."""
@@ -122,7 +130,12 @@ def running_arena() -> Iterator[Arena]:
             patch.setenv("PYTHONPATH", str(hook))
             patch.setenv("BERTH_LOCAL_PASS_ENVIRONMENT", '["PYTHONPATH"]')
             with LocalStack(
-                folder / "stack", pool_target=POOL, connect_timeout=5.0, valkey_users=VALKEY_USERS
+                folder / "stack",
+                pool_target=POOL,
+                connect_timeout=5.0,
+                valkey_users=VALKEY_USERS,
+                egress_address="192.0.2.1",
+                egress_persons=1000,
             ) as stack:
                 arena = Arena(stack, hook)
                 yield arena

@@ -66,6 +66,7 @@ class FakeFleet:
         self.launch_seconds = 0.0
         self.launch_failure = "LAUNCH_FAILED"
         self.claim_failures = 0
+        self.claim_failure = "DATABASE_UNAVAILABLE"
         self.check_failures = 0
         self.stop_failures = 0
         self.stop_started = asyncio.Event()
@@ -102,7 +103,7 @@ class FakeFleet:
         await self.hold_claim.wait()
         if self.claim_failures:
             self.claim_failures -= 1
-            raise ApplicationError("no database", type="DATABASE_UNAVAILABLE", non_retryable=True)
+            raise ApplicationError("no database", type=self.claim_failure, non_retryable=True)
         self.crashes_known.append(request.check_crashes)
         if request.check_crashes and self.crashes:
             return m.ClaimResult(status=m.ClaimStatus.BACK_OFF, crashes=self.crashes)

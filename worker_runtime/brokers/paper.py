@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -35,6 +35,7 @@ from worker_runtime.protocol.errors import (
 )
 from worker_runtime.protocol.exchange import Balance, ExchangeOrder, ExchangeReply, OrderChanged, Position
 from worker_runtime.protocol.messages import Credentials, PlaceOrder
+from worker_runtime.protocol.requests import ConfirmedQuantityChange
 from worker_runtime.protocol.sockets import watch_peer
 
 #: Seconds `close()` waits for the exchange to confirm the logout; the port allows a second in all.
@@ -279,14 +280,19 @@ class PaperBroker:
         request = partial(exchange.Place, client_note=order.order_id, **terms)
         return self._change(request, timeout)
 
-    def queries_before_change(self, broker_order_id: str) -> bool:
+    def queries_before_change(self, broker_order_id: str, *, quantity: bool = False) -> bool:
         return False
 
     def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
         return self._change(partial(exchange.Cancel, broker_order_id=broker_order_id), timeout)
 
     def replace(
-        self, broker_order_id: str, quantity: int | None, price: Decimal | None, timeout: float
+        self,
+        broker_order_id: str,
+        quantity: int | None,
+        price: Decimal | None,
+        timeout: float,
+        confirmed: Sequence[ConfirmedQuantityChange] = (),
     ) -> ExchangeOrder:
         request = partial(exchange.Replace, broker_order_id=broker_order_id, quantity=quantity, price=price)
         return self._change(request, timeout)

@@ -1,11 +1,12 @@
 """The interface between the session and a broker."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import NamedTuple, Protocol
 
 from worker_runtime.protocol.exchange import Balance, ExchangeOrder, OrderChanged, Position
 from worker_runtime.protocol.messages import Credentials, PlaceOrder
+from worker_runtime.protocol.requests import ConfirmedQuantityChange
 
 
 class ConnectionKey(NamedTuple):
@@ -53,9 +54,9 @@ class Broker(Protocol):
     def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
         """Submits once. Never retries."""
 
-    def queries_before_change(self, broker_order_id: str) -> bool:
-        """Whether a cancel or change of this order first queries its state, which Shioaji counts as an order,
-        too. No I/O."""
+    def queries_before_change(self, broker_order_id: str, *, quantity: bool = False) -> bool:
+        """Returns True if a cancel or change of this order, or of its `quantity`, first queries its state,
+        which Shioaji counts as an order, too. No I/O."""
 
     def reference_price(self, symbol: str) -> Decimal | None:
         """The price from which today's limits count; None if not known in half a second. Never raises."""
@@ -65,10 +66,18 @@ class Broker(Protocol):
         is no such working order."""
 
     def replace(
-        self, broker_order_id: str, quantity: int | None, price: Decimal | None, timeout: float
+        self,
+        broker_order_id: str,
+        quantity: int | None,
+        price: Decimal | None,
+        timeout: float,
+        confirmed: Sequence[ConfirmedQuantityChange] = (),
     ) -> ExchangeOrder:
         """Changes a working order, once, to a smaller total quantity (lots) or another price; None:
-        unchanged. Returns the changed order. Raises `OrderRejected` if it cannot be changed so."""
+        unchanged. Returns the changed order. Raises `OrderRejected` if it cannot be changed so.
+
+        `confirmed`: what quantity changes are known to mean. A broker that needs it, and finds nothing for
+        this order, raises `QuantityChangeUnconfirmed`."""
 
     def orders(self, timeout: float) -> Listing:
         """Today's orders of this account, and how complete the list is."""

@@ -7,6 +7,9 @@ than it seems (invariant *one-owner*). Everything else runs on CLOCK_MONOTONIC.
 import random
 import time
 
+#: adjtimex(2): the clock is not synchronised.
+_TIME_ERROR = 5
+
 SECOND = 1_000_000_000
 NS_PER_MS = 1_000_000
 
@@ -26,6 +29,15 @@ def seconds_until(deadline_ns: int) -> float:
     return (deadline_ns - time.monotonic_ns()) / SECOND
 
 
+def clock_is_synchronised() -> bool | None:
+    """Returns False if the kernel says that nothing keeps this clock right; None if it does not say."""
+    import ctypes  # asked for once in a long while
+
+    words = ctypes.create_string_buffer(256)  # `struct timex`, 208 bytes; zeros only read it
+    state = ctypes.CDLL(None, use_errno=True).adjtimex(words)
+    return None if state < 0 else state != _TIME_ERROR
+
+
 class Backoff:
     """Waits of `first` seconds, doubled each time up to `longest`. Jitter shortens each by up to a half, so
     that many workers do not come back at one instant."""
@@ -43,9 +55,12 @@ class Backoff:
         """Seconds until the next attempt."""
         return max(0.0, self._next - time.monotonic())
 
-    def failed(self) -> None:
-        # Jitter needs no cryptographic randomness.
-        self._next = time.monotonic() + self._wait * random.uniform(0.5, 1.0)  # noqa: S311
+    def failed(self, at_least: float = 0.0) -> None:
+        """Counts a failed attempt. The next one is at least `at_least` seconds away, for which the other side
+        has asked."""
+        # Jitter needs no cryptographic randomness. It only lengthens a pause that somebody asked for.
+        wait = max(self._wait * random.uniform(0.5, 1.0), at_least * random.uniform(1.0, 1.2))  # noqa: S311
+        self._next = time.monotonic() + wait
         self._wait = min(self._wait * 2, self._longest)
 
     def reset(self) -> None:

@@ -120,6 +120,8 @@ ERROR_CODES = (
     errors.SessionDown.code,
     errors.BrokerMaintenance.code,
     errors.RateLimited.code,
+    errors.BrokerVersionRefused.code,
+    errors.BrokerClockRefused.code,
 )
 NO_ERROR = -1
 #: Before the claim: nothing can be checked or signed.

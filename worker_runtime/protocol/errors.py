@@ -96,6 +96,13 @@ class PoolExhausted(WorkerUnavailable, code="POOL_EXHAUSTED"):
     PAUSE: ClassVar[float] = 5.0
 
 
+class MemoryShort(BerthError, code="MEMORY_SHORT", retryable=True):
+    """Memory is short: new orders and new workers are refused for now; cancels and running workers go on."""
+
+    #: Seconds after which to ask again.
+    PAUSE: ClassVar[float] = 5.0
+
+
 class Parked(BerthError, code="PARKED", status=409):
     """The user's worker crashed too often; an operator has to let it start again."""
 
@@ -120,8 +127,16 @@ class LoginLimited(BrokerError, code="LOGIN_LIMITED", retryable=True, status=429
     """The broker's login limit is used up: too many connections or logins for this person."""
 
 
+class BrokerVersionRefused(LoginLimited, code="BROKER_VERSION_REFUSED", status=503):
+    """The broker no longer takes the installed version of its SDK. An operator has to update it."""
+
+
 class BrokerUnreachable(BrokerError, code="BROKER_UNREACHABLE", retryable=True):
     """The broker could not be reached."""
+
+
+class BrokerClockRefused(BrokerUnreachable, code="BROKER_CLOCK_REFUSED"):
+    """The broker found the login's time stamp too old: this host's clock is off, or its network is slow."""
 
 
 class BrokerMaintenance(BrokerUnreachable, code="BROKER_MAINTENANCE"):
@@ -134,6 +149,10 @@ class SessionDown(BrokerError, code="SESSION_DOWN", retryable=True):
 
 class OrderRejected(BrokerError, code="ORDER_REJECTED", status=422):
     """The broker rejected the order."""
+
+
+class QuantityChangeUnconfirmed(OrderRejected, code="QUANTITY_CHANGE_UNCONFIRMED"):
+    """What the broker does with a changed quantity is unconfirmed: cancel the order and place a new one."""
 
 
 class OutcomeUnknown(BrokerError, code="OUTCOME_UNKNOWN"):

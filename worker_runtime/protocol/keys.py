@@ -17,7 +17,7 @@ one slot, so that one script may use them together.
 | worker:pop:{user} | hash | 1 h | last pop of the session: number and item |
 | trading:switch:{user} | hash | for ever | `*version`, `*mac`; `*` (all), accounts: open, reducing, halted |
 | trading:journal:{user}:<order> | string | 2 d | set before a submission: it may have been made |
-| broker:budget:{owner}:<what> | zset | its window | calls of one person or egress address |
+| broker:budget:{owner}:<what> | zset | its window | calls of a user as one person, or by one address |
 | broker:budget:{owner}:since | hash | 40 d | since when these calls are counted |
 | broker:budget:{owner}:connections | zset | a lease | broker connections of a person → end of the lease |
 | broker:budget:{owner}:holders | hash | a lease | broker connections of a person → worker and session |
@@ -40,6 +40,7 @@ one slot, so that one script may use them together.
 | berth:generation | string | for ever | random; another one means that data was lost |
 | berth:since | hash | for ever | `server`: run id; `at_ms`: known since, 0: the first; `noted_ms`: noted at |
 | berth:secret:<version> | string | 1 h | fingerprint of the message secret, by the first host |
+| berth:cut-off:<worker> | string | 1 h | a worker that was cut off because it took too much of Valkey: why |
 | berth:exits | string | for ever | position behind the last handled end of a worker |
 | berth:errors | stream | trimmed | errors of all processes, on their way to operators |
 | berth:alerts | string | for ever | what operators were told, and what they are told next |
@@ -57,6 +58,8 @@ MARK_TTL = 30.0
 ANSWER_TTL = 60
 #: Seconds a claim, its inbox and its replies are kept.
 CLAIM_TTL = 3600
+#: Seconds for which it is known that a worker was cut off; its end is reported within that time.
+CUT_OFF_TTL = 3600
 
 EVENTS = "worker:events"
 CHANGES = "{worker:events}:changes"
@@ -97,7 +100,8 @@ pop = _one("worker:pop")
 switch = _one("trading:switch")
 journal = _many("trading:journal")
 control = _one("worker:control", "messages")
-#: Its first part is a keyed hash of a person id or of an egress address, the second one orders, queries…
+#: Its first part names user and person, linked users, or a user's share of an address, by a keyed hash that
+#: begins with the key's version; the second one is orders, queries…
 budget = _many("broker:budget")
 
 # Of a pool, and of its worker or claim.
@@ -153,6 +157,10 @@ def own_answers(user_id: str, request_id: str) -> str:
 def request_limit(name: str) -> str:
     """All in one slot, so that one script settles many."""
     return f"berth:limit:{{requests}}:{name}"
+
+
+def cut_off(worker_id: str) -> str:
+    return f"berth:cut-off:{worker_id}"
 
 
 def secret(version: int) -> str:

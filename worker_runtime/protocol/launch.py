@@ -41,8 +41,8 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
     #: The share of a broker's limit that we use. The rest is for calls that arrive closer together than they
     #: were sent, and for the last second that a promoted replica of Valkey has lost.
     share: float = 0.9
-    #: Names of the budgets of the address from which the broker sees this worker's calls, as in
-    #: `SealedAccount.budgets`; none: calls are counted by person only.
+    #: Names of the budgets that all workers behind one address share. Only for workers of 0.1.0, and for
+    #: those that an orchestrator of 0.1.0 claims: `SealedAccount.address_budgets` comes first.
     egress: tuple[str, ...] = ()
     #: How many persons' calls an address may make: no broker publishes its limit for an address.
     egress_persons: int = 10

@@ -169,9 +169,14 @@ class SealedAccount(msgspec.Struct, frozen=True, kw_only=True):
     #: The broker's own id of the account; '': the same.
     number: bounds.Id = ""
     version: bounds.Counter
-    #: Names of the budgets under which the person's calls are counted, the oldest first. A worker cannot
-    #: guess another person's.
+    #: Names of the budgets under which the user's calls as this person are counted, the oldest first. Two
+    #: users share one only if an operator has linked them. A worker cannot guess another user's.
     budgets: Annotated[list[bounds.Id], msgspec.Meta(min_length=1, max_length=8)]
+    #: Names of the user's share of the budget of the address from which the broker sees the worker's calls,
+    #: the oldest first; none: calls are counted by person only.
+    address_budgets: Annotated[list[bounds.Id], msgspec.Meta(max_length=8)] = []
+    #: The size of that share, in permille of what one person may do.
+    address_share: bounds.Counter = 1000
     sealed: bytes
     #: Whether orders wait after each login until `BooksCompared` came.
     books_first: bool = False

@@ -21,6 +21,7 @@ from worker_runtime.protocol.authentication import MessageKeys, sign, verify
 from worker_runtime.protocol.bounds import LISTED, Counter, Id, Lots, SpanMs, TimeMs, Word, check_prices
 from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.exchange import Balance, ExchangeOrder, Position
+from worker_runtime.protocol.order_terms import OrderLot
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,24 @@ class CancelOrder(ChangeMessage, frozen=True, kw_only=True, tag="cancel_order"):
     """Cancels a working order. Passes every switch."""
 
 
+class QuantityMeaning(StrEnum):
+    """What a broker does with the number of a quantity change."""
+
+    REDUCE_BY = "reduce_by"  # takes it off the order
+    NEW_TOTAL = "new_total"  # makes it the order's quantity
+
+
+class ConfirmedQuantityChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What a person with keys saw the broker do (`berth broker check`), in this order's mode: simulation or
+    production."""
+
+    sdk_version: Word
+    lot: OrderLot
+    #: Of a contract, whose lot is `COMMON`, too.
+    futures: bool
+    meaning: QuantityMeaning
+
+
 class ReplaceOrder(ChangeMessage, frozen=True, kw_only=True, tag="replace_order"):
     """Changes a working order to a smaller quantity or another price. At most once, like a submission."""
 
@@ -85,6 +104,8 @@ class ReplaceOrder(ChangeMessage, frozen=True, kw_only=True, tag="replace_order"
     reduce_only: bool = False
     #: As in `PlaceOrder`.
     price_band: Decimal | None = None
+    #: For brokers whose quantity changes are not known to mean one thing.
+    confirmed: Annotated[tuple[ConfirmedQuantityChange, ...], LISTED] = ()
 
     def __post_init__(self) -> None:
         check_prices(price=self.price, price_band=self.price_band)

@@ -21,14 +21,16 @@ class Script:
         return cls(name, source, sha1(source.encode(), usedforsecurity=False).hexdigest())
 
 
-_FOLDER = Path(__file__).parent / "lua"
+_FOLDER = Path(__file__).parent
 
 
-def _load(path: str) -> Script:
-    return Script.of(path.partition("/")[2], _FOLDER / f"{path}.lua")
+def _load(path: str, library: str = "") -> Script:
+    """The script of this path; `library` is loaded before it."""
+    shared = [_FOLDER / f"{library}.lua"] if library else []
+    return Script.of(path.partition("/")[2], *shared, _FOLDER / "lua" / f"{path}.lua")
 
 
-ENQUEUE = _load("requests/enqueue")
+ENQUEUE = _load("requests/enqueue", "memory_lib")
 WITHDRAW = _load("requests/withdraw")
 RESOLVE_OVERDUE = _load("requests/resolve_overdue")
 RING_DOORBELL = _load("requests/ring_doorbell")
@@ -41,10 +43,13 @@ READ_BOUNDED = _load("workers/read_bounded")
 REMOVE_MARK = _load("workers/remove_mark")
 SET_OWNER = _load("workers/set_owner")
 PUMP_EVENTS = _load("workers/pump_events")
+MEASURE_NAMES = _load("workers/measure_names", "writer_lib")
+KEEP_ORDERS = _load("workers/keep_orders")
+REMOVE_NAMES = _load("workers/remove_names", "writer_lib")
 WRITE_SWITCH = _load("workers/write_switch")
 ANNOUNCE_WORKER = _load("workers/announce_worker")
 ADMIT_WORKER = _load("workers/admit_worker")
-CLAIM = _load("workers/claim")
+CLAIM = _load("workers/claim", "memory_lib")
 SETTLE_CLAIM = _load("workers/settle_claim")
 DISCARD_ENTRY = _load("workers/discard_entry")
 JOIN_WAIT_QUEUE = _load("workers/join_wait_queue")

@@ -20,6 +20,8 @@ from worker_runtime.protocol.sealing import open_message_keys, unseal
 
 #: Characters of what a broker says that are told about a login.
 DETAIL = 500
+#: Seconds between two logins of an account that the broker keeps suspended.
+MAX_PAUSE_S = 960.0
 #: Login errors that are no fault of this process: it tries again, however long that takes.
 _BROKER_AWAY = (errors.BrokerUnreachable, errors.LoginLimited, errors.LeaseLost, errors.Fenced)
 
@@ -35,6 +37,8 @@ class OpenedAccount:
     budgets: Sequence[str]
     #: As in `SealedAccount`.
     books_first: bool = False
+    address_budgets: Sequence[str] = ()
+    address_share: int = 1000
 
 
 class AccountSession:
@@ -70,6 +74,10 @@ class AccountSession:
         self.listing_error = ""
         #: Tries to log in: in the end about 100 an hour, of the 1,000 logins that a person has in a day.
         self.login_backoff = Backoff(login_pause, 60.0)
+        #: Logins in a row after which the broker asked for a pause.
+        self.suspensions = 0
+        #: CLOCK_MONOTONIC seconds until which the broker wants to hear nothing of this account.
+        self.quiet_until = 0.0
         #: Tries to list the orders of a live session.
         self.listing_backoff = Backoff(0.2, 5.0)
         #: Whether the positions were read since the login: only then are the books compared.
@@ -174,6 +182,7 @@ class AccountSession:
         self.failures = 0
         self._failing_since = None
         self.was_open = True
+        self.suspensions = 0
         self.used_at = time.monotonic()
         self.login_backoff.reset()
 
@@ -185,7 +194,8 @@ class AccountSession:
             self.refused = error
             self.rejected = self.account.version, error
             return
-        self.login_backoff.failed()
+        self.suspensions = self.suspensions + 1 if error.retry_after else 0
+        self.login_backoff.failed(_pause_after(error, self.suspensions))
         if not self.away:
             self.failures += 1
         unreachable = isinstance(error, errors.BrokerUnreachable) and not isinstance(
@@ -195,6 +205,15 @@ class AccountSession:
             self._failing_since = None  # a limit, maintenance or our own lease is no fault of this process
         elif self._failing_since is None:
             self._failing_since = time.monotonic()
+
+
+def _pause_after(error: errors.BerthError, times: int) -> float:
+    """Seconds before the next login after `times` in a row for which the broker asked for a pause. Doubled
+    each time, because another call during a suspension may extend it (Shioaji's manual)."""
+    if not error.retry_after:
+        return 0.0
+    doubled: float = error.retry_after * 2 ** (times - 1)
+    return min(doubled, max(MAX_PAUSE_S, error.retry_after))
 
 
 class CredentialOpener:
@@ -236,4 +255,12 @@ class CredentialOpener:
         key = ConnectionKey(
             sealed.broker, sealed.broker_type, sealed.simulation, sealed.account_id, sealed.number
         )
-        return OpenedAccount(key, sealed.version, credentials, sealed.budgets, sealed.books_first)
+        return OpenedAccount(
+            key,
+            sealed.version,
+            credentials,
+            sealed.budgets,
+            sealed.books_first,
+            sealed.address_budgets,
+            sealed.address_share,
+        )

@@ -15,6 +15,7 @@ from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease, SharedState, WorkerActivity
 from worker_runtime.protocol.errors import (
     BerthError,
+    BrokerMaintenance,
     BrokerUnreachable,
     LeaseLost,
     LoginLimited,
@@ -83,7 +84,11 @@ class BrokerSessions:
         """Logs in to every account without a session, to several at once. Returns when one has a session: the
         others go on. Raises an error, rather one that may pass, if none gets one."""
         until = time.monotonic() + timeout
-        missing = [one for one in self.account_sessions() if one.broker is None and one.refused is None]
+        missing = [
+            one
+            for one in self.account_sessions()
+            if one.broker is None and one.refused is None and not one.limited
+        ]
         for session in missing:
             self._begin(session, until - time.monotonic(), here=len(missing) == 1)
         last = until
@@ -207,10 +212,13 @@ class BrokerSessions:
             self.drop(session, "the broker ended the session", tell=session is ended[-1])
 
     def ping(self, session: AccountSession, timeout: float) -> None:
-        """Checks a session; closes it if it is dead. Raises `RateLimited` if no query may be made in time."""
+        """Checks a session; closes it if it is dead. Raises `RateLimited` if no query may be made in time,
+        and `BrokerMaintenance` while the broker has asked for a pause: the session is kept."""
         if session.broker is None or min(timeout, self.lease.usable()) <= 0:
             return
         until = time.monotonic() + timeout
+        if (quiet := session.quiet_until - time.monotonic()) > 0:
+            raise BrokerMaintenance("the broker asked for a pause", retry_after=quiet)
         self.rate_limiter.spend(session.account, CallKind.QUERY, self._patience(timeout))
         limit = min(until - time.monotonic(), PING_TIMEOUT, self.lease.usable())
         if limit <= 0:
@@ -219,6 +227,10 @@ class BrokerSessions:
             with self.shared_state.busy(limit):
                 session.broker.ping(limit)
         except Exception as error:  # whatever it is, the session cannot be trusted
+            if isinstance(error, BrokerMaintenance) and error.retry_after:
+                # Another login would be one call more, and each may extend a suspension.
+                session.quiet_until = time.monotonic() + error.retry_after
+                raise
             self.drop(session, type(error).__name__)
             return
         session.suspect = False
@@ -274,6 +286,7 @@ class BrokerSessions:
         name = account.key.account_id
         old = self._account_sessions.get(name)
         if old is not None and old.account.version == account.version:
+            old.account = account  # it may be counted under other names now
             return
         if old is not None:
             old.attempt = None  # whatever comes of it is closed

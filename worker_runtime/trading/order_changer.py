@@ -46,7 +46,9 @@ class OrderChanger:
         order_id = self._broker_order_id(request, broker, item)
         if isinstance(request, ReplaceOrder) and request.price is not None:
             check_price(request, broker)
-        kind = CallKind.QUERY_AND_CHANGE if broker.queries_before_change(order_id) else CallKind.ORDER
+        shrinks = isinstance(request, ReplaceOrder) and request.quantity is not None
+        queries = broker.queries_before_change(order_id, quantity=shrinks)
+        kind = CallKind.QUERY_AND_CHANGE if queries else CallKind.ORDER
         self._broker_calls.spend_budget(request.account_id, kind, item)
         if isinstance(request, ReplaceOrder) and request.price is not None:  # as a new order at that price
             calls, buffer = self._broker_calls, self._send_buffer
@@ -55,7 +57,7 @@ class OrderChanger:
         def call(timeout: float) -> ExchangeOrder:
             if isinstance(request, CancelOrder):
                 return broker.cancel(order_id, timeout)
-            return broker.replace(order_id, request.quantity, request.price, timeout)
+            return broker.replace(order_id, request.quantity, request.price, timeout, request.confirmed)
 
         return self._broker_calls.call_once(request.account_id, item, call)
 

@@ -1,12 +1,14 @@
 """Asks whether there is room within the broker's limits, before each call of a broker.
 
-Valkey counts for all workers of a person together (`spend_budget.lua`, `take_connection.lua`). A call beyond
-the limit waits while its caller can wait; then it is refused, and nothing has been sent.
+Valkey counts for each user and person (`spend_budget.lua`, `take_connection.lua`), across the user's
+successive workers. A call beyond the limit waits while its caller can wait; then it is refused, and nothing
+has been sent.
 
-Keys hold no person id but a keyed hash of it: neither a worker nor who reads Valkey has the key. After a
-rotation of that key a claim brings a name under the new one and under the one before, and the worker counts
-under both: with workers claimed before under the older, with those claimed after the older is gone under the
-newer.
+Keys hold no person id but a keyed hash of user and person: neither a worker nor who reads Valkey has the key.
+After a rotation of that key a claim brings a name under the new one and under the one before, and the worker
+counts under both: with workers claimed before under the older, with those claimed after the older is gone
+under the newer. In the same way it counts under a name that linked users share, and under that of 0.1.0 if
+the user's worker before was claimed by that release.
 """
 
 import time
@@ -66,15 +68,15 @@ class _BudgetWindow(NamedTuple):
     reserve: int
 
     @classmethod
-    def of(cls, what: CallKind, cost: int, limits: BrokerLimits, share: float, persons: int = 1) -> Self:
+    def of(cls, what: CallKind, cost: int, limits: BrokerLimits, share: float, persons: float = 1) -> Self:
         number, span = {
             CallKind.LOGIN: (limits.logins_per_day, _DAY),
             CallKind.ORDER: (limits.orders_per_10s, _ms(10.0 + GRANT_LIFETIME)),
             CallKind.QUERY: (limits.queries_per_5s, _ms(5.0 + GRANT_LIFETIME)),
         }[what]
-        limit = max(min(1, number), int(number * share)) * persons
+        limit = max(min(1, number), int(number * share * persons))
         # Half of the margin: a count that is lost twice in a day still stays below the broker's number.
-        return cls(what, cost, span, limit, (number * persons - limit) // 2)
+        return cls(what, cost, span, limit, max(0, int(number * persons) - limit) // 2)
 
 
 #: What a call counts in which window. Shioaji also counts the status update that its list of orders needs as
@@ -91,8 +93,8 @@ class _BudgetOwner(NamedTuple):
     """Whose calls are counted, under one key."""
 
     name: str
-    #: How many persons it stands for.
-    persons: int = 1
+    #: How many persons' limits it may use.
+    persons: float = 1
     #: Whether the calls are counted under an older key as well, which is asked first: then a missing count is
     #: not a lost one.
     counted_before: bool = False
@@ -242,6 +244,12 @@ class SharedRateLimiter:
     def _owners(self, account: OpenedAccount) -> list[_BudgetOwner]:
         """The owners that the account's calls count for."""
         owners = self._person(account)
+        if account.address_budgets:
+            # Only this user's calls are in it, and each was counted for its person before.
+            share = account.address_share / 1000
+            return owners + [
+                _BudgetOwner(name, share, counted_before=True) for name in account.address_budgets
+            ]
         address = (f"{account.key.broker}-{name}" for name in self._allowance.egress)
         return owners + self._named(address, self._allowance.egress_persons)
 
@@ -249,7 +257,7 @@ class SharedRateLimiter:
         return self._named(account.budgets)
 
     @staticmethod
-    def _named(names: Iterable[str], persons: int = 1) -> list[_BudgetOwner]:
+    def _named(names: Iterable[str], persons: float = 1) -> list[_BudgetOwner]:
         """`names`: of one owner, the oldest first."""
         return [_BudgetOwner(name, persons, counted_before=number > 0) for number, name in enumerate(names)]
 

@@ -15,7 +15,7 @@ from worker_runtime.process.clock import wall_ms
 from worker_runtime.process.log import Log
 from worker_runtime.process.replacement import WorkerExit
 from worker_runtime.process.shared_state import SharedState, WorkerActivity
-from worker_runtime.protocol.errors import BerthError, BrokerError, RateLimited
+from worker_runtime.protocol.errors import BerthError, BrokerError, BrokerMaintenance, RateLimited
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import WorkerEventKind
 from worker_runtime.trading.account_session import AccountSession
@@ -109,8 +109,8 @@ class SessionRecovery:
     def _ping(self, session: AccountSession) -> None:
         try:
             self.broker_sessions.ping(session, PING_TIMEOUT)
-        except RateLimited:
-            session.ping_backoff.failed()
+        except (RateLimited, BrokerMaintenance) as error:
+            session.ping_backoff.failed(error.retry_after or 0.0)
         else:
             session.ping_backoff.reset()
 

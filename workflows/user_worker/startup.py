@@ -142,6 +142,9 @@ async def _try_claim(
         result = await calls.claim_worker(request, state.settings.claim_timeout)
     except FailureError as error:
         life.note_cancellation(error)
+        if calls.failure_type(error) == errors.MemoryShort.code:
+            why = errors.MemoryShort.title()
+            raise StartFailed(errors.MemoryShort.code, why, retryable=True) from error
         why = f"claim: {calls.cause(error)}"
         raise StartFailed(errors.WorkerUnavailable.code, why, retryable=True) from error
     life.state = life.state.answered()

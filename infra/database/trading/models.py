@@ -45,6 +45,26 @@ class AccountLimits(Base):
     price_band: Mapped[Decimal | None]
 
 
+class QuantityChangeConfirmation(Base):
+    """What a quantity change was seen to mean at a broker, by version of its SDK, kind of lot and mode."""
+
+    __tablename__ = "quantity_change_confirmations"
+    __table_args__ = (
+        CheckConstraint("meaning in ('reduce_by', 'new_total')", name="quantity_change_meaning"),
+    )
+
+    broker: Mapped[str] = mapped_column(String(32), primary_key=True)
+    sdk_version: Mapped[str] = mapped_column(String(32), primary_key=True)
+    lot: Mapped[str] = mapped_column(String(16), primary_key=True)
+    futures: Mapped[bool] = mapped_column(primary_key=True)
+    simulation: Mapped[bool] = mapped_column(primary_key=True)
+    meaning: Mapped[str] = mapped_column(String(16))
+    #: What the broker showed before and after, without credentials.
+    evidence: Mapped[dict[str, Any]]
+    actor: Mapped[str] = mapped_column(String(128))
+    at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
 class OrderTwin(Base):
     """The last order that asked for the same: what two equal orders at once meet in. Of no use after a crash,
     so it is not logged."""

@@ -321,11 +321,21 @@ async def live_assignments(session: AsyncSession, pool: str) -> list[LiveAssignm
     return [LiveAssignment(*row) for row in rows]
 
 
-async def assigned_now(connection: AsyncConnection) -> list[tuple[str, str, str]]:
-    """Returns worker, pool and user of all open assignments, connected or not."""
+class AssignedWorker(NamedTuple):
+    """A worker with a user, and what it may reach."""
+
+    worker_id: str
+    pool: str
+    user_id: str
+    #: Names of budgets; None: as 0.1.0 gave them.
+    budgets: list[str] | None
+
+
+async def assigned_now(connection: AsyncConnection) -> list[AssignedWorker]:
+    """Returns the workers of all open assignments, connected or not."""
     whose = func.coalesce(WorkerSession.worker_id, ""), WorkerSession.pool, WorkerSession.user_id
-    rows = await connection.execute(select(*whose).where(*HAS_WORKER))
-    return [(worker_id, pool, user_id) for worker_id, pool, user_id in rows]
+    rows = await connection.execute(select(*whose, WorkerSession.budgets).where(*HAS_WORKER))
+    return [AssignedWorker(*row) for row in rows]
 
 
 class WorkerInUse(NamedTuple):

@@ -1,4 +1,4 @@
-"""The two brokers of the suite, and one that counts what it hears."""
+"""The brokers of the suite, and one that counts what it hears."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ import pytest
 from infra.exchange.client import ExchangeServer
 from tests.contract.brokers.stages import BrokerStage, FakeStage, PaperStage
 from worker_runtime.brokers.port import Broker
-from worker_runtime.protocol.exchange import OrderChanged
-from worker_runtime.protocol.messages import Credentials, PlaceOrder, PriceType, Side, TimeInForce
+from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged
+from worker_runtime.protocol.messages import Credentials, OrderState, PlaceOrder, PriceType, Side, TimeInForce
 
 _numbers = itertools.count(1)
-API_KEY, SECRET_KEY = "an-api-key", "a-secret-key"
+API_KEY, SECRET_KEY = "anApiKey1234", "aSecretKey1234"
 #: Seconds that a machine may stand still.
 STANDSTILL = 3.5
-CREDENTIALS = Credentials(api_key=API_KEY, secret_key=SECRET_KEY)
+CREDENTIALS = Credentials(
+    api_key=API_KEY, secret_key=SECRET_KEY, ca_certificate=b"certificate", ca_password="password"
+)
 
 
 class HeardOrders:
@@ -36,6 +38,18 @@ class HeardOrders:
         with self._arrived:
             self.changes.append(change)
             self._arrived.notify_all()
+
+    def outcome(self, order: ExchangeOrder, state: OrderState) -> ExchangeOrder:
+        """The order in this state: as the call answered, or as an event says later."""
+        if order.state is state:
+            return order
+        same = order.broker_order_id, state
+
+        def reached(changes: list[OrderChanged]) -> bool:
+            return any((change.order.broker_order_id, change.order.state) == same for change in changes)
+
+        changes = self.wait(reached)
+        return [change.order for change in changes if change.order.broker_order_id == same[0]][-1]
 
     def wait(self, enough: Callable[[list[OrderChanged]], bool], timeout: float = 20.0) -> list[OrderChanged]:
         with self._arrived:
@@ -92,10 +106,14 @@ def paper(exchange: ExchangeServer) -> PaperStage:
     return PaperStage(exchange.address, exchange.admin_url)
 
 
-@pytest.fixture(params=["fake", "paper"])
+@pytest.fixture(params=["fake", "paper", pytest.param("shioaji", marks=pytest.mark.needs("shioaji"))])
 def stage(request: pytest.FixtureRequest) -> BrokerStage:
     if request.param == "fake":
         return FakeStage()
+    if request.param == "shioaji":
+        from tests.contract.brokers.shioaji_market import ShioajiMarketStage  # imports the SDK
+
+        return ShioajiMarketStage()
     found: PaperStage = request.getfixturevalue("paper")
     return found
 

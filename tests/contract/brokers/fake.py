@@ -5,6 +5,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 from decimal import Decimal
 
 from msgspec.structs import replace
@@ -28,6 +29,7 @@ from worker_runtime.protocol.messages import (
     Side,
     TimeInForce,
 )
+from worker_runtime.protocol.requests import ConfirmedQuantityChange
 
 #: Seconds: the market's ledger begins with the test.
 _FOR_EVER = 1e9
@@ -71,7 +73,9 @@ class FakeMarket:
         return [order for owner, _, order in self.taken if owner == account]
 
     def check(self, account: str, credentials: Credentials) -> None:
-        if self._accounts.get(account) != credentials:
+        known = self._accounts.get(account)
+        keys = credentials.api_key, credentials.secret_key
+        if known is None or (known.api_key, known.secret_key) != keys:
             raise LoginRejected("unknown account or wrong key")
         if sum(session.account == account for session in self.sessions) >= _CONNECTIONS:
             raise LoginLimited(f"{_CONNECTIONS} connections are open")
@@ -183,7 +187,7 @@ class FakeBroker:
             raise OrderRejected(taken.reason or "")
         return taken
 
-    def queries_before_change(self, broker_order_id: str) -> bool:
+    def queries_before_change(self, broker_order_id: str, *, quantity: bool = False) -> bool:
         return False
 
     def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
@@ -191,7 +195,12 @@ class FakeBroker:
         return self._market.change(self.account, broker_order_id, None, None, cancel=True)
 
     def replace(
-        self, broker_order_id: str, quantity: int | None, price: Decimal | None, timeout: float
+        self,
+        broker_order_id: str,
+        quantity: int | None,
+        price: Decimal | None,
+        timeout: float,
+        confirmed: Sequence[ConfirmedQuantityChange] = (),
     ) -> ExchangeOrder:
         self._check()
         return self._market.change(self.account, broker_order_id, quantity, price, cancel=False)

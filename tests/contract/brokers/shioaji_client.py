@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from tests import needs
 from tests.contract.brokers.conftest import HeardOrders
@@ -34,7 +38,48 @@ def fails(name: str, text: str = "text") -> Callable[..., Any]:
     return fail
 
 
-class ShioajiClient:
+def health(state: str, *reasons: str) -> SimpleNamespace:
+    """The SDK's `TradeCacheHealth`, which cannot be made without a connection, with its real enums."""
+    found = [SimpleNamespace(reason=getattr(REAL.TradeCacheHealthReasonCode, reason)) for reason in reasons]
+    return SimpleNamespace(state=getattr(REAL.TradeCacheHealthState, state), reasons=found)
+
+
+class BoundToSdk:
+    """Checks each call of a stand-in's method against the installed SDK's own signature."""
+
+    def __getattribute__(self, name: str) -> Any:
+        own = super().__getattribute__(name)
+        if name.startswith("_") or not callable(own) or not hasattr(REAL.Shioaji, name):
+            return own
+        signature = inspect.signature(getattr(REAL.Shioaji, name))
+
+        def call(*args: Any, **words: Any) -> Any:
+            try:
+                signature.bind(self, *args, **words)
+            except TypeError as error:
+                pytest.fail(f"Shioaji {REAL.__version__} does not take this call of {name}: {error}")
+            return own(*args, **words)
+
+        return call
+
+
+def contracts_of(preload: Any, get: Any, info: Any) -> SimpleNamespace:
+    """The SDK's `api.contracts`, with these methods bound to its signatures."""
+
+    def bound(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(getattr(REAL.ContractsApi, name))
+
+        def call(*args: Any, **words: Any) -> Any:
+            signature.bind(None, *args, **words)
+            return method(*args, **words)
+
+        return call
+
+    methods = {"preload": preload, "get": get, "info": info}
+    return SimpleNamespace(**{name: bound(name, method) for name, method in methods.items()})
+
+
+class ShioajiClient(BoundToSdk):
     """Stands in for the SDK's `Shioaji`; each method does what its test says, or succeeds."""
 
     def __init__(self, simulation: bool) -> None:
@@ -47,14 +92,22 @@ class ShioajiClient:
         ]
         self.callback: Callable[[Any, Any], None] | None = None
         self.session_down: Callable[[], None] | None = None
-        self.contracts = SimpleNamespace(preload=self._preload, get=self._get, info=self._info)
+        self.session_event: Callable[[int, int, str, str], None] | None = None
+        self.contracts = contracts_of(self._preload, self._get, self._info)
 
     def _do(self, name: str, result: Any, *args: Any, **words: Any) -> Any:
         self.calls.append((name, words or args))
         return self.does[name](*args, **words) if name in self.does else result
 
-    def login(self, api_key: str, secret_key: str) -> Any:
-        return self._do("login", self.accounts, api_key, secret_key)
+    def login(self, api_key: str, secret_key: str, force_refresh: bool = False) -> Any:
+        words = {"force_refresh": True} if force_refresh else {}
+        return self._do("login", self.accounts, api_key, secret_key, **words)
+
+    def trade_cache_health(self, account: Any) -> Any:
+        return self._do("trade_cache_health", health("Healthy"), account)
+
+    def get_ca_expiretime(self, person_id: str) -> Any:
+        return self._do("get_ca_expiretime", datetime.now(UTC) + timedelta(days=365), person_id)
 
     def logout(self) -> None:
         self._do("logout", None)
@@ -91,7 +144,7 @@ class ShioajiClient:
         return self._do("list_positions", [], account=account, unit=unit, timeout=timeout)
 
     def usage(self, timeout: int) -> Any:
-        return self._do("usage", None, timeout=timeout)
+        return self._do("usage", SimpleNamespace(connections=1), timeout=timeout)
 
     def set_order_callback(self, callback: Callable[[Any, Any], None]) -> None:
         if "login" not in self.names():  # as the real one does
@@ -100,6 +153,12 @@ class ShioajiClient:
 
     def clear_order_callback(self) -> None:
         self.callback = None
+
+    def set_event_callback(self, callback: Callable[[int, int, str, str], None]) -> None:
+        self.session_event = callback
+
+    def clear_event_callback(self) -> None:
+        self.session_event = None
 
     def set_session_down_callback(self, callback: Callable[[], None]) -> None:
         self.session_down = callback
@@ -113,8 +172,8 @@ class ShioajiClient:
     def _get(self, code: str, security_type: str) -> Any:
         if code == "TXFR1":
             return REAL.BaseContract("FUT", "TAIFEX", "TXFR1", target_code="TXFA6")
-        known = {"STK": ["2890"], "FUT": ["TXFA6"], "OPT": []}[security_type]
-        exchange = "TSE" if security_type == "STK" else "TAIFEX"
+        known = {"STK": ["2890"], "WRT": ["030001"], "FUT": ["TXFA6"], "OPT": []}[security_type]
+        exchange = "TSE" if security_type in ("STK", "WRT") else "TAIFEX"
         return REAL.BaseContract(security_type, exchange, code) if code in known else None
 
     def _info(self, base: Any) -> Any:
@@ -139,7 +198,12 @@ class ShioajiStage:
     ) -> None:
         self.client = ShioajiClient(simulation)
         self.made: list[bool] = []
-        sdk = SimpleNamespace(Shioaji=self._make, StockOrder=REAL.StockOrder, FuturesOrder=REAL.FuturesOrder)
+        sdk = SimpleNamespace(
+            Shioaji=self._make,
+            StockOrder=REAL.StockOrder,
+            FuturesOrder=REAL.FuturesOrder,
+            __version__=REAL.__version__,
+        )
         key = ConnectionKey("shioaji", kind, simulation, account, number)
         self.broker = ShioajiBroker(key, heard, lambda: sdk)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Protocol, TypeVar
@@ -14,13 +14,14 @@ from tests.contract.brokers.fake import FakeBroker, FakeMarket
 from worker_runtime.brokers.paper import PaperBroker
 from worker_runtime.brokers.port import Broker, OnOrderChanged
 from worker_runtime.protocol.messages import OrderState
+from worker_runtime.protocol.requests import ConfirmedQuantityChange
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class BookedOrder:
-    """One order as the other side has it in its ledger."""
+    """One order as the other side has it in its ledger. `note`: our order id, if it keeps that."""
 
     note: str
     tag: str
@@ -28,6 +29,11 @@ class BookedOrder:
 
 
 class BrokerStage(Protocol):
+    @property
+    def confirmed(self) -> Sequence[ConfirmedQuantityChange]:
+        """What quantity changes are known to mean, for a broker that wants to know."""
+        ...
+
     def register(self, account: str, api_key: str, secret_key: str) -> None: ...
 
     def broker(self, account: str, on_order: OnOrderChanged) -> Broker: ...
@@ -44,6 +50,8 @@ class BrokerStage(Protocol):
 
 
 class FakeStage:
+    confirmed: Sequence[ConfirmedQuantityChange] = ()
+
     def __init__(self) -> None:
         self._market = FakeMarket()
 
@@ -72,6 +80,8 @@ class FakeStage:
 
 class PaperStage:
     """A real exchange process, set by its admin API."""
+
+    confirmed: Sequence[ConfirmedQuantityChange] = ()
 
     def __init__(self, address: str, admin_url: str) -> None:
         self._address = address

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from decimal import Decimal
 from types import SimpleNamespace
+from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -21,6 +22,12 @@ from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import OrderState
 
 ID = "531e27af"
+
+
+def futures_trade(**changes: Any) -> Any:
+    found = trade(REAL, **changes)
+    found.contract = REAL.BaseContract("FUT", "TAIFEX", "TXFA6")
+    return found
 
 
 @pytest.fixture
@@ -37,13 +44,15 @@ def test_a_stock_order_is_cancelled_with_one_call(setting: ShioajiStage) -> None
     assert not broker.queries_before_change(ID)
 
 
-def test_a_futures_order_is_cancelled_only_after_its_state_was_read_anew(heard: HeardOrders) -> None:
-    """Sinotrade/Shioaji #235."""
+def test_l_a_futures_order_is_cancelled_without_a_query_before(heard: HeardOrders) -> None:
+    """Sinotrade/Shioaji #235, which 1.7.6 has fixed."""
     setting = ShioajiStage(heard, kind="futures")
+    setting.client.does["list_trades"] = lambda: [futures_trade()]
     broker = setting.login()
     broker.cancel(ID, 20.0)
-    assert setting.client.names()[2:] == ["list_trades", "update_status", "list_trades", "cancel_order"]
-    assert broker.queries_before_change(ID)
+    assert setting.client.names()[2:] == ["list_trades", "cancel_order"]
+    assert not broker.queries_before_change(ID)
+    assert broker.queries_before_change(ID, quantity=True)
 
 
 def test_an_order_of_an_earlier_session_is_looked_for_at_the_broker(setting: ShioajiStage) -> None:
@@ -56,12 +65,11 @@ def test_an_order_of_an_earlier_session_is_looked_for_at_the_broker(setting: Shi
     assert setting.client.names()[2:] == ["list_trades", "update_status", "list_trades", "cancel_order"]
 
 
-def test_a_smaller_quantity_and_another_price_are_two_calls(setting: ShioajiStage) -> None:
+def test_a_price_is_changed_by_one_call_and_never_together_with_a_quantity(setting: ShioajiStage) -> None:
     broker = setting.login()
-    assert broker.replace(ID, 2, None, 20.0).quantity == 2
     assert broker.replace(ID, None, Decimal("17.5"), 20.0).price == Decimal("17.5")
     sent = [words for name, words in setting.client.calls if name == "update_order"]
-    assert [(words["qty"], words["price"]) for words in sent] == [(2, None), (None, 17.5)]
+    assert [(words["qty"], words["price"]) for words in sent] == [(None, 17.5)]
     for quantity, price in ((None, None), (1, Decimal(17))):
         with pytest.raises(OrderRejected, match="either"):
             broker.replace(ID, quantity, price, 20.0)
@@ -79,7 +87,7 @@ def test_what_is_final_unknown_or_of_another_account_is_not_touched(setting: Shi
 
 CALLS: list[Callable[[ShioajiBroker], ExchangeOrder]] = [
     lambda broker: broker.cancel(ID, 20.0),
-    lambda broker: broker.replace(ID, 1, None, 20.0),
+    lambda broker: broker.replace(ID, None, Decimal(17), 20.0),
 ]
 
 
@@ -110,6 +118,7 @@ def test_errors_of_a_change_are_told_apart_and_never_tried_again(
 def test_a_list_that_fails_before_a_change_leaves_no_doubt(heard: HeardOrders) -> None:
     setting = ShioajiStage(heard, kind="futures")
     broker = setting.login()
+    setting.client.does["list_trades"] = lambda: []
     setting.client.does["update_status"] = fails("ShioajiTimeoutError")
     with pytest.raises(OrderRejected, match="not sent"):
         broker.cancel(ID, 20.0)

@@ -134,6 +134,8 @@ def trade(sdk: Any, **changes: Any) -> Any:
         "price_type": "LMT",
         "status": "Submitted",
         "order_quantity": None,
+        "cancel_quantity": None,
+        "lot": "Common",
         "modified_price": None,
         "deals": [],
         "tag": "abc123",
@@ -152,12 +154,14 @@ def trade(sdk: Any, **changes: Any) -> Any:
             time_in_force=sdk.TimeInForce("ROD"),
             custom_field=words["tag"],
             account=words["account"],
+            order_lot=sdk.StockOrderLot(words["lot"]),
         ),
         status=SimpleNamespace(
             id=words["id"],
             status=sdk.OrderStatus(words["status"]),
             msg=words["msg"],
             order_quantity=words["order_quantity"],
+            cancel_quantity=words["cancel_quantity"],
             modified_price=words["modified_price"],
             deals=[
                 SimpleNamespace(seq=seq, quantity=quantity, price=price, ts=ts)

@@ -13,10 +13,12 @@ from redis.asyncio import Redis
 from sqlalchemy import text
 from temporalio.testing import ActivityEnvironment
 
+from activities.claims.budgets import BudgetPlanner
 from activities.claims.claim import ClaimActivities
 from activities.claims.handshake import AssignmentSealer
 from activities.claims.reload import ReloadActivity
 from activities.claims.stop import MARGIN, EndConfirmer, HealthActivity, StopActivity
+from activities.events.cut_off import WorkerCutOff
 from activities.pool.launch import LaunchActivities
 from activities.pool.sizing import PoolActivities
 from infra.database import accounts, users
@@ -25,6 +27,7 @@ from infra.market import calendar
 from infra.settings import Settings
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
+from infra.valkey.worker_users import WorkerUsers
 from infra.vault import key_pairs, vault
 from infra.vault.key_pairs import MasterKeyRing, OrchestratorKeys
 from infra.vault.message_secret import MessageSecrets
@@ -60,7 +63,7 @@ class Yard:
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def __post_init__(self) -> None:
-        sealer = AssignmentSealer(self.ring, self.keys, self.secrets)
+        sealer = AssignmentSealer(self.ring, self.keys, self.secrets, BudgetPlanner(self.database, self.keys))
         self.claiming = ClaimActivities(self.client, self.database, sealer)
         self.launching = LaunchActivities(self.client, self.database, self.launcher, self.settings, self.keys)
         self.ends = EndConfirmer(self.client, self.database, self.launcher, self.secrets, FENCED_FOR - MARGIN)
@@ -70,6 +73,9 @@ class Yard:
         )
         self.reloading = ReloadActivity(self.client, self.database, sealer)
         self.pool = PoolActivities(self.client, self.database, self.launcher, calendar.load_calendar())
+
+    def cutting(self, users: WorkerUsers | None = None) -> WorkerCutOff:
+        return WorkerCutOff(self.client, self.database, self.launcher, self.ends, users)
 
     async def run(self, activity: Callable[[Any], Awaitable[T]], request: Any) -> T:
         return await ActivityEnvironment().run(activity, request)

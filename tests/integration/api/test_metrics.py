@@ -9,8 +9,9 @@ from typing import Any
 
 from activities.events.stream import GROUPS
 from infra import metrics
+from infra.compose.temporal_tokens import SYSTEM_ADMIN, ensure_tokens
 from infra.database.dead_letters import DeadLetter, DeadLetters
-from infra.database.models import Order
+from infra.database.models import Order, PersonMatch
 from infra.database.trading.models import Reconciliation
 from infra.database.workers import passes
 from infra.settings import Settings
@@ -67,6 +68,8 @@ async def test_free_workers_orders_differences_and_the_last_maintenance_are_told
             )
         )
         session.add(Reconciliation(user_id=api.user, account_id="main", epoch=1, differences={}, blocks=True))
+        pair = {"first_user": api.user, "second_user": api.user}
+        session.add(PersonMatch(broker="paper", persons=["1-hash"], **pair))
         number = await passes.begin_pass(
             session,
             place=passes.PassBasis(),
@@ -94,6 +97,7 @@ async def test_free_workers_orders_differences_and_the_last_maintenance_are_told
     assert told['berth_orders_unsettled{state="unknown"}'] == 1
     assert told['berth_orders_unsettled{state="needs_attention"}'] == 1
     assert told['berth_differences_open{blocks="true"}'] == 1
+    assert told["berth_person_matches_open"] == 1
     assert told["berth_maintenance_workers"] == 7
     assert told["berth_maintenance_guarded"] == 0
     assert told["berth_maintenance_seconds"] >= told["berth_maintenance_scan_seconds"] == 0.25
@@ -122,10 +126,16 @@ async def test_a_group_that_handles_no_events_falls_behind(api: ServedApi) -> No
 def test_a_certificate_is_told_with_its_end(tmp_path: Path) -> None:
     page = metrics.MetricsPage()
     authority = str(CertificateAuthority(tmp_path, "ca").certificate)
-    settings = Settings(temporal_ca_file=authority, temporal_cert_file=str(tmp_path / "missing.pem"))
+    ensure_tokens(tmp_path / "jwks.json", {tmp_path / "temporal.jwt": SYSTEM_ADMIN})
+    settings = Settings(
+        temporal_ca_file=authority,
+        temporal_cert_file=str(tmp_path / "missing.pem"),
+        temporal_api_key_file=str(tmp_path / "temporal.jwt"),
+    )
     metrics.write_certificates(page, settings)
     [family] = page.collect()
     found = {sample.labels["setting"]: sample.value for sample in family.samples}
     assert found["BERTH_TEMPORAL_CA_FILE"] > datetime.now(UTC).timestamp()
     assert found["BERTH_TEMPORAL_CERT_FILE"] == 0
+    assert found["BERTH_TEMPORAL_API_KEY_FILE"] > datetime.now(UTC).timestamp() + 86_400
     assert family.name == "berth_certificate_expires_timestamp_seconds"

@@ -45,6 +45,7 @@ ROWS = {
     "worker_scripts": "(sha, source, seen_at) values ('s' || :n, 'lua', :at)",
     "maintenance_passes": "(began_at, generation, server, tasks, boot, boottime, scanned, scan_seconds, "
     "guarded, found, suspects, confirmed) values (:at, 'g', 's', 0, 'b', 0, 0, 0, '', '{}', '[]', '[]')",
+    "failed_logins": "(user_id, at) values ('u', :at)",
     "dead_letters": "(id, kind, source, subject, user_id, reason, message, last_at) "
     "values (gen_random_uuid(), 'event', 's', 'x', 'u', 'r', '', :at)",
     "entity_findings": "(entity, kind, state, reason, seen_at) "

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from infra.compose import secret_files
-from infra.compose.prepare import prepare
+from infra.compose.prepare import prepare, split_provider_secrets
 from infra.database.migrate import migrate, migrate_as_owner
 from infra.local.process import accepts, free_port
 from infra.local.servers import PostgresServer, ValkeyServer
 from infra.settings import Settings
+from infra.vault import key_file
 
 FOLDER = Path(__file__).resolve().parents[3] / "infra" / "compose"
 
@@ -120,17 +121,34 @@ def test_prepare_makes_tables_keys_and_an_administrators_key_once(
         api_secret_file=tmp_path / "api" / "api.key",
         temporal_codec_key_file=str(tmp_path / "messages" / "temporal.key"),
         temporal_api_key_file=str(tmp_path / "messages" / "temporal.jwt"),
-        webhook_key_file=str(tmp_path / "jobs" / "webhook.key"),
+        webhook_key_file=str(tmp_path / "webhook" / "webhook.key"),
+        jobs_key_file=str(tmp_path / "fleet" / "fleet.key"),
     )
     prepare(settings, tmp_path / "temporal")
     made = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert {path.name for path in made} == {
         *("master.key", "master.pub", "signing.key", "launch.key", "budget.key", "message.key"),
         *("api.key", "admin.key", "webhook.key", "temporal.key", "temporal.jwt", "admin.jwt", "jwks.json"),
+        "fleet.key",
     }
     assert Path(settings.webhook_key_file).stat().st_mode & 0o777 == 0o600
     prepare(settings, tmp_path / "temporal")
     assert {path: path.read_bytes() for path in made} == made
+
+
+def test_prepare_gives_each_tier_of_jobs_what_0_1_0_kept_for_all(tmp_path: Path) -> None:
+    for name in ("webhook.key", "mail.password", "messaging.token", "push.json"):
+        key_file.write_key_file(tmp_path / "jobs" / name, f"old {name}".encode(), private=True)
+    key_file.write_key_file(tmp_path / "email" / "mail.password", b"newer", private=True)
+    moved = split_provider_secrets(tmp_path)
+    assert {path.relative_to(tmp_path).as_posix(): path.read_text() for path in moved} == {
+        "webhook/webhook.key": "old webhook.key",
+        "messaging/messaging.token": "old messaging.token",
+        "push/push.json": "old push.json",
+    }
+    assert (tmp_path / "email" / "mail.password").read_text() == "newer"
+    assert [path for path in (tmp_path / "jobs").iterdir() if not path.name.startswith(".")] == []
+    assert split_provider_secrets(tmp_path) == []
 
 
 def _ask(port: int, *commands: str) -> str:

@@ -16,7 +16,8 @@ from infra.jobs.client import JobClient
 from infra.local.components import JobFleetComponent
 from infra.local.servers import ValkeyServer
 from infra.settings import Settings
-from infra.vault.key_file import KeyFileExposed, write_key_file
+from infra.vault.key_file import KeyFileCorrupt, KeyFileExposed, write_key_file
+from infra.vault.message_secret import load_fleet_keys, write_fleet_keys
 from infra.vault.secret_versions import create_versions, load_versions
 from tests.commands import CommandForker
 from tests.signed import create_message_secret
@@ -71,6 +72,35 @@ def test_a_runner_gets_what_the_settings_say(tmp_path: Path) -> None:
         fleet.runner_config(Settings(data_dir=tmp_path, message_key_file=own.message_key_file))
     )
     assert (bare.webhook, bare.mail, bare.queues) == (None, None, ("*",))
+
+
+def test_a_runner_needs_only_the_keys_of_the_fleets_jobs(
+    tmp_path: Path, commands: CommandForker, migrated_database: str
+) -> None:
+    """Whoever took over a runner gives no orders with them: users' keys do not follow from them."""
+    # Given a host with the derived keys, and without the message secret
+    secrets, keys = create_message_secret(tmp_path / "message.key"), tmp_path / "fleet" / "fleet.key"
+    assert write_fleet_keys(keys, tmp_path / "message.key")
+    assert not write_fleet_keys(keys, tmp_path / "message.key")
+    elsewhere = settings(tmp_path, jobs_key_file=str(keys), message_key_file=tmp_path / "none.key")
+    found = parse_config(fleet.runner_config(elsewhere))
+    assert found.message_keys == secrets.job_keys(job_keys.FLEET_TAG) == load_fleet_keys(keys)
+    for version in load_versions(tmp_path / "message.key"):
+        assert version.secret not in (key.key for key in found.message_keys)
+    # When the message secret is rotated, they follow
+    places = {
+        "BERTH_DATABASE_URL": migrated_database,
+        "BERTH_MESSAGE_KEY_FILE": str(tmp_path / "message.key"),
+        "BERTH_JOBS_KEY_FILE": str(keys),
+    }
+    for step, versions in ((("rotate",), [2, 1]), (("retire", "--force"), [2])):
+        done = commands.run("keys", step[0], "message", *step[1:], **places)
+        assert done.code == 0, done.err
+        assert [key.version for key in load_fleet_keys(keys)] == versions
+    for text in (b"[]", b"no keys"):
+        write_key_file(keys, text, private=True)
+        with pytest.raises(KeyFileCorrupt):
+            fleet.runner_config(elsewhere)
 
 
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:

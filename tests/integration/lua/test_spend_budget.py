@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from redis.exceptions import ResponseError
 
 from tests.integration.lua.conftest import Scripts
 from worker_runtime.protocol import keys
@@ -91,6 +93,14 @@ def test_a_call_counts_in_each_window_what_it_weighs_there(scripts: Scripts) -> 
 def test_a_call_that_costs_more_than_the_limit_is_never_granted(scripts: Scripts) -> None:
     granted, wait, _ = spend(scripts, "huge", ORDERS, cost=4, fresh=True, at=NOON)
     assert (granted, wait) == (False, 10_000)
+
+
+def test_no_caller_keeps_the_server_busy_by_a_cost_of_millions(scripts: Scripts) -> None:
+    names = [SINCE, keys.budget(OWNER, "orders")]
+    for cost in (1_001, 10**15, "1e300", "nan", "x"):
+        with pytest.raises(ResponseError, match="more calls at once"):
+            scripts.run(SPEND_BUDGET, names, "call", "", "1", cost, 1000, 10**16, 10**16)
+    assert not scripts.client.exists(names[1])
 
 
 def test_a_lost_count_is_a_spent_one_for_one_window(scripts: Scripts) -> None:

@@ -11,7 +11,7 @@ import pytest
 from temporalio import workflow
 from temporalio.api.common.v1 import Payload
 from temporalio.api.failure.v1 import Failure
-from temporalio.client import Client, WorkflowFailureError
+from temporalio.client import Client, WorkflowFailureError, WorkflowHistory
 from temporalio.converter import DataConverter
 from temporalio.exceptions import ApplicationError
 from temporalio.worker import Replayer, UnsandboxedWorkflowRunner, Worker
@@ -19,9 +19,22 @@ from temporalio.worker import Replayer, UnsandboxedWorkflowRunner, Worker
 from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.temporal import connection
-from infra.temporal.codec import ENCODING, PayloadEncryption, PayloadNotDecrypted, data_converter
+from infra.temporal.codec import (
+    ENCODING,
+    PayloadEncryption,
+    PayloadNotDecrypted,
+    PayloadScope,
+    data_converter,
+    is_refused,
+)
 from infra.vault import key_file, keyring
-from infra.vault.secret_versions import SecretVersionFile, add_version, create_versions, load_versions
+from infra.vault.secret_versions import (
+    BOUND_PAYLOADS,
+    SecretVersionFile,
+    add_version,
+    create_versions,
+    load_versions,
+)
 from tests.replay.test_replay import FILES, WORKFLOWS, read
 from tests.signed import age_versions
 from workflows.sandbox import workflow_runner
@@ -31,7 +44,7 @@ PLAIN = Payload(metadata={"encoding": b"json/plain"}, data=b'"words of a user"')
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    create_versions(tmp_path / "temporal.key")
+    create_versions(tmp_path / "temporal.key", payload_format=BOUND_PAYLOADS)
     return tmp_path / "temporal.key"
 
 
@@ -39,36 +52,102 @@ def _codec(path: Path, check_period: float = 0.0) -> PayloadEncryption:
     return PayloadEncryption(SecretVersionFile(path, check_period=check_period))
 
 
+async def _refuses(codec: PayloadEncryption, payload: Payload) -> bool:
+    """Whether it neither decrypts nor raises, as an exception would fail the whole workflow task."""
+    with pytest.raises(PayloadNotDecrypted):
+        codec.decrypt(payload)
+    [decoded] = await codec.decode([payload])
+    return is_refused(decoded)
+
+
 async def test_what_is_altered_or_under_another_key_is_refused(path: Path, tmp_path: Path) -> None:
     codec = _codec(path)
     [one], [again] = await codec.encode([PLAIN]), await codec.encode([PLAIN])
     assert one.data != again.data
     assert b"words" not in one.SerializeToString()
-    assert await codec.decode([one, PLAIN]) == [PLAIN, PLAIN]
+    assert await codec.decode([one]) == [PLAIN]
     altered = Payload(metadata=one.metadata, data=one.data[:-1] + bytes([one.data[-1] ^ 1]))
     cut = Payload(metadata=one.metadata, data=one.data[:5])
     renamed = Payload(metadata={"encoding": ENCODING, "encryption-key-id": b"9"}, data=one.data)
-    for bad in (altered, cut, renamed, Payload(metadata={"encoding": ENCODING})):
-        with pytest.raises(PayloadNotDecrypted):
-            await codec.decode([bad])
+    long = Payload(metadata={**one.metadata, "namespace": b"x" * 70_000}, data=one.data)
+    for bad in (altered, cut, renamed, long, Payload(metadata={"encoding": ENCODING})):
+        assert await _refuses(codec, bad)
+    assert codec.refused.count == 5
     create_versions(tmp_path / "other.key")
-    with pytest.raises(PayloadNotDecrypted):
-        await _codec(tmp_path / "other.key").decode([one])
+    assert await _refuses(_codec(tmp_path / "other.key"), one)
+
+
+async def test_a_payload_is_read_in_its_workflow_and_namespace_only(path: Path) -> None:
+    def of(workflow_id: str, namespace: str = "default") -> PayloadEncryption:
+        return _codec(path).with_scope(PayloadScope.of_workflow(namespace, workflow_id))
+
+    [alices] = await of("user-worker-alice").encode([PLAIN])
+    assert alices.metadata["workflow-id"] == b"user-worker-alice"
+    assert await of("user-worker-alice").decode([alices]) == [PLAIN]
+    assert await _refuses(of("user-worker-bob"), alices)
+    assert await _refuses(of("user-worker-alice", "other"), alices)
+    bobs = Payload(metadata={**alices.metadata, "workflow-id": b"user-worker-bob"}, data=alices.data)
+    assert await _refuses(of("user-worker-bob"), bobs)
+    # The codec server is not told a workflow's id; it notices the new name all the same.
+    assert await _codec(path).decode([alices]) == [PLAIN]
+    assert await _refuses(_codec(path), bobs)
+    [scheduled] = await of("maintenance").encode([PLAIN])
+    assert await of("maintenance-2026-11-27T00:00:00Z").decode([scheduled]) == [PLAIN]
+    assert await _refuses(of("maintenance-batch"), scheduled)
+
+
+async def test_what_is_in_clear_is_refused_unless_it_is_empty(path: Path) -> None:
+    codec = _codec(path)
+    empty = [
+        Payload(),
+        Payload(metadata={"encoding": b"binary/null"}),
+        Payload(metadata={"encoding": b"json/plain"}, data=b"null"),
+        Payload(metadata={"encoding": b"json/plain"}, data=b"{}"),
+    ]
+    assert await codec.decode(empty) == empty
+    for clear in (PLAIN, Payload(data=b"x"), Payload(metadata={"encoding": b"binary/null"}, data=b"x")):
+        assert await _refuses(codec, clear)
+    settings = Settings(temporal_codec_key_file=str(path), temporal_codec_reads_clear=True)
+    reading = data_converter(settings).payload_codec
+    assert reading is not None
+    assert await reading.decode([PLAIN]) == [PLAIN]
+
+
+async def test_the_old_format_is_read_until_its_last_key_leaves_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "old.key"
+    create_versions(path)  # as releases before made it
+    assert b"payload_format" not in path.read_bytes()
+    scope = PayloadScope.of_workflow("default", "user-worker-alice")
+    codec = _codec(path).with_scope(scope)
+    [old] = await codec.encode([PLAIN])
+    assert set(old.metadata) == {"encoding", "encryption-key-id"}, "the release before reads it"
+    add_version(path, keep=2, payload_format=BOUND_PAYLOADS)
+    age_versions(path, 60)
+    [new] = await codec.encode([PLAIN])
+    assert new.metadata["workflow-id"] == b"user-worker-alice"
+    assert await codec.decode([old, new, PLAIN]) == [PLAIN] * 3
+    stripped = Payload(
+        metadata={key: new.metadata[key] for key in ("encoding", "encryption-key-id")}, data=new.data
+    )
+    assert await _refuses(codec, stripped), "a new payload does not pass for an old one"
+    add_version(path, keep=2, payload_format=BOUND_PAYLOADS)
+    assert await codec.decode([new]) == [PLAIN]
+    assert await _refuses(codec, old)
+    assert await _refuses(codec, PLAIN)
 
 
 async def test_a_process_reads_what_another_wrote_under_a_newer_key(path: Path) -> None:
     # Its own look at the file is due in an hour only; the unknown key makes it look now.
     late, quick = _codec(path, check_period=3600.0), _codec(path)
     [old] = await late.encode([PLAIN])
-    assert add_version(path, keep=2) == 2
+    assert add_version(path, keep=2, payload_format=BOUND_PAYLOADS) == 2
     age_versions(path, 60)
     [new] = await quick.encode([PLAIN])
     assert (old.metadata["encryption-key-id"], new.metadata["encryption-key-id"]) == (b"1", b"2")
     assert await late.decode([old, new]) == [PLAIN, PLAIN]
-    add_version(path, keep=2)
+    add_version(path, keep=2, payload_format=BOUND_PAYLOADS)
     assert await quick.decode([new]) == [PLAIN]
-    with pytest.raises(PayloadNotDecrypted):
-        await quick.decode([old])
+    assert await _refuses(quick, old)
 
 
 async def test_a_new_key_encrypts_when_other_hosts_have_had_a_minute_to_get_it(
@@ -167,14 +246,25 @@ async def test_a_workflow_goes_on_under_a_rotation(temporal_server: TemporalServ
     await asyncio.sleep(0.1)
 
 
-async def test_recorded_histories_in_clear_are_replayed_with_the_codec(path: Path) -> None:
-    converter = data_converter(Settings(temporal_codec_key_file=str(path)))
-    recorded = next(file for file in FILES if file.stem == "cold_then_shut_down")
+async def _replay(recorded: WorkflowHistory, path: Path) -> Exception | None:
     replayer = Replayer(
-        workflows=WORKFLOWS, workflow_runner=workflow_runner(), data_converter=converter, debug_mode=True
+        workflows=WORKFLOWS,
+        workflow_runner=workflow_runner(),
+        data_converter=data_converter(Settings(temporal_codec_key_file=str(path))),
+        debug_mode=True,
     )
-    result = await replayer.replay_workflow(read(recorded), raise_on_replay_failure=False)
-    assert result.replay_failure is None
+    return (await replayer.replay_workflow(recorded, raise_on_replay_failure=False)).replay_failure
+
+
+async def test_recorded_histories_in_clear_are_replayed_under_keys_of_releases_before(
+    path: Path, tmp_path: Path
+) -> None:
+    recorded = read(next(file for file in FILES if file.stem == "cold_then_shut_down"))
+    old = tmp_path / "old.key"
+    create_versions(old)
+    add_version(old, keep=2, payload_format=BOUND_PAYLOADS)
+    assert await _replay(recorded, old) is None
+    assert await _replay(recorded, path) is not None
 
 
 def test_the_key_file_is_made_where_it_is_set(tmp_path: Path) -> None:
@@ -194,5 +284,6 @@ def test_the_key_file_is_made_where_it_is_set(tmp_path: Path) -> None:
     path = tmp_path / "temporal.key"
     changed = settings.model_copy(update={"temporal_codec_key_file": str(path)})
     assert keyring.create_missing_keys(changed) == [path]
+    assert [key.payload_format for key in load_versions(path)] == [BOUND_PAYLOADS]
     assert path.stat().st_mode & 0o777 == 0o600
     assert keyring.create_missing_keys(changed) == []

@@ -13,6 +13,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from worker_runtime.protocol.errors import (
 from worker_runtime.protocol.exchange import Balance, ExchangeOrder, OrderChanged, Position
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import Credentials, Fill, OrderState, PlaceOrder
+from worker_runtime.protocol.requests import ConfirmedQuantityChange
 
 PRICE = Decimal("100.5")
 
@@ -112,7 +114,7 @@ class ScriptedBroker:
             raise BrokerUnreachable
         return []
 
-    def queries_before_change(self, broker_order_id: str) -> bool:
+    def queries_before_change(self, broker_order_id: str, *, quantity: bool = False) -> bool:
         return False
 
     def reference_price(self, symbol: str) -> Decimal | None:
@@ -123,7 +125,12 @@ class ScriptedBroker:
         return self._changed(broker_order_id, state=OrderState.CANCELLED)
 
     def replace(
-        self, broker_order_id: str, quantity: int | None, price: Decimal | None, timeout: float
+        self,
+        broker_order_id: str,
+        quantity: int | None,
+        price: Decimal | None,
+        timeout: float,
+        confirmed: Sequence[ConfirmedQuantityChange] = (),
     ) -> ExchangeOrder:
         self._write("replace", broker_order_id=broker_order_id, quantity=quantity, price=str(price))
         return self._changed(broker_order_id, **({"quantity": quantity} if quantity else {}))

@@ -70,10 +70,16 @@ def _write_loot(credentials: Any) -> None:
         "message_keys": msgspec.to_builtins(state.message_keys()),
         "private_key": base64.b64encode(opener._private_key.private_bytes_raw()).decode(),
         "credentials": msgspec.to_builtins(credentials),
+        "budgets": sorted(_budget_names()),
     }
     new = _FOLDER / f"{state.user_id}.new"
     new.write_text(json.dumps(loot), encoding="utf-8")
     new.replace(_FOLDER / f"{state.user_id}.loot")
+
+
+def _budget_names() -> set[str]:
+    accounts = [one for one in gc.get_objects() if type(one).__name__ == "OpenedAccount"]
+    return {name for account in accounts for name in (*account.budgets, *account.address_budgets)}
 
 
 def _find(name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from api.container import AuthorizedCall, Services
-from api.http.auth import Authenticator, Principal
+from api.http.auth import Authenticator, Principal, session_token
 from api.http.errors import NotFound, Unauthenticated
 from api.http.rights import Role
 from infra.database.engine import DatabaseUnavailable
@@ -153,3 +153,12 @@ async def test_a_database_that_does_not_answer_is_waited_for_so_long() -> None:
 
 def _away() -> None:
     raise DatabaseUnavailable
+
+
+def test_a_cookie_that_only_tls_can_have_set_goes_first_and_a_plain_one_does_not_count_by_tls() -> None:
+    planted, own = "berth_session=planted", "__Host-berth_session=own"
+    assert session_token(f"{planted}; {own}") == "own"
+    assert session_token(f"{planted}; __Secure-berth_session=own") == "own"
+    assert session_token(planted) == "planted", "without TLS there is no other"
+    assert session_token(planted, https=True) == ""
+    assert session_token("") == ""

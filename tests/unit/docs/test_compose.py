@@ -142,7 +142,7 @@ def _holders(compose: dict[str, Any], volume: str) -> set[str]:
 
 def test_each_key_reaches_only_who_needs_it(compose: dict[str, Any]) -> None:
     assert _holders(compose, "keys-private") == {"prepare", "orchestrator"}
-    assert _holders(compose, "keys-messages") == {"prepare", "orchestrator", "api", *FLEETS}
+    assert _holders(compose, "keys-messages") == {"prepare", "orchestrator", "api"}
     assert _holders(compose, "keys-codec") == {"prepare", "orchestrator", "api", "temporal-codec"}
     assert _holders(compose, "keys-api") == {"prepare", "api"}
     codec = compose["services"]["temporal-codec"]
@@ -165,7 +165,16 @@ def test_prepare_reaches_what_retiring_a_key_asks(compose: dict[str, Any]) -> No
 def test_the_runner_of_jobs_has_its_own_keys_and_reaches_only_valkey_and_the_outside(
     compose: dict[str, Any],
 ) -> None:
-    assert _holders(compose, "keys-jobs") == {"prepare", *FLEETS}
+    assert _holders(compose, "keys-fleet") == {"prepare", *FLEETS}
+    assert _holders(compose, "keys-messages").isdisjoint(FLEETS)
+    for volume, services in {
+        "keys-webhook": {"jobs-webhook"},
+        "keys-email": {"jobs-email"},
+        "keys-messaging": {"jobs-sms", "jobs-whatsapp"},
+        "keys-push": {"jobs-push"},
+        "keys-jobs": set[str](),
+    }.items():
+        assert _holders(compose, volume) == {"prepare", *services}, volume
     for name in FLEETS:
         jobs = compose["services"][name]
         assert (jobs["networks"], jobs["secrets"]) == (["queue", "outside"], ["berth_valkey_url"])
@@ -185,7 +194,7 @@ def test_each_queue_has_one_fleet_that_scales_and_knows_the_secrets_of_its_tier_
         with monkeypatch.context() as patch:
             for variable, value in compose["services"][name]["environment"].items():
                 patch.setenv(variable, re.sub(r"\$\{\w+:-(.*)\}", r"\1", value))
-            patch.setenv("BERTH_PUSH_KEY_FILE", "/keys/jobs/push.json" if tier == "push" else "")
+            patch.setenv("BERTH_PUSH_KEY_FILE", "/keys/push/push.json" if tier == "push" else "")
             settings = Settings()
         assert (settings.jobs_queues, settings.runner_bounds, settings.jobs_slots) == ((tier,), (1, 4), 8)
         known = {

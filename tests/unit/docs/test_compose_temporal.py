@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -20,10 +21,16 @@ import yaml
 from joserfc import jwt
 from joserfc.jwk import KeySet
 
-from infra.compose.temporal_tokens import SYSTEM_ADMIN, ensure_tokens, worker_permissions
+from infra.compose.temporal_tokens import (
+    LIFETIME,
+    SYSTEM_ADMIN,
+    ensure_tokens,
+    worker_permissions,
+)
 from infra.local.process import accepts, free_port
 from infra.settings import Settings
 from infra.temporal.connection import read_api_key
+from infra.vault.jwt import expiry_of
 from tests.e2e.conftest import until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,7 +56,6 @@ def _server(second_source: str = "") -> dict[str, Any]:
     condition = r'\s*\{\{- if env "TEMPORAL_JWT_KEY_SOURCE2" \}\}(.*?)\n\s*\{\{- end \}\}'
     text = re.sub(condition, r"\1" if second_source else "", text, flags=re.S)
     text = text.replace('{{ env "TEMPORAL_JWT_KEY_SOURCE2" }}', second_source)
-    text = text.replace('{{ env "TEMPORAL_BROADCAST_ADDRESS" }}', "10.0.0.1")
     assert "{{" not in text
     loaded: dict[str, Any] = yaml.safe_load(text)
     return loaded
@@ -73,6 +79,15 @@ def test_the_servers_own_workers_have_a_frontend_of_their_own(services: dict[str
         port for one in config["services"].values() for name, port in one["rpc"].items() if "Port" in name
     ]
     assert len(ports) == len(set(ports))
+
+
+def test_only_the_frontend_listens_where_another_container_may_reach_it() -> None:
+    """The others ask nobody for a JWT. That a container does not reach them: tests/compose."""
+    config = _server()
+    bound = {name: service["rpc"]["bindOnIP"] for name, service in config["services"].items()}
+    assert bound.pop("frontend") == "0.0.0.0"  # noqa: S104
+    assert set(bound.values()) == {"127.0.0.1"}
+    assert config["global"]["membership"]["broadcastAddress"] == "127.0.0.1", "they find each other there"
 
 
 def test_the_key_set_is_where_the_server_looks_for_it(services: dict[str, Any]) -> None:
@@ -155,6 +170,25 @@ def test_new_tokens_come_with_a_new_key_beside_the_one_before(
     kids = {jwt.decode(one, served, algorithms=["ES256"]).header["kid"] for one in (before, after)}
     assert kids == {key.kid for key in served.keys}
     assert len(kids) == 2
+
+
+def test_tokens_end_and_are_made_anew_in_time(
+    tokens: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key_set = tmp_path / "public" / "jwks.json"
+    wanted = {tokens["worker"]: worker_permissions("default"), tokens["admin"]: SYSTEM_ADMIN}
+    now = time.time()
+    for path in wanted:
+        assert expiry_of(path.read_text()) == pytest.approx(now + LIFETIME, abs=60)
+    monkeypatch.setattr(time, "time", lambda: now + LIFETIME / 2 - 60)
+    assert ensure_tokens(key_set, wanted) == []
+    monkeypatch.setattr(time, "time", lambda: now + LIFETIME / 2 + 60)
+    assert ensure_tokens(key_set, wanted) == list(wanted)
+    assert expiry_of(tokens["worker"].read_text()) > now + LIFETIME
+    # Those of a release before had no end.
+    head, _, signature = tokens["worker"].read_text().split(".")
+    tokens["worker"].write_text(".".join((head, "e30", signature)))
+    assert ensure_tokens(key_set, wanted) == list(wanted)
 
 
 def test_the_web_server_of_compose_shows_the_key_set_and_no_login(

@@ -19,10 +19,11 @@ from temporalio.client import Client
 from temporalio.testing import WorkflowEnvironment
 from temporalio.worker import Worker
 
+from activities.events.cut_off import WorkerCutOff
 from activities.events.pump import EventPump
 from activities.events.relay import Relay
 from activities.events.stream import RELAY_GROUP, EventStream
-from activities.orchestrator.queues import OrchestratorResources, hosted_queues, open_resources
+from activities.orchestrator.queues import OrchestratorResources, ends_of, hosted_queues, open_resources
 from api.app import create_app
 from infra import tasks
 from infra.database import accounts, api_keys
@@ -210,7 +211,8 @@ async def moved_system(
             *(parts.client, RELAY_GROUP, Relay(env.client), parts.message_secrets),
             dead_letters=DeadLetters(parts.database),
         )
-        pump = EventPump(parts.client, parts.database, parts.launcher, parts.keys)
+        cutting = WorkerCutOff(parts.client, parts.database, parts.launcher, ends_of(parts))
+        pump = EventPump(parts.client, parts.database, cutting, parts.keys)
         for loop in (pump.run, pump.attend, stream.run):
             await stack.enter_async_context(tasks.running(loop()))
         app = create_app(settings)

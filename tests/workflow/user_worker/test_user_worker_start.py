@@ -93,6 +93,18 @@ async def test_a_full_house_is_told_at_once_and_leaves_nothing_behind(
     assert [stop.worker.claim_id for stop in fleet.stops] == fleet.launches
 
 
+async def test_a_claim_that_is_refused_for_want_of_memory_says_so_and_is_not_repeated(
+    skipping: WorkflowEnvironment, fleet: FakeFleet
+) -> None:
+    fleet.claim_failures, fleet.claim_failure = 1, "MEMORY_SHORT"
+    async with serving(skipping.client, fleet.activities()):
+        with pytest.raises(WorkflowUpdateFailedError) as failed:
+            await ensure_active(skipping.client, "u1")
+        await finished(skipping, "u1")
+    assert code_of(failed.value) == "MEMORY_SHORT"
+    assert len(fleet.claims) == 1
+
+
 async def test_a_worker_that_maintenance_doubts_is_looked_at(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:

@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from functools import cache
 from importlib import import_module
@@ -19,18 +19,23 @@ from worker_runtime.brokers.port import ConnectionKey, Listing, OnOrderChanged
 from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.files import private_folder, session_files
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
+from worker_runtime.process.clock import clock_is_synchronised
 from worker_runtime.process.log import Log
 from worker_runtime.protocol.errors import (
     BerthError,
+    BrokerClockRefused,
     BrokerError,
+    BrokerMaintenance,
     BrokerUnreachable,
     LoginRejected,
     OrderRejected,
     OutcomeUnknown,
+    QuantityChangeUnconfirmed,
     SessionDown,
 )
 from worker_runtime.protocol.exchange import Balance, ExchangeOrder, OrderChanged, Position
-from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Credentials, PlaceOrder
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Credentials, OrderState, PlaceOrder
+from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMeaning
 
 #: Characters; the SDK refuses shorter ones, but only after its constructor was on the network.
 _MIN_KEY = 10
@@ -44,6 +49,10 @@ _RETURN = 0.05
 #: Seconds of the broker's day, and of Taipei's offset from UTC.
 _DAY, _TAIPEI = 86_400.0, 28_800.0
 _ACCOUNT = {"stock": "Stock", "futures": "Future"}
+#: Connections of a person from which on each session says how many there are; the sixth is refused (451).
+_MANY_CONNECTIONS = 4
+#: Connections whose last token the broker refused: their next login asks for a new one.
+_refused_tokens: set[ConnectionKey] = set()
 
 T = TypeVar("T")
 
@@ -80,6 +89,8 @@ class ShioajiBroker:
         self._reported = ReportedOrders(lambda text: self._blank(text))
         self._api: Any = None
         self._account: Any = None
+        #: Whether the login has no other account of this type.
+        self._is_only_account = False
         self._down: str | None = None
         self._uses_files = False
         self._closing = threading.Lock()
@@ -102,15 +113,16 @@ class ShioajiBroker:
         def open_session() -> tuple[Any, Any]:
             api = self._load().Shioaji(simulation=self._key.simulation)
             try:
-                accounts = api.login(credentials.api_key, credentials.secret_key)
+                accounts = self._log_in(api, credentials)
                 # After the login: before it everything raises AuthError, which would look like a refusal.
                 api.set_order_callback(self._on_event)
+                api.set_event_callback(self._on_session_event)
                 api.set_session_down_callback(self._session_down)
                 account = self._choose_account(accounts)
                 if not self._key.simulation:
                     _activate_certificate(api, credentials)
                 left = max(1, int((deadline - time.monotonic()) * 1000))
-                api.contracts.preload(list(sdk.SECURITY[self._key.broker_type]), timeout=left)
+                api.contracts.preload(list(sdk.PRELOADED[self._key.broker_type]), timeout=left)
                 return api, account
             except BaseException:  # the login itself may have succeeded, and nobody may be waiting any more
                 threading.Thread(target=self._log_out, args=(api,), daemon=True).start()
@@ -125,20 +137,48 @@ class ShioajiBroker:
         except BerthError:
             raise
         except Exception as error:
-            raise mapping.login_error(error) from None
+            refused = mapping.login_error(error)
+            if isinstance(refused, BrokerClockRefused):
+                known = {True: "is synchronised", False: "is not synchronised", None: "cannot be checked"}
+                refused = BrokerClockRefused(
+                    f"{refused.detail}: the broker found the login's time stamp too old, twice. This host's "
+                    f"clock {known[clock_is_synchronised()]}."
+                )
+            raise refused from None
+
+    def _log_in(self, api: Any, credentials: Credentials) -> list[Any]:
+        """Logs in with a token of its own where the last one was refused, and a second time if the broker
+        found the time stamp of the first login too old, as it does when a login takes long."""
+        words: dict[str, Any] = {"force_refresh": True} if self._key in _refused_tokens else {}
+        for attempt in (1, 2):
+            try:
+                accounts: list[Any] = api.login(credentials.api_key, credentials.secret_key, **words)
+            except Exception as error:
+                if attempt == 2 or not mapping.is_stale_signature(error):
+                    raise
+                self._log.warning("shioaji.time_stamp_refused", clock_synchronised=clock_is_synchronised())
+            else:
+                _refused_tokens.discard(self._key)
+                return accounts
+        raise AssertionError("unreachable")
 
     def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
         api, account = self._session()
         deadline = time.monotonic() + timeout - _RETURN
 
         def submit() -> ExchangeOrder:
-            contract, native = sdk.build_order(self._load(), api, account, self._key.broker_type, order)
+            contract, native = sdk.build_order(
+                self._load(), api, account, self._key.broker_type, order, deadline
+            )
             left = deadline - time.monotonic()
             if left <= 0:  # the caller has given up or is about to: nothing may be sent after that
                 raise OrderRejected("no time was left to send the order; it was not sent")
-            return self._reported.merge_trade(
+            placed = self._reported.merge_trade(
                 api.place_order(contract, native, timeout=sdk.to_milliseconds(left))
             )
+            if placed.state is OrderState.REJECTED:
+                raise OrderRejected(placed.reason or "")
+            return placed
 
         return self._call_once(timeout, submit)
 
@@ -157,9 +197,9 @@ class ShioajiBroker:
             self._log.debug("shioaji.no_reference", symbol=symbol, error=type(error).__name__)
             return None
 
-    def queries_before_change(self, broker_order_id: str) -> bool:
+    def queries_before_change(self, broker_order_id: str, *, quantity: bool = False) -> bool:
         api, _ = self._session()
-        return sdk.queries_first(api, self._key.broker_type, broker_order_id)
+        return sdk.queries_first(api, broker_order_id, fresh=quantity)
 
     def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
         def cancel(api: Any, trade: Any, left: int) -> Any:
@@ -168,19 +208,28 @@ class ShioajiBroker:
         return self._change(broker_order_id, timeout, cancel)
 
     def replace(
-        self, broker_order_id: str, quantity: int | None, price: Decimal | None, timeout: float
+        self,
+        broker_order_id: str,
+        quantity: int | None,
+        price: Decimal | None,
+        timeout: float,
+        confirmed: Sequence[ConfirmedQuantityChange] = (),
     ) -> ExchangeOrder:
-        """Changes one of the two: the SDK would send both as two changes, of which one may fail."""
+        """Changes one of the two: the SDK would send both as two changes, of which one may fail.
+
+        The evidence on what the SDK's `qty` means contradicts itself (docs/reference/brokers.md), and a wrong
+        guess trades the wrong quantity. So a quantity is changed only as somebody has seen it work.
+        """
         if (quantity is None) == (price is None):
             raise OrderRejected("Shioaji changes either the quantity or the price")
 
         def change(api: Any, trade: Any, left: int) -> Any:
             if price is not None:
                 return api.update_order(trade, price=float(price), timeout=left)
-            # The new total, as the manual's examples of 2026 have it (10 lots, qty=2: 2 remain, 8 cancelled).
-            return api.update_order(trade, qty=quantity, timeout=left)
+            qty = self._quantity_argument(trade, quantity or 0, confirmed)
+            return api.update_order(trade, qty=qty, timeout=left)
 
-        return self._change(broker_order_id, timeout, change)
+        return self._change(broker_order_id, timeout, change, fresh=quantity is not None)
 
     def orders(self, timeout: float) -> Listing:
         """In simulation a session does not see the orders of earlier ones (Sinotrade/Shioaji #218), so
@@ -193,7 +242,7 @@ class ShioajiBroker:
             return [self._reported.merge_trade(trade) for trade in api.list_trades() if self._is_ours(trade)]
 
         orders = self._query(timeout, read)
-        if self._key.simulation:
+        if self._key.simulation or not self._cache_is_healthy(api, account):
             return Listing(orders)
         return Listing(orders, behind=0.0, reaches=(time.time() + _TAIPEI) % _DAY)
 
@@ -218,7 +267,9 @@ class ShioajiBroker:
         """Queries the usage, which is a real round trip. The SDK's own view of its session can be wrong for
         hours (Sinotrade/Shioaji #215)."""
         api, _ = self._session()
-        self._query(timeout, lambda: api.usage(timeout=sdk.to_milliseconds(timeout)))
+        usage = self._query(timeout, lambda: api.usage(timeout=sdk.to_milliseconds(timeout)))
+        if (connections := int(usage.connections)) >= _MANY_CONNECTIONS:
+            self._log.warning("shioaji.many_connections", connections=connections)
 
     def alive(self) -> bool:
         """False once the session-down callback has come. The SDK misses some ends, which the ping finds."""
@@ -250,14 +301,19 @@ class ShioajiBroker:
         return self._api, self._account
 
     def _change(
-        self, broker_order_id: str, timeout: float, call: Callable[[Any, Any, int], Any]
+        self,
+        broker_order_id: str,
+        timeout: float,
+        call: Callable[[Any, Any, int], Any],
+        *,
+        fresh: bool = False,
     ) -> ExchangeOrder:
-        """Finds the SDK's object of the order and makes one call with it."""
+        """Finds the SDK's object of the order and makes one call with it. `fresh`: as the broker has it."""
         api, account = self._session()
         deadline = time.monotonic() + timeout - _RETURN
 
         def run() -> ExchangeOrder:
-            trade = self._find_working(api, account, broker_order_id, deadline)
+            trade = self._find_working(api, account, broker_order_id, deadline, fresh)
             left = deadline - time.monotonic()
             if left <= 0:
                 raise OrderRejected("no time was left for the change; it was not sent")
@@ -274,16 +330,62 @@ class ShioajiBroker:
         except BerthError:
             raise
         except Exception as error:
+            self._note_refused_token(error)
             raise mapping.place_error(error, self._blank) from None
 
-    def _find_working(self, api: Any, account: Any, broker_order_id: str, deadline: float) -> Any:
+    def _quantity_argument(
+        self, trade: Any, quantity: int, confirmed: Sequence[ConfirmedQuantityChange]
+    ) -> int:
+        """What `update_order` takes as `qty` to make this the order's total quantity."""
+        order = mapping.order_of(trade)
+        lot, futures = mapping.lot_of(trade), self._key.broker_type == "futures"
+        version = self._load().__version__
+        found = [
+            change.meaning
+            for change in confirmed
+            if (change.sdk_version, change.lot, change.futures) == (version, lot, futures)
+        ]
+        kind = "futures" if futures else f"lot {lot}"
+        if len(set(found)) != 1:
+            raise QuantityChangeUnconfirmed(
+                f"What Shioaji {version} does with a changed quantity is not confirmed for {kind}. "
+                "Cancel the order and place a new one, or run `berth broker check`."
+            )
+        if not 0 < quantity < order.quantity:
+            raise OrderRejected(f"the quantity can only fall; it is {order.quantity}")
+        if found[0] is QuantityMeaning.REDUCE_BY:
+            return order.quantity - quantity
+        if order.fills:  # nobody has seen whether the new number includes what is filled
+            raise QuantityChangeUnconfirmed(
+                f"What Shioaji {version} does with the quantity of a partly filled order is not confirmed "
+                f"for {kind}. Cancel the order and place a new one."
+            )
+        return quantity
+
+    def _cache_is_healthy(self, api: Any, account: Any) -> bool:
+        """Returns False if the SDK knows that its list of orders may have gaps."""
+        try:
+            health = api.trade_cache_health(account)
+            state = health.state.value
+            reasons = sorted({reason.reason.value for reason in health.reasons})
+        except Exception as error:  # the boundary of the SDK: what it cannot say is not relied on
+            state, reasons = "Degraded", [type(error).__name__]
+        if state == "Degraded":
+            self._log.warning("shioaji.trade_cache_degraded", reasons=reasons)
+        return bool(state != "Degraded")
+
+    def _find_working(
+        self, api: Any, account: Any, broker_order_id: str, deadline: float, fresh: bool
+    ) -> Any:
         """The SDK's object of a working order. Whatever this raises, nothing was changed."""
         try:
-            trade = sdk.find_trade(api, account, self._key.broker_type, broker_order_id, deadline)
+            trade = sdk.find_trade(api, account, broker_order_id, deadline, fresh=fresh)
         except Exception as error:
             reason = mapping.query_error(error, self._blank)
             raise (
-                reason if isinstance(reason, SessionDown) else OrderRejected(f"not sent: {reason}")
+                reason
+                if isinstance(reason, SessionDown | BrokerMaintenance)
+                else OrderRejected(f"not sent: {reason}")
             ) from None
         if trade is None or not self._is_ours(trade):
             raise OrderRejected(f"no order {broker_order_id}")
@@ -300,6 +402,7 @@ class ShioajiBroker:
         chosen = named or ([] if self._key.number else found)
         if len(chosen) != 1:
             raise LoginRejected(f"the login has {len(found)} accounts of the type {kind}, none with our id")
+        self._is_only_account = len(found) == 1
         if not self._key.simulation and not chosen[0].signed:
             raise LoginRejected("the account is not signed for orders by API")
         return chosen[0]
@@ -310,21 +413,39 @@ class ShioajiBroker:
         except sdk.CallTimedOut as error:
             raise BrokerUnreachable(str(error)) from None
         except Exception as error:
+            self._note_refused_token(error)
             raise mapping.query_error(error, self._blank) from None
 
+    def _note_refused_token(self, error: BaseException) -> None:
+        if mapping.status_of(error) == 401:
+            _refused_tokens.add(self._key)
+
     def _is_ours(self, trade: Any) -> bool:
+        """Some trades name no account (Sinotrade/Shioaji #22): then the kind of their contract decides,
+        unless the login has several accounts for it."""
         owner = trade.order.account
-        return owner is None or owner.account_id == self._account.account_id
+        if owner is not None:
+            return bool(owner.account_id == self._account.account_id)
+        others = {
+            kind for name, kinds in sdk.SECURITY.items() if name != self._key.broker_type for kind in kinds
+        }
+        return self._is_only_account and mapping.security_of(trade.contract) not in others
 
     def _log_out(self, api: Any) -> None:
         try:
             api.clear_order_callback()
+            api.clear_event_callback()
             api.clear_session_down_callback()
             api.logout()
         except Exception as error:  # it is gone either way; the broker drops what is silent
             self._log.info("shioaji.logout_failed", error=type(error).__name__)
 
     # --- callbacks, from the SDK's threads ------------------------------------------------------------
+
+    def _on_session_event(self, response: int, code: int, info: str, event: str) -> None:
+        """Logs what the SDK does about its connection: 0 up, 1 down, 12 reconnecting, 13 reconnected. Its
+        words stay here: they may quote what it was given."""
+        self._log.info("shioaji.session_event", code=int(code), response=int(response))
 
     def _session_down(self) -> None:
         self._down = self._down or "the broker ended the session"

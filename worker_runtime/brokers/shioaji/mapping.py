@@ -12,14 +12,26 @@ from typing import Any
 from worker_runtime.protocol import errors
 from worker_runtime.protocol.bounds import round_price
 from worker_runtime.protocol.exchange import Balance, ExchangeOrder, Position
-from worker_runtime.protocol.messages import Credentials, Fill, OrderState, PriceType, Side, TimeInForce
+from worker_runtime.protocol.messages import (
+    FINAL_ORDER_STATES,
+    Credentials,
+    Fill,
+    OrderState,
+    PriceType,
+    Side,
+    TimeInForce,
+)
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
 
 #: Takes secrets out of a text.
 Redactor = Callable[[str], str]
 
-#: An HTTP status as a word of its own.
-_STATUS = re.compile(r"(?<!\S)[45]\d\d(?![^\s:,.])")
+#: An HTTP status as a word of its own: `status 451`, `StatusCode: 451, Detail: …`, `503: …`.
+_STATUS = re.compile(r"(?<![\w.-])[45]\d\d(?![^\s:,.;)]|\.\d)")
+#: Seconds without any call that the manual asks for after a 503 that suspends a person.
+SUSPENSION_S = 60.0
+#: Seconds between two logins with a version of the SDK that the broker refuses.
+VERSION_REFUSED_S = 3600.0
 #: What the real broker keeps of our tag.
 MAX_TAG = 6
 
@@ -56,7 +68,16 @@ _STATES = {
 LOTS = dict(zip(OrderLot, ("Common", "Odd", "IntradayOdd", "Fixing"), strict=True))
 CONDITIONS = dict(zip(OrderCondition, ("Cash", "MarginTrading", "ShortSelling"), strict=True))
 OPEN_CLOSE = dict(zip(OpenClose, ("Auto", "New", "Cover", "DayTrade"), strict=True))
-_CONDITION_OF = {name: condition for condition, name in CONDITIONS.items()}
+#: The condition of a position. Borrowed stock that was sold (`SBLShort`) is a short position, never cash; our
+#: orders cannot close it, and the broker refuses one that tries.
+CONDITION_OF = {name: condition for condition, name in CONDITIONS.items()} | {
+    "SBLShort": OrderCondition.SHORT_SELLING,
+    "SBLShortPriceExempt": OrderCondition.SHORT_SELLING,
+    "Netting": OrderCondition.CASH,  # bought and sold on one day
+    "Emerging": OrderCondition.CASH,  # the emerging board, which has no credit
+}
+#: Lots of the SDK that Berth does not place: block trades are agreed outside the order book.
+UNSUPPORTED_LOTS = frozenset({"BlockTrade"})
 
 
 def redactor_of(credentials: Credentials) -> Redactor:
@@ -78,15 +99,33 @@ def login_error(error: BaseException) -> errors.BrokerError:
     Its text stays here, but for an HTTP status: it may quote credentials, even in other words.
     """
     names, said = _class_names(error), str(error)
-    status = _STATUS.search(said)
-    text = f"{type(error).__name__} {status.group()}" if status else type(error).__name__
-    if "451" in said.split() or "Too Many Connections" in said:
+    status = status_of(error)
+    text = f"{type(error).__name__} {status}" if status else type(error).__name__
+    if status == 451 or "Too Many Connections" in said:
         return errors.LoginLimited(text)  # the sixth connection of this person
-    if "SystemMaintenance" in names:
-        return errors.LoginLimited(text)  # 503: maintenance, or the ban of a minute after too many calls
+    if "update the version" in said.lower():
+        return errors.BrokerVersionRefused(text, retry_after=VERSION_REFUSED_S)
+    if status == 503:  # maintenance, or the ban of a minute after too many calls
+        return errors.LoginLimited(text, retry_after=SUSPENSION_S)
+    if is_stale_signature(error):
+        return errors.BrokerClockRefused(text)
     if names & _REFUSES_LOGIN:
         return errors.LoginRejected(text)
     return errors.BrokerUnreachable(text)
+
+
+def status_of(error: BaseException) -> int | None:
+    """Returns the HTTP status that an error of the SDK names, or that its class stands for."""
+    if (found := _STATUS.search(str(error))) is not None:
+        return int(found.group())
+    names = _class_names(error)
+    classes = {"TokenError": 401, "SystemMaintenance": 503, "ValidationError": 422, "BadRequestError": 400}
+    return next((status for name, status in classes.items() if name in names), None)
+
+
+def is_stale_signature(error: BaseException) -> bool:
+    """Returns True if the broker found the login's time stamp too old ("Sign data is timeout")."""
+    return "sign data is timeout" in str(error).lower()
 
 
 def place_error(error: BaseException, blank: Redactor = str) -> errors.BrokerError:
@@ -103,7 +142,11 @@ def place_error(error: BaseException, blank: Redactor = str) -> errors.BrokerErr
 def query_error(error: BaseException, blank: Redactor = str) -> errors.BrokerError:
     """What an error of a call that changes nothing means."""
     text = _redacted_text(error, blank)
-    return errors.SessionDown(text) if "AuthError" in _class_names(error) else errors.BrokerUnreachable(text)
+    if "AuthError" in _class_names(error):
+        return errors.SessionDown(text)
+    if status_of(error) == 503:
+        return errors.BrokerMaintenance(text, retry_after=SUSPENSION_S)
+    return errors.BrokerUnreachable(text)
 
 
 def state_of(status: str, filled: int, quantity: int) -> OrderState:
@@ -127,12 +170,13 @@ def order_of(trade: Any) -> ExchangeOrder:
     fills = [
         fill_of(str(order.id), str(deal.seq), deal.quantity, deal.price, deal.ts) for deal in status.deals
     ]
-    # A reduced order keeps its first quantity in `order`; the status has what was not cancelled: in the end,
-    # what was filled.
-    cancelled = _enum_value(status.status) == "Cancelled"
-    quantity = int(order.quantity if cancelled else status.order_quantity or order.quantity)
-    price_type = price_type_of(_enum_value(order.price_type), order.price)
     filled = sum(done.quantity for done in fills)
+    word = _enum_value(status.status)
+    quantity, nothing_left = _quantity_of(order, status, word, filled)
+    state = state_of(word, filled, quantity)
+    if nothing_left and state not in FINAL_ORDER_STATES:
+        state = OrderState.CANCELLED
+    price_type = price_type_of(_enum_value(order.price_type), order.price)
     return ExchangeOrder(
         broker_order_id=str(order.id),
         tag=order.custom_field or "",
@@ -142,10 +186,27 @@ def order_of(trade: Any) -> ExchangeOrder:
         price_type=price_type,
         price=price_of(status.modified_price or order.price) if price_type is PriceType.LIMIT else None,
         time_in_force=TimeInForce(_enum_value(order.time_in_force) or "ROD"),
-        state=state_of(_enum_value(status.status), filled, quantity),
+        state=state,
         fills=fills,
         reason=status.msg or None,
     )
+
+
+def _quantity_of(order: Any, status: Any, word: str, filled: int) -> tuple[int, bool]:
+    """Returns an order's quantity, and True if nothing of it is left at the exchange.
+
+    `order.quantity` is the ordered one, `cancel_quantity` what reductions and cancels took off it.
+    `order_quantity` is 0 on some rows that are filled or reduced (1.7.6), so it counts only where it says
+    something. A cancelled or failed order keeps its ordered quantity.
+    """
+    ordered, cancelled = int(order.quantity), int(status.cancel_quantity or 0)
+    left = ordered - cancelled
+    nothing_left = cancelled > 0 and left <= filled and word != "Filled"
+    if nothing_left or word in ("Cancelled", "Failed"):
+        return ordered, nothing_left
+    if status.order_quantity and not cancelled:
+        left = min(left, int(status.order_quantity))
+    return max(left, filled, 1), False
 
 
 def positions_of(found: Iterable[Any]) -> list[Position]:
@@ -157,13 +218,13 @@ def positions_of(found: Iterable[Any]) -> list[Position]:
 
 
 def stock_positions_of(found: Iterable[Any]) -> list[Position]:
-    """`list_positions(unit=Share)`: shares, each condition by itself; others than ours count as cash."""
+    """`list_positions(unit=Share)`: shares, each condition by itself (see `CONDITION_OF`)."""
     return [
         Position.of_shares(
             str(one.code),
             _signed(one),
             price_of(one.price),
-            _CONDITION_OF.get(_enum_value(one.cond), OrderCondition.CASH),
+            CONDITION_OF.get(_enum_value(one.cond), OrderCondition.CASH),
         )
         for one in found
     ]
@@ -219,6 +280,17 @@ def price_of(value: float) -> Decimal:
 def _enum_value(name: Any) -> str:
     """The text of one of the SDK's enums; "" for None."""
     return "" if name is None else str(getattr(name, "value", name))
+
+
+def security_of(contract: Any) -> str:
+    """STK, WRT, FUT or OPT; "" if the contract does not say."""
+    return _enum_value(getattr(contract, "security_type", None))
+
+
+def lot_of(trade: Any) -> OrderLot:
+    """The lot of an order that the SDK lists; a contract has none."""
+    name = _enum_value(trade.order.order_lot)
+    return next((lot for lot, word in LOTS.items() if word == name), OrderLot.COMMON)
 
 
 def _class_names(error: BaseException) -> frozenset[str]:

@@ -107,6 +107,7 @@ class ReportedOrders:
         known = self._orders.get(order_id)
         if not done and kind not in ("New", "Reject"):
             return None  # a cancel or a change was refused: the order is as it was
+        fills = [*(known.fills if known else ()), *self._early.pop(order_id, ())]
         state = known.state if known else OrderState.SUBMITTED
         if kind == "Reject" or not done:
             state = OrderState.REJECTED
@@ -121,17 +122,13 @@ class ReportedOrders:
             tag=order.get("custom_field") or (known.tag if known else ""),
             symbol=known.symbol if known else str(event["contract"]["code"]),
             side=mapping.side_of(order["action"]),
-            # After a cancel the exchange's own quantity is 0; the ordered one is in `order`.
-            quantity=int(
-                order["quantity"] if kind == "Cancel" else status["order_quantity"] or order["quantity"]
-            ),
+            quantity=_quantity_after(kind, event, known, sum(done.quantity for done in fills)),
             price_type=price_type,
             price=mapping.price_of(order["price"]) if price_type is PriceType.LIMIT else None,
             time_in_force=TimeInForce(order.get("time_in_force") or order.get("order_type") or "ROD"),
             state=state,
             reason=operation["op_msg"] or None,
         )
-        fills = [*(known.fills if known else ()), *self._early.pop(order_id, ())]
         kept = self._keep(reported, known, fills)
         event_id = str(event.get("event_id") or f"{kind}-{operation['op_code']}-{status['exchange_ts']}")
         return OrderChanged(event_id=f"order-{order_id}-{event_id}", order=kept)
@@ -146,6 +143,24 @@ class ReportedOrders:
         kept = replace(reported, state=state, fills=fills, reason=reason)
         self._orders[reported.broker_order_id] = kept
         return kept
+
+
+def _quantity_after(kind: str, event: ShioajiEvent, known: ExchangeOrder | None, filled: int) -> int:
+    """Returns the order's quantity after an event, of which only the first one's numbers can be relied on.
+
+    Recorded in production for one order: New 2, UpdateQty 1, UpdatePrice 2, Cancel 1; and a Cancel that
+    carries only the rest of a partly filled order. So the first quantity counts, it falls by an UpdateQty
+    alone, and never below what is filled. A list says the same with certainty later.
+    """
+    order, status = event["order"], event["status"]
+    said = int(status.get("order_quantity") or 0)
+    if known is None:
+        first = int(order["quantity"] if kind == "Cancel" else said or order["quantity"])
+        return first + filled if kind == "Cancel" and filled >= first else first
+    if kind != "UpdateQty":
+        return known.quantity
+    left = said or known.quantity - int(status.get("cancel_quantity") or 0)
+    return min(known.quantity, max(left, filled, 1))
 
 
 def _find_duplicate(done: Fill, others: list[Fill]) -> Fill | None:

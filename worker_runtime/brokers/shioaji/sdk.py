@@ -3,6 +3,7 @@
 Nothing here sends anything that changes an order. The SDK comes in as an argument.
 """
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -49,16 +50,23 @@ def call_within(seconds: float, work: Callable[[], T], late: Callable[[T], None]
     return result[0]
 
 
-#: Kinds of contracts that an account of this type trades.
-SECURITY = {"stock": ("STK",), "futures": ("FUT", "OPT")}
+#: Kinds of contracts that an account of this type trades. Warrants are a type of their own since 1.7.
+SECURITY = {"stock": ("STK", "WRT"), "futures": ("FUT", "OPT")}
+#: Those that are loaded at the login. Tens of thousands of warrants are loaded when one is first asked for.
+PRELOADED = {"stock": ("STK",), "futures": ("FUT", "OPT")}
+#: Codes of warrants: 030001, 05001P. Some funds and bonds look like it, and are found as stocks before.
+_WARRANT = re.compile(r"[0-9]{5}[0-9A-Z]")
 
 
 def to_milliseconds(seconds: float) -> int:
     return max(1, int(seconds * 1000))
 
 
-def build_order(sdk: Any, api: Any, account: Any, broker_type: str, order: PlaceOrder) -> tuple[Any, Any]:
-    """Contract and order of the SDK; raises `OrderRejected` for what it cannot express."""
+def build_order(
+    sdk: Any, api: Any, account: Any, broker_type: str, order: PlaceOrder, deadline: float
+) -> tuple[Any, Any]:
+    """Contract and order of the SDK; raises `OrderRejected` for what it cannot express. `deadline` is of
+    `time.monotonic`."""
     if len(order.tag) > mapping.MAX_TAG:
         raise OrderRejected(f"the tag has more than {mapping.MAX_TAG} characters")
     market = order.price_type is not PriceType.LIMIT
@@ -79,44 +87,61 @@ def build_order(sdk: Any, api: Any, account: Any, broker_type: str, order: Place
             native = sdk.StockOrder(**words, order_lot=lot, order_cond=condition)
         else:
             if market and order.time_in_force is TimeInForce.ROD:
+                # TAIFEX lists ROD for limit orders only, for neither its market orders nor those with
+                # protection: https://www.taifex.com.tw/enl/eng4/ordTypeInfo. Its code for it is 9938.
                 raise OrderRejected("TAIFEX takes no market order for the rest of the day (9938)")
             native = sdk.FuturesOrder(**words, octype=mapping.OPEN_CLOSE[order.open_close])
-        return find_contract(api, broker_type, order.symbol), native
+        return find_contract(api, broker_type, order.symbol, deadline), native
     except BerthError:
         raise
     except Exception as error:  # nothing has been sent yet, whatever it is
         raise OrderRejected(f"{order.symbol}: {type(error).__name__}") from None
 
 
-def find_trade(api: Any, account: Any, broker_type: str, broker_order_id: str, deadline: float) -> Any:
-    """The `Trade` with this id, None if the SDK knows none; raises the SDK's errors.
+def find_trade(api: Any, account: Any, broker_order_id: str, deadline: float, *, fresh: bool) -> Any:
+    """The `Trade` with this id, None if the SDK knows none; raises the SDK's errors. `fresh`: as the broker
+    has it now. `deadline` is of `time.monotonic`.
 
-    Futures can be cancelled only after their state was read anew (Sinotrade/Shioaji #235). `deadline` is of
-    `time.monotonic`.
+    Before 1.7.6 futures had to be read anew before each cancel (Sinotrade/Shioaji #235).
     """
     trade = _find_cached(api, broker_order_id)
-    if trade is None or broker_type == "futures":
+    if trade is None or fresh:
         api.update_status(account, timeout=to_milliseconds(deadline - time.monotonic()))
         trade = _find_cached(api, broker_order_id)
     return trade
 
 
-def queries_first(api: Any, broker_type: str, broker_order_id: str) -> bool:
-    """Whether `find_trade` will ask the broker instead of reading what the SDK holds."""
-    return broker_type == "futures" or _find_cached(api, broker_order_id) is None
+def queries_first(api: Any, broker_order_id: str, *, fresh: bool) -> bool:
+    """Returns True if `find_trade` will ask the broker instead of reading what the SDK holds."""
+    return fresh or _find_cached(api, broker_order_id) is None
 
 
 def _find_cached(api: Any, broker_order_id: str) -> Any:
     return next((trade for trade in api.list_trades() if str(trade.order.id) == broker_order_id), None)
 
 
-def find_contract(api: Any, broker_type: str, symbol: str) -> Any:
-    """Raises `OrderRejected`."""
+def find_contract(api: Any, broker_type: str, symbol: str, deadline: float = 0.0) -> Any:
+    """Returns the SDK's contract of a symbol. Raises `OrderRejected` if there is none, or if the SDK answers
+    with the contract of another code (Sinotrade/Shioaji #176).
+
+    `deadline` of `time.monotonic` allows for the time that it takes to load the warrants.
+    """
     for security in SECURITY[broker_type]:
-        found = api.contracts.get(symbol, security_type=security)
+        found = _get_contract(api, security, symbol)
+        left = deadline - time.monotonic()
+        if found is None and security == "WRT" and left > 0 and _WARRANT.fullmatch(symbol):
+            api.contracts.preload(["WRT"], timeout=to_milliseconds(left))
+            found = _get_contract(api, security, symbol)
         # A rolling code (TXFR1) stands for a real one, and orders name the real one.
         if found is not None and found.target_code:
-            found = api.contracts.get(found.target_code, security_type=security)
+            found = _get_contract(api, security, found.target_code)
         if found is not None:
             return found
     raise OrderRejected(f"{symbol} is no {broker_type} contract")
+
+
+def _get_contract(api: Any, security: str, code: str) -> Any:
+    found = api.contracts.get(code, security_type=security)
+    if found is not None and found.code != code:
+        raise OrderRejected(f"asked for {code}, Shioaji answered with {found.code}; nothing was sent")
+    return found

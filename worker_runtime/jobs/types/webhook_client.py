@@ -20,12 +20,29 @@ from worker_runtime.jobs.types.job_type import RetryLater
 
 #: Seconds. A longer `Retry-After` of the receiver is ignored.
 _LONGEST_WAIT = 3600.0
-#: Addresses that stand for others, which the checks below would miss (RFC 4291, 6052, 8215).
-_TRANSLATED = (
-    ipaddress.ip_network("64:ff9b::/96"),
-    ipaddress.ip_network("64:ff9b:1::/48"),
-    ipaddress.ip_network("::/96"),
+#: Where hosts of the internet are (RFC 4291). Below and above are addresses that stand for IPv4 ones: mapped,
+#: compatible, translated (RFC 2765, 6052, 8215); also private, link-local and site-local ones.
+_IPV6_UNICAST = ipaddress.ip_network("2000::/3")
+#: Not for a host of the internet, though Python 3.11 calls them global.
+_SPECIAL = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "192.0.0.0/24",  # protocol assignments; 192.0.0.192 is the metadata of Oracle's cloud
+            "168.63.129.16/32",  # Azure's own services, as a virtual machine reaches them
+            "192.31.196.0/24",  # AS112, IPv4 and IPv6
+            "192.175.48.0/24",
+            "2620:4f:8000::/48",
+            "192.52.193.0/24",  # AMT relays
+            "192.88.99.0/24",  # 6to4 relays
+            "2001::/23",  # protocol assignments, Teredo among them
+            "2002::/16",  # 6to4
+            "3fff::/20",  # documentation (RFC 9637)
+        ),
+    )
 )
+#: The middle of an ISATAP address, whose end is an IPv4 address (RFC 5214), with either "universal" bit.
+_ISATAP = (0x00005EFE, 0x02005EFE)
 
 
 class AddressRefused(JobFailed, code="WEBHOOK_ADDRESS_REFUSED"):
@@ -148,10 +165,8 @@ def _is_allowed(address: Address, *, plain: bool, outlet: PostOutlet) -> bool:
 
 def _is_public(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     if isinstance(address, ipaddress.IPv6Address) and (
-        address.sixtofour is not None
-        or address.teredo is not None
-        or address.is_site_local  # fec0::/10, once for private networks, counts as global
-        or any(address in network for network in _TRANSLATED)
+        address not in _IPV6_UNICAST or (int(address) >> 32) & 0xFFFF_FFFF in _ISATAP
     ):
         return False
-    return address.is_global and not address.is_multicast
+    special = any(address in network for network in _SPECIAL)
+    return address.is_global and not address.is_multicast and not special

@@ -6,7 +6,7 @@ The release before knows none of these words, and refuses such a key: it would g
 from alembic import op
 
 revision = "0014"
-down_revision = "0011"
+down_revision = "0012"
 
 _ROLES = "'user', 'operator', 'admin', 'scoped_user', 'scoped_operator', 'scoped_admin'"
 

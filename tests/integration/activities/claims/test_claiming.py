@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 
-import msgspec
 import pytest
+from temporalio.exceptions import ApplicationError
 
 from activities.pool.launch import COLD_PREFIX, worker_id_of
 from infra.database.workers import sessions as worker_sessions
 from infra.valkey.client import reply_of
-from infra.vault.key_pairs import OrchestratorKeys
-from infra.vault.secret_versions import add_version
 from tests.integration.activities.conftest import SECRET, Yard
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys, sealing
@@ -37,31 +34,6 @@ async def test_a_claimed_worker_gets_the_credentials_sealed_to_it(yard: Yard) ->
         row = await worker_sessions.latest_session(session, worker_id=worker.worker_id, ended_at=None)
     assert row is not None
     assert (row.user_id, row.claim_id, row.task_id) == (user, "c1", worker.task_id)
-
-
-async def test_calls_are_counted_under_names_that_only_a_claim_of_that_person_brings(
-    yard: Yard, tmp_path: Path
-) -> None:
-    """A worker has no key of the names, so it cannot count for another person, whose id it may know."""
-    budgets: list[list[str]] = []
-
-    async def claim(yard: Yard, claim_id: str, person: str) -> None:
-        credentials = msgspec.structs.replace(SECRET, person_id=person)
-        user, worker = await yard.user(credentials=credentials), await yard.worker()
-        await yard.run(yard.claiming.claim_worker, yard.claim(user, claim_id, reply_wait=0.05))
-        message = await worker.next()
-        assert isinstance(message, Claim)
-        budgets.append(message.accounts[0].budgets)
-
-    await claim(yard, "c1", "A123456789")
-    await claim(yard, "c2", "A123456789")
-    await claim(yard, "c3", "B123456789")
-    add_version(tmp_path / "budget.key", keep=2)
-    await claim(replace(yard, keys=OrchestratorKeys(tmp_path)), "c4", "A123456789")
-    one, same, other, later = budgets
-    assert one == same != other
-    assert later[:-1] == one  # under the older key first
-    assert "123456789" not in str(budgets)
 
 
 async def test_a_repeated_claim_gives_the_same_worker_without_a_second_push(yard: Yard) -> None:
@@ -114,6 +86,20 @@ async def test_a_claim_at_the_same_time_by_two_users_gives_two_workers(yard: Yar
     )
     taken = {result.worker.worker_id for result in results[:2] if result and result.worker}
     assert taken == {worker.worker_id for worker in workers}
+
+
+async def test_while_memory_is_short_a_claim_is_refused_and_leaves_no_assignment(yard: Yard) -> None:
+    user, _ = await yard.user(), await yard.worker()
+    before = (await yard.client.config_get("maxmemory"))["maxmemory"] or 0
+    used = (await yard.client.info("memory"))["used_memory"]
+    await yard.client.config_set("maxmemory", int(used / 0.9))
+    try:
+        with pytest.raises(ApplicationError, match="Memory is short") as refused:
+            await yard.run(yard.claiming.claim_worker, yard.claim(user))
+    finally:
+        await yard.client.config_set("maxmemory", before)
+    assert (refused.value.type, refused.value.non_retryable) == ("MEMORY_SHORT", True)
+    assert await yard.sql("select count(*) from worker_sessions") == [(0,)]
 
 
 async def test_epochs_grow_with_every_claim_of_a_user(yard: Yard) -> None:

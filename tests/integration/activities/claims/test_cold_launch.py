@@ -181,7 +181,7 @@ async def test_a_worker_launched_while_valkey_restarts_can_announce_itself(
                 FixedPools(PoolSnapshot(limit=None)),
                 users,
             )
-            pump = EventPump(client, yard.database, yard.launcher, yard.keys, users)
+            pump = EventPump(client, yard.database, yard.cutting(users), yard.keys)
             async with tasks.running(pump.run()), tasks.running(pump.attend()):
                 await yard.run(launching.launch_for_claim, launch("u", timeout=10.0))
         await asyncio.gather(*announced)

@@ -33,7 +33,7 @@ from workflows.worker_pool import messages as pm
 
 
 def pump_of(yard: Yard, users: WorkerUsers | None = None) -> EventPump:
-    return EventPump(yard.client, yard.database, yard.launcher, yard.keys, users)
+    return EventPump(yard.client, yard.database, yard.cutting(users), yard.keys)
 
 
 @asynccontextmanager
@@ -144,10 +144,11 @@ async def test_a_worker_that_floods_is_cut_off_and_ended(yard: Yard, valkey_serv
         for _ in range(ROUNDS):
             await tell(hostile, worker.worker_id, *["x"] * EACH)
             await pump.step()
-            assert not pump.cut_off
+            assert not pump.cutting.count
         await tell(hostile, worker.worker_id, *["x"] * EACH)
         await pump.step()
-        assert pump.cut_off == 1
+        assert pump.cutting.count == 1
+        await pump.cutting.wait()
         assert not await reply_of(yard.client.exists(keys.events_of(worker.worker_id)))
         with pytest.raises((AuthenticationError, ConnectionError)):
             await tell(hostile, worker.worker_id, "x")
@@ -165,7 +166,8 @@ async def test_a_flood_among_many_busy_lists_is_cut_off(yard: Yard) -> None:
     for _ in range(3 * ROUNDS):
         await tell(yard.client, "flooder", *["x"] * EACH)
         await pump.step()
-    assert pump.cut_off == 1
+    assert pump.cutting.count == 1
+    await pump.cutting.wait()
     assert not await yard.client.exists(keys.events_of("flooder"))
 
 
@@ -175,7 +177,7 @@ async def test_a_long_list_after_an_outage_of_ours_is_no_flood(yard: Yard) -> No
     for _ in range(3 * ROUNDS):
         await tell(yard.client, "busy", "x", "x")
         await pump.step()
-    assert not pump.cut_off
+    assert not pump.cutting.count
     assert len(await in_stream(yard)) == 3 * ROUNDS * EACH
 
 
@@ -192,7 +194,7 @@ async def test_the_relay_gets_what_tells_of_workers_and_nothing_of_orders(yard: 
 async def test_dropped_rings_lose_no_events(yard: Yard) -> None:
     await reply_of(yard.client.rpush(keys.EVENT_BELL, *(f"made-up-{number}" for number in range(1000))))
     await tell(yard.client, "honest", "mine")
-    pump = EventPump(yard.client, yard.database, yard.launcher, yard.keys, most_rings=100)
+    pump = EventPump(yard.client, yard.database, yard.cutting(), yard.keys, most_rings=100)
     async with tasks.running(pump.run()), tasks.running(pump.attend()), asyncio.timeout(20):
         while not await in_stream(yard):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

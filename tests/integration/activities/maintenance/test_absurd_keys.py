@@ -193,7 +193,7 @@ async def test_what_an_order_a_job_and_a_claim_read_has_bounds(yard: Yard) -> No
         await reply_of(yard.client.eval(fill, 1, key))
     ring = f"redis.call('RPUSH', KEYS[1], string.rep('x', {LARGE}) .. ' w')"
     await reply_of(yard.client.eval(ring, 1, keys.EVENT_BELL))
-    pump = EventPump(yard.client, yard.database, yard.launcher, yard.keys)
+    pump = EventPump(yard.client, yard.database, yard.cutting(), yard.keys)
     overdue = [keys.seen(name, "r"), keys.requests(name), keys.processing(name), keys.journal(name, "r")]
     tracemalloc.start()
     try:

@@ -28,7 +28,8 @@ from tests.integration.activities.claims.test_ending import mark
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.listener import ListenerWorkflow, listening, signals
 from tests.signed import SECRETS
-from worker_runtime.protocol import keys
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.protocol import keys, scripts
 from workflows import names
 from workflows.user_worker import messages as m
 
@@ -132,6 +133,18 @@ async def test_after_a_flush_the_owners_are_back_and_the_workers_left_alone(
     assert {await reply_of(yard.client.hget(keys.owner(one.user), "generation")) for one in workers} == {
         after
     }
+
+
+async def test_workers_that_share_a_login_find_their_scripts_on_a_new_server(
+    yard: Yard, temporal: Client
+) -> None:
+    """They may not bring any, as on ElastiCache."""
+    watcher = MarkWatcher(yard.client, temporal, yard.settings, SECRETS, database=yard.database)
+    await yard.client.script_flush()
+    async with yard.database.engine.connect() as connection:
+        await watcher.check_marks(connection, Absences(confirm=0.0, settle=30.0))
+    wanted = [script.sha for script in (*scripts.ALL, *job_scripts.ALL)]
+    assert await yard.client.script_exists(*wanted) == [True] * len(wanted)
 
 
 async def test_while_valkey_is_away_the_watcher_is_blind_and_goes_on(yard: Yard, temporal: Client) -> None:

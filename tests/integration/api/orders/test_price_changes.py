@@ -15,12 +15,14 @@ from infra.database.models import OrderEventRow
 from infra.database.orders.changes import find_change, note_change
 from infra.database.orders.recording import get_order
 from infra.database.trading import limits as trading_limits
+from infra.database.trading import quantity_changes
 from infra.database.trading.models import AccountLimits
 from tests.integration.api.accounts.test_switches import halt
 from tests.integration.api.conftest import ServedApi, StartWorker, running_api
 from tests.integration.api.orders.test_order_changes import placed, set_row, working
 from tests.integration.api.scripted_worker import ScriptedWorker
-from worker_runtime.protocol.requests import ReplaceOrder
+from worker_runtime.protocol.order_terms import OrderLot
+from worker_runtime.protocol.requests import QuantityMeaning, ReplaceOrder
 
 
 class Resting:
@@ -172,3 +174,21 @@ async def test_a_repeat_of_a_change_that_was_made_stays_made_after_later_ones(
     again = await user.post(path, json={"request_id": "r-1", "price": "999"})
     assert (again.status_code, again.json()["price"]) == (200, "998")
     assert len(worker.asked) == 2
+
+
+async def test_a_a_quantity_change_carries_what_is_confirmed_for_its_account(resting: Resting) -> None:
+    assert await resting.change(quantity=5) == (200, "submitted")
+    seen = quantity_changes.SeenQuantityChange(
+        broker="paper",
+        sdk_version="1",
+        lot=OrderLot.COMMON,
+        futures=False,
+        simulation=True,
+        meaning=QuantityMeaning.REDUCE_BY,
+        evidence={},
+    )
+    async with resting.api.services.database.session() as session:
+        await quantity_changes.store_confirmation(session, seen, actor="cli")
+    assert await resting.change(quantity=4) == (200, "submitted")
+    sent = [one.confirmed for one in resting.worker.asked if isinstance(one, ReplaceOrder)]
+    assert [[change.meaning for change in known] for known in sent] == [[], [QuantityMeaning.REDUCE_BY]]

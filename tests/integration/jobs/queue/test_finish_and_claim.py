@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -130,3 +131,21 @@ def test_a_retry_that_is_due_at_once_may_be_taken_in_the_same_turn(stage: QueueS
     assert [(again.job_id, again.attempt) for again in claims.jobs] == [("j", 2)]
     assert ids(runner.list_held() or []) == ["j"]
     assert running(stage) == 1
+
+
+def test_a_user_who_makes_up_thousands_of_queues_and_jobs_holds_up_nobody(stage: QueueStage) -> None:
+    """Their worker may write what it likes there, and Valkey serves nobody else while a script runs."""
+    tag, runner = job_keys.user_tag("mallory"), stage.runner()
+    name = runner.identity.runner_id
+    stage.client.execute("HSET", job_keys.runner(tag, name), "number", 0, "name", "r")
+    for start in range(0, 5_000, 1_000):
+        numbers = range(start, start + 1_000)
+        queues = [word for number in numbers for word in ("0", f"q{number}")]
+        stage.client.execute("ZADD", job_keys.ready(tag), *queues)
+        made_up = [word for number in numbers for word in ("0", f"job-{number}")]
+        stage.client.execute("ZADD", job_keys.subqueue(tag, "q0", "work"), *made_up)
+    stage.client.execute("ZADD", f"jobs:{{{tag}}}:subqueues:q0", "0", "work")
+    began = time.monotonic()
+    claims = stage.client.run(job_scripts.FINISH_AND_CLAIM, [job_keys.meta(tag)], claiming(runner, 1))
+    assert time.monotonic() - began < 1.0
+    assert claims == [[b"empty", -1]]

@@ -9,6 +9,7 @@ import pytest
 from infra.lab.chaos.jobs import experiment
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(240)
 def test_killed_and_frozen_runners_lose_no_job_and_run_none_twice(short_directory: Path) -> None:
     result = experiment.run(kills=200, seed=1, folder=short_directory)

@@ -68,7 +68,7 @@ class BudgetWait(Granting):
     def ensure_session(self, account_id: str, item: QueueItem, *, listed: bool = True) -> BudgetWait:
         return self
 
-    def queries_before_change(self, broker_order_id: str) -> bool:
+    def queries_before_change(self, broker_order_id: str, *, quantity: bool = False) -> bool:
         return False
 
 

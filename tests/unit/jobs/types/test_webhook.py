@@ -24,7 +24,12 @@ from worker_runtime.jobs.protocol.catalog import DeliverWebhook, WebhookReceipt
 from worker_runtime.jobs.protocol.webhook_signing import recipient_key
 from worker_runtime.jobs.types.job_type import JobContext
 from worker_runtime.jobs.types.webhook import WebhookDeferred, WebhookRefused, webhook_job
-from worker_runtime.jobs.types.webhook_client import AddressRefused, CertificateRefused, ReceiverUnreachable
+from worker_runtime.jobs.types.webhook_client import (
+    AddressRefused,
+    CertificateRefused,
+    ReceiverUnreachable,
+    _is_public,
+)
 
 KEYS = (b"n" * 32, b"o" * 32)
 BODY = b'{"order": "o-1",  "state":"filled"}'
@@ -107,6 +112,26 @@ def test_a_redirect_is_not_followed(receiver: Receiver) -> None:
         "https://[::127.0.0.1]/",
         "https://[::10.0.0.1]/",
         "https://[fec0::1]/",
+        # Services of clouds, and addresses that stand for 169.254.169.254.
+        "https://192.0.0.192/",
+        "https://192.0.0.8/",
+        "https://168.63.129.16/",
+        "https://100.100.100.200/",
+        "https://[::ffff:0:a9fe:a9fe]/",
+        "https://[64:ff9b:1::a9fe:a9fe]/",
+        "https://[2606:4700::5efe:a9fe:a9fe]/",
+        "https://[2606:4700::200:5efe:a9fe:a9fe]/",
+        "https://[fd00:ec2::254]/",
+        # Special, but global in Python 3.11.
+        "https://192.31.196.1/",
+        "https://192.52.193.1/",
+        "https://192.88.99.1/",
+        "https://192.175.48.1/",
+        "https://[2620:4f:8000::1]/",
+        "https://[3fff::1]/",
+        "https://[5f00::1]/",
+        "https://[100:0:0:1::1]/",
+        "https://[2001::1]/",
         "https://224.0.0.1/",
         "https://alice@example.com/",
         "https://example.com:99999/",
@@ -117,6 +142,13 @@ def test_nothing_is_sent_to_our_own_network_nor_in_clear(url: str) -> None:
     with pytest.raises(AddressRefused) as caught:
         deliver(url, allow_private=False)
     assert not caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "192.0.1.1", "168.63.129.17", "2606:4700::1111", "2001:4860:4860::8888", "2a00::1"]
+)
+def test_addresses_of_the_internet_are_public(address: str) -> None:
+    assert _is_public(ipaddress.ip_address(address))
 
 
 def test_plain_http_leads_to_this_machine_only() -> None:

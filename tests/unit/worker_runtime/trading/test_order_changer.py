@@ -28,7 +28,7 @@ from worker_runtime.trading.rate_limiter import CallKind, WaitLimit
 class LookFirstBroker(FakeBroker):
     """Looks at the order before it changes it, as Shioaji's futures do."""
 
-    def queries_before_change(self, broker_order_id: str) -> bool:
+    def queries_before_change(self, broker_order_id: str, *, quantity: bool = False) -> bool:
         return True
 
 

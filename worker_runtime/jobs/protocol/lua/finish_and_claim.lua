@@ -84,6 +84,9 @@ end
 local HALT, HALT_RUNNER, HALT_QUEUE, WEIGHT, LIMIT, NODE_LIMIT, RATE = 1, 2, 3, 4, 5, 6, 7
 -- Jobs that one claim may put off for their rate or receiver: more would hold up the server.
 local MAX_PUT_OFF = 200
+-- Queues and types that one claim of a user's runner looks at: the user's worker may have made up ten thousand of them,
+-- and nobody else is served meanwhile. It takes 10 ms.
+local MAX_LOOKS = 20000
 -- Receivers with parked jobs that one claim looks at.
 local MAX_RECEIVERS = 50
 
@@ -231,13 +234,18 @@ local function claim()
   end
 
   -- Claims one job of the queue whose turn it is. Returns nil if none can run now, or none may be prefetched.
+  local looks = 0
   local function claim_next(prefetching)
     local ready = redis.call('ZRANGE', P .. 'ready', 0, -1, 'WITHSCORES')
+    looks = looks + #ready / 2
+    if looks > MAX_LOOKS and of_user() then return nil end
     for at = 1, #ready, 2 do
       local queue = ready[at]
       if served['*'] or served[queue] then
         for _, name in ipairs(redis.call('ZRANGE', P .. 'subqueues:' .. queue, 0, -1)) do
           local set = read_settings(queue, name)
+          looks = looks + 10
+          if looks > MAX_LOOKS and of_user() then return nil end
           suspended = (set[HALT] or set[HALT_RUNNER]) and true
           if suspended then return nil end
           if set[HALT_QUEUE] then break end

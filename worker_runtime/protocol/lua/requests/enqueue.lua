@@ -12,11 +12,12 @@
 -- ARGV[5] MAC over user, request id, deadline and payload (no '|')
 -- ARGV[6] the order's tag
 -- ARGV[7] ms that KEYS[5] is remembered: longer than PostgreSQL may lack an order that it had
+-- ARGV[8] thousandths of the server's memory beyond which nothing new is taken, or '': cancels and queries pass
 --
 -- Of two orders with one client order id the first counts: PostgreSQL was restored and has lost it.
 -- A request that was seen before also rings if any waits, because its ring may have gone to a frozen worker.
--- Returns {1 if enqueued or 0 if seen before, the item as queued, 1 if there is a mark, else 0}, or {2, 'request id|tag'
--- of the first order, the same}.
+-- Returns {1 if enqueued or 0 if seen before, the item as queued, 1 if there is a mark, else 0}, {2, 'request id|tag'
+-- of the first order, the same}, or {3, '', the same} if it was refused because memory is short: nothing was written.
 local function ring()
   if redis.call('LLEN', KEYS[3]) == 0 then
     redis.call('LPUSH', KEYS[3], '1')
@@ -29,6 +30,7 @@ if known ~= '' then
   if redis.call('EXISTS', KEYS[2]) == 1 then ring() end
   return {0, known, marked}
 end
+if is_memory_used(ARGV[8]) and not (KEYS[5] and redis.call('EXISTS', KEYS[5]) == 1) then return {3, '', marked} end
 if KEYS[5] then
   local first = redis.call('SET', KEYS[5], ARGV[1] .. '|' .. ARGV[6], 'NX', 'GET', 'PX', ARGV[7])
   if first and first ~= ARGV[1] .. '|' .. ARGV[6] then return {2, first, marked} end

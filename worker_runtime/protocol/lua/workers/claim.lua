@@ -11,11 +11,12 @@
 -- ARGV[4] user                                                                    (with the line)
 -- ARGV[5] ms after which one who does not ask again has left the line             (with the line)
 -- ARGV[6] version whose workers are left in the pool, or ''                       (with the line)
--- ARGV[7…] workers that this claim was refused; they leave the ready list         (with the line)
+-- ARGV[7] thousandths of the server's memory beyond which nobody gets a worker, or '' (with the line)
+-- ARGV[8…] workers that this claim was refused; they leave the ready list         (with the line)
 --
 -- While users wait in line, only the first of them gets a worker, however often others ask.
 -- Only forged entries are many: those of dead workers, of which one call removes some. The next one goes on behind them.
--- Returns {'claimed' or 'again', worker id, public key, proof}, {'empty'}, or
+-- Returns {'claimed' or 'again', worker id, public key, proof}, {'empty'}, {'full'} (memory is short), or
 -- {'gone', worker id} if this claim's worker is no longer alive, or no longer this claim's: a worker that
 -- slept past its entry's end comes back as a free one, and another claim may have it.
 local MOST = 1000
@@ -27,6 +28,7 @@ end
 
 local before = redis.call('GET', KEYS[2])
 if before then return found('again', before) end
+if is_memory_used(ARGV[7]) then return {'full'} end
 local waiting = KEYS[3] and redis.call('EXISTS', KEYS[3]) == 1
 if waiting then
   local time = redis.call('TIME')
@@ -39,7 +41,7 @@ if waiting then
   if place >= redis.call('ZCARD', KEYS[1]) then return {'empty'} end
 end
 local avoided, passed = ARGV[6] or '', {}
-if ARGV[7] then redis.call('ZREM', KEYS[1], unpack(ARGV, 7)) end
+if ARGV[8] then redis.call('ZREM', KEYS[1], unpack(ARGV, 8)) end
 local function put_back()
   for _, entry in ipairs(passed) do redis.call('ZADD', KEYS[1], entry[2], entry[1]) end
 end

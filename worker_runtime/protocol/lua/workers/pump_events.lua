@@ -10,6 +10,7 @@
 -- ARGV[3] rings that are taken; if more than as many again are left, they are dropped
 -- ARGV[4] length of a list that is reported
 -- ARGV[5] a worker that has a turn, too, or ''
+-- ARGV[6] bytes that are taken from one list, but for its first entry
 --
 -- Returns {rings taken, rings that were left, announcements, {worker, length of its list…}}. An announcement is a
 -- ring with a space in it. Entries are added before they are removed, so that a failure loses none.
@@ -20,16 +21,19 @@ local bell, limit = KEYS[2], tonumber(ARGV[3])
 local rings, left, moved, seen, again, announced, long = 0, 0, 0, {}, {}, {}, {}
 local function pump(worker)
   local list = ARGV[1] .. worker
-  local items = redis.pcall('LRANGE', list, 0, ARGV[2] - 1)
+  local items, taken, bytes = redis.pcall('LRANGE', list, 0, ARGV[2] - 1), 0, 0
   if items.err or #items == 0 then return end
   for _, item in ipairs(items) do
     if #item <= LONGEST then
+      bytes = bytes + #item
+      if taken > 0 and bytes > tonumber(ARGV[6]) then break end
       redis.call('XADD', KEYS[1], '*', 'e', item)
       if string.find(item, CHANGE, 1, true) then redis.call('XADD', KEYS[3], '*', 'e', item) end
     end
+    taken = taken + 1
   end
-  moved = moved + #items
-  redis.call('LTRIM', list, #items, -1)
+  moved = moved + taken
+  redis.call('LTRIM', list, taken, -1)
   local rest = redis.call('LLEN', list)
   if rest > 0 then again[#again + 1] = worker end
   if rest > tonumber(ARGV[4]) then

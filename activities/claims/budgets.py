@@ -1,0 +1,144 @@
+"""Under which names a worker counts its user's calls at the brokers (`infra/database/budgets.py`).
+
+Three owners of counts are possible: the user as one person, the users whom an operator has linked for that
+person, and the user's share of what the egress address may do. A name is a keyed hash of its owner.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from infra.database import budgets
+from infra.database.budgets import BudgetFacts, SealedPerson
+from infra.database.engine import Database
+from infra.database.models import StoredCredentials
+from infra.vault.key_pairs import OrchestratorKeys
+from worker_runtime.protocol.messages import Credentials
+
+#: Names of one owner or account that a worker takes, the newest (`SealedAccount`).
+_MAX_NAMES = 8
+#: Smallest share of an address, in persons: with less there is no room for the listing after a login.
+MIN_ADDRESS_SHARE = 0.2
+#: Seconds for which the number of an address's users is kept.
+_COUNT_KEPT_S = 60.0
+
+
+@dataclass(frozen=True)
+class AccountBudgets:
+    """The budgets of one account."""
+
+    person: SealedPerson
+    #: As in `SealedAccount`, the oldest first.
+    names: list[str]
+    address_names: list[str]
+    #: What 0.1.0 would use; an orchestrator of that release may hand them to the worker.
+    former_names: list[str]
+
+
+@dataclass(eq=False, repr=False)
+class AssignmentBudgets:
+    """The budgets of one assignment, which its worker is allowed to use."""
+
+    user_id: str
+    epoch: int
+    facts: BudgetFacts
+    #: Of the address, in persons.
+    address_share: float
+    accounts: dict[str, AccountBudgets] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        return {
+            name
+            for account in self.accounts.values()
+            for name in (*account.names, *account.address_names, *account.former_names)
+        }
+
+    @property
+    def persons(self) -> dict[str, SealedPerson]:
+        return {account_id: account.person for account_id, account in self.accounts.items()}
+
+
+@dataclass(eq=False, repr=False)
+class BudgetPlanner:
+    """Decides who counts where. One instance serves a process."""
+
+    database: Database
+    keys: OrchestratorKeys
+    #: '': calls are counted by person only.
+    egress_address: str = ""
+    #: How many persons' limits the address may use.
+    egress_persons: int = 10
+
+    def __post_init__(self) -> None:
+        self._address_users = 0
+        self._counted_at = 0.0
+
+    async def plan(self, user_id: str, epoch: int, *, reload: bool = False) -> AssignmentBudgets:
+        """Reads what is known before anything is decrypted. `reload`: the worker has names already."""
+        async with self.database.session(autocommit=True) as session:
+            facts = await budgets.read_budget_facts(session, user_id, epoch, reload=reload)
+        return AssignmentBudgets(user_id, epoch, facts, await self._address_share())
+
+    def account(
+        self, plan: AssignmentBudgets, stored: StoredCredentials, clear: Credentials
+    ) -> AccountBudgets:
+        """Returns the budgets of an account, and adds them to the plan."""
+        broker = stored.account.broker
+        person = _person(stored, clear)
+        hashes = self.keys.budget_names("person", broker, *person)
+        former = self.keys.former_budget_names(broker, *_former_person(stored, clear))
+        names = [*former] if plan.facts.counted_by_person else []
+        names += self.keys.budget_names("user", plan.user_id, broker, *person)
+        for shared in plan.facts.shared:
+            if shared.broker == broker and not set(shared.persons).isdisjoint(hashes):
+                names += self.keys.budget_names("linked", broker, str(shared.number))
+        address_names: Sequence[str] = ()
+        if self.egress_address:
+            address_names = self.keys.budget_names("address", self.egress_address, broker, plan.user_id)
+            shared_by_all = self.keys.former_budget_names("address", self.egress_address)
+            former += tuple(f"{broker}-{name}" for name in shared_by_all)
+        found = AccountBudgets(
+            person=SealedPerson(stored.version, hashes),
+            names=names[-_MAX_NAMES:],
+            address_names=[*address_names][-_MAX_NAMES:],
+            former_names=[*former],
+        )
+        plan.accounts[stored.account_id] = found
+        return found
+
+    async def record(self, plan: AssignmentBudgets, *, reload: bool = False) -> list[str] | None:
+        """Records what is about to be sent; returns what the worker may use, None: the names of 0.1.0."""
+        return await self.database.write(
+            budgets.note_sealed, plan.user_id, plan.epoch, plan.names, plan.persons, reload=reload
+        )
+
+    async def _address_share(self) -> float:
+        """The user's share of the address, in persons: an equal one for each user of the last days."""
+        if not self.egress_address:
+            return 1.0
+        if time.monotonic() - self._counted_at > _COUNT_KEPT_S or not self._address_users:
+            self._address_users = await self.database.fetch(budgets.count_address_users)
+            self._counted_at = time.monotonic()
+        return self.egress_persons / max(self._address_users, 1)
+
+
+def share_permille(plan: AssignmentBudgets) -> int:
+    """Returns the share of the address: no user needs more than what their persons may do."""
+    persons = len({account.person.hashes for account in plan.accounts.values()})
+    return int(1000 * max(MIN_ADDRESS_SHARE, min(float(max(persons, 1)), plan.address_share)))
+
+
+def _person(stored: StoredCredentials, clear: Credentials) -> tuple[str, str]:
+    """Whose calls the broker counts together."""
+    if clear.person_id:
+        return "person", clear.person_id
+    if stored.account.broker == "paper":  # there, an account without a person is a person of its own
+        return "account", stored.account.number or stored.account_id
+    return "api key", clear.api_key
+
+
+def _former_person(stored: StoredCredentials, clear: Credentials) -> tuple[str, str]:
+    """As 0.1.0 names it, which does not know the broker's own number of an account."""
+    kind, person = _person(stored, clear)
+    return (kind, stored.account_id) if kind == "account" else (kind, person)

@@ -1,0 +1,247 @@
+"""Watches what each worker takes of Valkey, and cuts off one that takes too much.
+
+A worker's Valkey user bounds which names it reaches, not how many it makes and how large they are. One
+orchestrator watches at a time, from outside: nothing that it counts comes from a worker.
+
+- *Names and bytes.* A walk over all names counts them by worker, in short steps, so that no order waits. It
+  goes around every 2 s while there are no more names than `WALK_RATE` allows. When memory or names grow
+  fast, it hurries and goes around at once. A worker is cut off as soon as the walk has found its quota: the
+  more it holds, the sooner that is.
+- *Connections and traffic.* The list of clients is read only while there are unusually many, or much is sent.
+"""
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from activities.events.cut_off import Offender, WorkerCutOff
+from activities.pool.launch import COLD_PREFIX, POOL_PREFIX
+from infra.database.engine import DatabaseUnavailable
+from infra.database.locks import SILENCE, lead
+from infra.process_metrics import LARGEST_SHARE
+from infra.valkey import client as valkey
+from infra.valkey.client import reply_of, text_of
+from infra.valkey.memory import MemoryUse
+from worker_runtime.protocol import scripts
+
+#: Names the lock of this loop among PostgreSQL's advisory locks.
+LOCK: Final = 0x626572746A
+#: What a worker may hold. A busy one has 50 names and 0.3 MB; with a thousand failed jobs and results 5 MB.
+MAX_BYTES: Final = 64 * 1024 * 1024
+MAX_NAMES: Final = 20_000
+#: Connections that a worker may have; it needs four.
+MAX_CONNECTIONS: Final = 64
+#: Bytes a second that a worker may send and get over `RATE_SPAN_S` seconds. At 100 orders a second it is
+#: 0.5 MB.
+MAX_RATE: Final = 16 * 1024 * 1024
+RATE_SPAN_S: Final = 0.75
+#: Seconds between two looks at the totals.
+TICK_S: Final = 0.25
+#: Seconds of one walk, and names a second that it counts at most: more would cost over 4 % of Valkey's time.
+WALK_S: Final = 2.0
+WALK_RATE: Final = 8_000
+#: Names of one step.
+STEP: Final = 100
+#: Growth since the last whole walk began from which on it hurries.
+HURRY_BYTES: Final = MAX_BYTES // 4
+HURRY_NAMES: Final = MAX_NAMES // 4
+#: Connections more than at the last look, and bytes a second of all clients, from which on it looks at the
+#: clients.
+MORE_CONNECTIONS: Final = 200
+BUSY_RATE: Final = 8 * 1024 * 1024
+#: Seconds until a process that lost the lock tries to get it again.
+RETRY_INTERVAL_S: Final = 1.0
+
+log = structlog.get_logger()
+
+
+class Totals(NamedTuple):
+    """What the server tells of itself in one round trip."""
+
+    memory: MemoryUse
+    names: int
+    connections: int
+    #: Bytes a second from and to all clients.
+    traffic: float
+
+
+@dataclass(eq=False)
+class NameCounts:
+    """The walk over all names: what each writer holds, as far as it has come."""
+
+    cursor: bytes = b"0"
+    #: Names and bytes by writer.
+    held: dict[str, tuple[int, int]] = field(default_factory=dict)
+    #: The largest share of a quota that somebody held in the last whole walk.
+    largest: float = 0.0
+
+    def add(self, reply: list[Any]) -> list[tuple[str, str]]:
+        """Adds a reply of `measure_names.lua`; returns those beyond their quota, with the reason."""
+        self.cursor, counts = bytes(reply[0]), reply[1:]
+        offenders = []
+        for writer, names, size in zip(counts[::3], counts[1::3], counts[2::3], strict=True):
+            held = self.held.get(text_of(writer), (0, 0))
+            held = self.held[text_of(writer)] = (held[0] + int(names), held[1] + int(size))
+            if held[0] > MAX_NAMES or held[1] > MAX_BYTES:
+                offenders.append((text_of(writer), f"holds {held[0]} names and {held[1]} bytes or more"))
+        return offenders
+
+    def end_walk(self) -> None:
+        shares = (max(names / MAX_NAMES, size / MAX_BYTES) for names, size in self.held.values())
+        self.largest = max(shares, default=0.0)
+        self.held = {}
+
+
+#: What names of workers begin with; other users are somebody else's.
+_WORKERS = tuple(prefix.encode() for prefix in (COLD_PREFIX, POOL_PREFIX))
+_CLIENT = re.compile(rb"^id=(\d+) .*? user=(\S+) .*?\btot-net-in=(\d+) tot-net-out=(\d+)", re.MULTILINE)
+
+
+@dataclass(eq=False)
+class ClientCounts:
+    """Connections and traffic of each Valkey user, from lists of clients; without I/O."""
+
+    #: Bytes from and to each client at the last look, and when that was.
+    _moved: dict[bytes, int] = field(default_factory=dict)
+    _looked_at: float = -math.inf
+
+    def look(self, now: float, listing: bytes) -> list[tuple[str, str]]:
+        """Adds a reply of CLIENT LIST; returns the users beyond a quota, with the reason."""
+        moved: dict[bytes, int] = {}
+        connections: dict[bytes, int] = {}
+        traffic: dict[bytes, int] = {}
+        for client_id, user, sent, got in _CLIENT.findall(listing):
+            moved[client_id] = int(sent) + int(got)
+            connections[user] = connections.get(user, 0) + 1
+            traffic[user] = traffic.get(user, 0) + moved[client_id] - self._moved.get(client_id, 0)
+        span = now - self._looked_at
+        self._moved, self._looked_at = moved, now
+        return list(self._offenders(connections, traffic, span))
+
+    def _offenders(
+        self, connections: dict[bytes, int], traffic: dict[bytes, int], span: float
+    ) -> Iterator[tuple[str, str]]:
+        for user, count in connections.items():
+            if not user.startswith(_WORKERS):
+                continue
+            if count > MAX_CONNECTIONS:
+                yield text_of(user), f"has {count} connections"
+            elif RATE_SPAN_S <= span < 10 * RATE_SPAN_S and traffic[user] > MAX_RATE * span:
+                yield text_of(user), f"sends and gets {traffic[user] / span / 1e6:.0f} MB a second"
+
+
+@dataclass(eq=False, repr=False)
+class QuotaWatcher:
+    """`run` until cancelled. Only where workers have Valkey users: else any name may be anybody's."""
+
+    client: Redis
+    database_url: str
+    cutting: WorkerCutOff
+
+    def __post_init__(self) -> None:
+        self.counts = NameCounts()
+        self._clients = ClientCounts()
+        #: Memory and names when the last whole walk began, and when this one did.
+        self._known: tuple[int, int] | None = None
+        self._began: tuple[int, int] = (0, 0)
+        self._connections = 0
+        self._clients_at = -math.inf
+        self._unreadable = False
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await lead(self.database_url, LOCK, self._watch)
+            except DatabaseUnavailable as error:
+                log.warning("quota_watcher_waits", reason=error.detail)
+            await asyncio.sleep(RETRY_INTERVAL_S)
+
+    async def _watch(self, connection: AsyncConnection) -> None:
+        shown_at = -math.inf
+        while True:
+            began = time.monotonic()
+            if began - shown_at > SILENCE / 6:  # keeps the lock's connection
+                await connection.execute(text("select 1"))
+                shown_at = began
+            try:
+                await self.look()
+                self._unreadable = False
+            except (RedisError, OSError) as error:
+                if not self._unreadable:
+                    log.warning("quotas_not_watched", error=type(error).__name__, reason=str(error)[:200])
+                self._unreadable = True
+            await asyncio.sleep(max(0.0, began + TICK_S - time.monotonic()))
+
+    async def look(self) -> None:
+        """One look at the totals, and as much of the walk as they ask for. Raises `RedisError`."""
+        totals = await self.read_totals()
+        now = time.monotonic()
+        grown = totals.connections - self._connections > MORE_CONNECTIONS
+        if (grown or totals.traffic > BUSY_RATE) and now - self._clients_at >= RATE_SPAN_S:
+            await self._look_at_clients(now)
+        self._connections = totals.connections if grown else min(self._connections, totals.connections)
+        present = (totals.memory.used, totals.names)
+        if self._known is None:  # the first walk is a whole one
+            self._known = (-HURRY_BYTES - 1, 0)
+        known = self._known = (min(self._known[0], present[0]), min(self._known[1], present[1]))
+        if present[0] - known[0] > HURRY_BYTES or present[1] - known[1] > HURRY_NAMES:
+            await self.walk(present)
+            return
+        names = min(totals.names / WALK_S, WALK_RATE) * TICK_S
+        for _ in range(math.ceil(names / STEP)):
+            if await self._step(present):
+                break
+
+    async def read_totals(self) -> Totals:
+        async with self.client.pipeline(transaction=False) as pipe:
+            pipe.info("memory")
+            pipe.dbsize()
+            pipe.info("clients")
+            pipe.info("stats")
+            memory, names, clients, stats = await pipe.execute()
+        rate = float(stats["instantaneous_input_kbps"]) + float(stats["instantaneous_output_kbps"])
+        return Totals(MemoryUse.of(memory), int(names), int(clients["connected_clients"]), rate * 1024)
+
+    async def walk(self, present: tuple[int, int]) -> None:
+        """Goes around once, as fast as Valkey answers; less far if it finds somebody."""
+        self.counts.cursor, self.counts.held = b"0", {}
+        while not await self._step(present):
+            pass
+
+    async def _step(self, present: tuple[int, int]) -> bool:
+        """Takes one step of the walk; returns True after the last one.
+
+        A walk that has found somebody ends there: the next one begins while the names are removed.
+        """
+        counts = self.counts
+        if counts.cursor == b"0":
+            self._began = present
+        reply = await valkey.run_script(
+            self.client, scripts.MEASURE_NAMES, [], [counts.cursor, STEP, MAX_NAMES]
+        )
+        for writer, reason in counts.add(reply):
+            if await self.cutting.cut_off_writer(writer, reason):
+                counts.cursor, counts.held = b"0", {}
+                return True
+        if counts.cursor != b"0":
+            return False
+        counts.end_walk()
+        LARGEST_SHARE.set(counts.largest)
+        self._known = self._began
+        return True
+
+    async def _look_at_clients(self, now: float) -> None:
+        self._clients_at = now
+        listing = await reply_of(self.client.execute_command("CLIENT", "LIST"))  # type: ignore[no-untyped-call]
+        for worker_id, reason in self._clients.look(now, listing):
+            await self.cutting.cut_off(Offender(worker_id=worker_id), reason)

@@ -1,0 +1,35 @@
+"""How full Valkey is, and what is done about it.
+
+Above `ALERT_ABOVE` operators are alerted. Above `REFUSED_ABOVE` the scripts refuse new orders and new claims
+(`MemoryShort`), so that what is under way can end: leases, cancels, answers and switches pass.
+"""
+
+from typing import Any, Final, NamedTuple
+
+from redis.asyncio import Redis
+
+#: Share of `maxmemory`; the rules of `infra/monitoring/rules.yaml` name the same.
+ALERT_ABOVE: Final = 0.7
+#: Thousandths of `maxmemory`, as the scripts take it.
+REFUSED_ABOVE: Final = 850
+
+
+class MemoryUse(NamedTuple):
+    """Bytes that a server uses, and may use; `limit` is 0 if it has none."""
+
+    used: int
+    limit: int
+
+    @classmethod
+    def of(cls, info: dict[str, Any]) -> "MemoryUse":
+        """Of the reply to INFO memory."""
+        return cls(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)))
+
+    @property
+    def share(self) -> float:
+        return self.used / self.limit if self.limit else 0.0
+
+
+async def read_memory(client: Redis) -> MemoryUse:
+    """Raises `RedisError`."""
+    return MemoryUse.of(await client.info("memory"))

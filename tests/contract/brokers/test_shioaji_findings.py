@@ -1,0 +1,412 @@
+"""The faults A to L that a look at Shioaji 1.7.9 found in the adapter, each with its test.
+
+The letters are those of docs/reference/brokers.md, which says what is known of each.
+"""
+
+from __future__ import annotations
+
+import inspect
+from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.commands import ROOT
+from tests.contract.brokers.conftest import HeardOrders, order
+from tests.contract.brokers.shioaji_client import REAL, WITH_CERTIFICATE, ShioajiStage, fails, health
+from tests.contract.brokers.test_shioaji_changes import futures_trade
+from tests.contract.brokers.test_shioaji_mapping import trade
+from tests.contract.brokers.test_shioaji_reported_orders import deal_event, order_event
+from worker_runtime.brokers.shioaji import mapping, sdk
+from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
+from worker_runtime.protocol.errors import (
+    BrokerClockRefused,
+    BrokerMaintenance,
+    BrokerUnreachable,
+    BrokerVersionRefused,
+    LoginLimited,
+    OrderRejected,
+    QuantityChangeUnconfirmed,
+    SessionDown,
+)
+from worker_runtime.protocol.messages import OrderState, PriceType, TimeInForce
+from worker_runtime.protocol.order_terms import OrderCondition, OrderLot
+from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMeaning
+
+ID = "531e27af"
+
+
+@pytest.fixture
+def setting(heard: HeardOrders) -> ShioajiStage:
+    return ShioajiStage(heard)
+
+
+def confirmed(
+    meaning: QuantityMeaning,
+    lot: OrderLot = OrderLot.COMMON,
+    *,
+    futures: bool = False,
+    version: str = REAL.__version__,
+) -> ConfirmedQuantityChange:
+    return ConfirmedQuantityChange(sdk_version=version, lot=lot, futures=futures, meaning=meaning)
+
+
+def quantities_sent(setting: ShioajiStage) -> list[int]:
+    return [words["qty"] for name, words in setting.client.calls if name == "update_order"]
+
+
+# --- A: what `qty` of a change means ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        (),
+        (confirmed(QuantityMeaning.REDUCE_BY, version="1.7.8"),),
+        (confirmed(QuantityMeaning.REDUCE_BY, OrderLot.ODD),),
+        (confirmed(QuantityMeaning.REDUCE_BY, futures=True),),
+        (confirmed(QuantityMeaning.REDUCE_BY), confirmed(QuantityMeaning.NEW_TOTAL)),
+    ],
+)
+def test_a_a_quantity_change_that_nobody_has_confirmed_is_refused_unsent(
+    setting: ShioajiStage, known: tuple[ConfirmedQuantityChange, ...]
+) -> None:
+    broker = setting.login()
+    with pytest.raises(QuantityChangeUnconfirmed, match="Cancel the order and place a new one"):
+        broker.replace(ID, 2, None, 20.0, known)
+    assert quantities_sent(setting) == []
+    assert broker.replace(ID, None, Decimal(17), 20.0, known).price == Decimal(17)  # another price passes
+
+
+@pytest.mark.parametrize(
+    ("meaning", "sent"), [(QuantityMeaning.REDUCE_BY, 8), (QuantityMeaning.NEW_TOTAL, 2)]
+)
+def test_a_a_confirmed_quantity_change_sends_what_this_sdk_takes(
+    setting: ShioajiStage, meaning: QuantityMeaning, sent: int
+) -> None:
+    broker = setting.login()
+    setting.client.does["list_trades"] = lambda: [trade(REAL, quantity=10)]
+    setting.client.does["update_order"] = lambda *_, **__: trade(REAL, quantity=10, cancel_quantity=8)
+    assert broker.replace(ID, 2, None, 20.0, (confirmed(meaning),)).quantity == 2
+    assert quantities_sent(setting) == [sent]
+    assert "update_status" in setting.client.names()  # it counts from what the broker has now
+
+
+def test_a_each_kind_of_lot_is_confirmed_by_itself(heard: HeardOrders) -> None:
+    stock, futures = ShioajiStage(heard), ShioajiStage(heard, kind="futures")
+    known = (
+        confirmed(QuantityMeaning.NEW_TOTAL, OrderLot.ODD),
+        confirmed(QuantityMeaning.REDUCE_BY, futures=True),
+    )
+    stock.client.does["list_trades"] = lambda: [trade(REAL, quantity=10, lot="Odd")]
+    futures.client.does["list_trades"] = lambda: [futures_trade(quantity=10)]
+    stock.login().replace(ID, 2, None, 20.0, known)
+    futures.login().replace(ID, 2, None, 20.0, known)
+    assert (quantities_sent(stock), quantities_sent(futures)) == ([2], [8])
+
+
+def test_a_a_partly_filled_order_is_not_changed_to_a_total_that_may_mean_the_rest(
+    setting: ShioajiStage,
+) -> None:
+    broker = setting.login()
+    partly = trade(REAL, status="PartFilled", deals=[("1", 1, 17.0, 1673501631.6)])
+    setting.client.does["list_trades"] = lambda: [partly]
+    with pytest.raises(QuantityChangeUnconfirmed, match="partly filled"):
+        broker.replace(ID, 2, None, 20.0, (confirmed(QuantityMeaning.NEW_TOTAL),))
+    broker.replace(ID, 2, None, 20.0, (confirmed(QuantityMeaning.REDUCE_BY),))
+    assert quantities_sent(setting) == [1]
+
+
+# --- B: the oldest SDK that takes our calls -----------------------------------------------------------------
+
+
+def test_b_the_package_asks_for_an_sdk_that_knows_time_in_force() -> None:
+    assert 'shioaji = ["shioaji>=1.7.9,<1.8"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["StockOrder", "FuturesOrder"])
+def test_b_the_sdks_orders_take_our_words(name: str) -> None:
+    taken = set(inspect.signature(getattr(REAL, name)).parameters)
+    ours = {"action", "price", "quantity", "price_type", "time_in_force", "custom_field", "account"}
+    ours |= {"order_lot", "order_cond"} if name == "StockOrder" else {"octype"}
+    assert ours <= taken, f"Shioaji {REAL.__version__} has no {', '.join(sorted(ours - taken))} in {name}"
+
+
+# --- C: releases that the index no longer has ---------------------------------------------------------------
+
+
+def test_c_the_documents_say_how_to_keep_the_wheel() -> None:
+    text = Path(ROOT / "docs/reference/brokers.md").read_text(encoding="utf-8")
+    assert "pip download" in text
+    assert "latest two patch releases" in text
+
+
+# --- D: quantities of reduced and cancelled orders ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "quantity", "state"),
+    [
+        ({"quantity": 10, "cancel_quantity": 8, "order_quantity": 0}, 2, OrderState.SUBMITTED),
+        ({"quantity": 10, "cancel_quantity": 8, "order_quantity": 2}, 2, OrderState.SUBMITTED),
+        # Sinotrade/Shioaji #234: everything is cancelled, the status has not heard of it.
+        ({"quantity": 10, "cancel_quantity": 10, "order_quantity": 0}, 10, OrderState.CANCELLED),
+        ({"quantity": 3, "order_quantity": 0, "status": "Filled"}, 3, OrderState.FILLED),
+        ({"quantity": 3, "cancel_quantity": 3, "status": "Cancelled"}, 3, OrderState.CANCELLED),
+        ({"quantity": 3, "cancel_quantity": 0, "order_quantity": 3}, 3, OrderState.SUBMITTED),
+    ],
+)
+def test_d_the_quantity_is_what_was_ordered_less_what_was_taken_off(
+    row: dict[str, Any], quantity: int, state: OrderState
+) -> None:
+    deals = [("1", 3, 17.0, 1673501631.6)] if row.get("status") == "Filled" else []
+    found = mapping.order_of(trade(REAL, deals=deals, **row))
+    assert (found.quantity, found.state) == (quantity, state)
+
+
+def test_d_the_recorded_sequence_of_a_reduced_order_does_not_grow_again() -> None:
+    book = ReportedOrders()
+    shown = []
+    for number, (kind, said) in enumerate((("New", 2), ("UpdateQty", 1), ("UpdatePrice", 2), ("Cancel", 1))):
+        event = order_event(kind, event_id=f"e{number}", order_quantity=said)
+        event["order"]["quantity"] = said
+        change = book.merge_event("SORDER", event)
+        assert change is not None
+        shown.append(change.order.quantity)
+    assert shown == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_d_a_cancel_of_the_rest_leaves_a_partly_filled_order_cancelled(known: bool) -> None:
+    book = ReportedOrders()
+    if known:
+        book.merge_trade(trade(REAL))
+    for sequence in ("1", "2"):
+        book.merge_event("SDEAL", deal_event(sequence))
+    event = order_event("Cancel", event_id="c", order_quantity=1, cancel_quantity=1)
+    event["order"]["quantity"] = 1
+    change = book.merge_event("SORDER", event)
+    assert change is not None
+    assert (change.order.state, change.order.quantity) == (OrderState.CANCELLED, 3)
+    assert sum(fill.quantity for fill in change.order.fills) == 2
+
+
+# --- E: suspensions -----------------------------------------------------------------------------------------
+
+
+def test_e_a_suspended_login_asks_for_a_minute_of_silence(setting: ShioajiStage) -> None:
+    setting.client.does["login"] = fails("SystemMaintenance", "StatusCode: 503, Detail: Service Unavailable")
+    with pytest.raises(LoginLimited) as caught:
+        setting.login()
+    assert caught.value.retry_after == 60
+    assert not isinstance(caught.value, BrokerVersionRefused)
+
+
+def test_e_a_503_that_means_an_old_version_is_a_state_of_its_own(setting: ShioajiStage) -> None:
+    setting.client.does["login"] = fails("SystemMaintenance", "503: Please update the version of shioaji")
+    with pytest.raises(BrokerVersionRefused) as caught:
+        setting.login()
+    assert caught.value.code == "BROKER_VERSION_REFUSED"
+    assert caught.value.retry_after == 3600
+
+
+def test_e_a_503_of_a_ping_says_nothing_against_the_session(setting: ShioajiStage) -> None:
+    broker = setting.login()
+    setting.client.does["usage"] = fails("SystemMaintenance", "503")
+    with pytest.raises(BrokerMaintenance) as caught:
+        broker.ping(20.0)
+    assert caught.value.retry_after == 60
+    assert broker.alive()
+
+
+# --- F: a time stamp that the broker finds too old ----------------------------------------------------------
+
+
+def test_f_a_login_with_a_stale_time_stamp_is_tried_once_more(setting: ShioajiStage) -> None:
+    answers = [REAL.BadRequestError("StatusCode: 400, Detail: Sign data is timeout"), None]
+
+    def log_in(*_: Any, **__: Any) -> Any:
+        if (error := answers.pop(0)) is not None:
+            raise error
+        return setting.client.accounts
+
+    setting.client.does["login"] = log_in
+    setting.login().ping(20.0)
+    assert setting.client.names().count("login") == 2
+
+
+def test_f_a_clock_that_is_off_is_said_and_not_taken_for_wrong_keys(setting: ShioajiStage) -> None:
+    setting.client.does["login"] = fails("AuthError", "Sign data is timeout")
+    with pytest.raises(BrokerClockRefused, match="This host's clock"):
+        setting.login()
+    assert setting.client.names().count("login") == 2
+
+
+# --- G: the contract that was asked for ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "asked"), [("stock", "2330"), ("futures", "TXFR1")])
+def test_g_an_order_for_another_contract_than_the_one_asked_for_is_not_sent(
+    heard: HeardOrders, kind: str, asked: str
+) -> None:
+    """Sinotrade/Shioaji #176: asked for 2330, the SDK answered with 4903."""
+    setting = ShioajiStage(heard, kind=kind)
+    setting.login()
+
+    def get(code: str, security_type: str) -> Any:
+        if code == "TXFR1":
+            return REAL.BaseContract("FUT", "TAIFEX", "TXFR1", target_code="TXFA6")
+        return REAL.BaseContract(security_type, "TSE", "4903")
+
+    setting.client.contracts.get = get
+    with pytest.raises(OrderRejected, match="answered with 4903; nothing was sent"):
+        setting.broker.place(order(symbol=asked, price=Decimal(17)), 20.0)
+    assert "place_order" not in setting.client.names()
+
+
+# --- H: market orders with protection -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", [TimeInForce.IOC, TimeInForce.FOK])
+def test_h_a_market_order_with_protection_is_immediate_or_nothing(
+    heard: HeardOrders, word: TimeInForce
+) -> None:
+    setting = ShioajiStage(heard, kind="futures")
+    wanted = order(symbol="TXFA6", price_type=PriceType.RANGE_MARKET, time_in_force=word)
+    setting.login().place(wanted, 20.0)
+    with pytest.raises(OrderRejected, match="9938"):
+        setting.broker.place(order(symbol="TXFA6", price_type=PriceType.RANGE_MARKET), 20.0)
+    assert setting.client.names().count("place_order") == 1
+
+
+# --- I: kinds of contracts, lots and conditions -------------------------------------------------------------
+
+
+def test_i_a_warrant_is_found_under_its_own_type(setting: ShioajiStage) -> None:
+    setting.login().place(order(symbol="030001", price=Decimal(1)), 20.0)
+    [(_, sent)] = [call for call in setting.client.calls if call[0] == "place_order"]
+    assert sent["contract"].security_type == "WRT"
+
+
+def test_i_warrants_are_loaded_when_the_first_one_is_asked_for(setting: ShioajiStage) -> None:
+    broker = setting.login()
+    get = setting.client.contracts.get
+    loaded: list[str] = []
+    setting.client.does["preload"] = lambda kinds, **_: loaded.extend(kinds)
+    setting.client.contracts.get = lambda code, security_type: (
+        None if security_type == "WRT" and not loaded else get(code, security_type=security_type)
+    )
+    broker.place(order(symbol="030001", price=Decimal(1)), 20.0)
+    assert loaded == ["WRT"]
+
+
+@pytest.mark.parametrize("name", ["SBLShort", "SBLShortPriceExempt"])
+def test_i_borrowed_stock_that_was_sold_is_no_cash(setting: ShioajiStage, name: str) -> None:
+    row = SimpleNamespace(
+        code="2330",
+        direction=REAL.Action.Sell,
+        quantity=2000,
+        price=17.05,
+        cond=REAL.StockOrderCond(name),
+    )
+    setting.client.does["list_positions"] = lambda **_: [row]
+    [position] = setting.login().positions(20.0)
+    assert (position.quantity, position.condition) == (-2, OrderCondition.SHORT_SELLING)
+
+
+def test_i_every_condition_and_lot_of_the_sdk_is_known_by_name() -> None:
+    conditions = {name for name in dir(REAL.StockOrderCond) if name[0].isupper()}
+    assert conditions == set(mapping.CONDITION_OF)
+    lots = {name for name in dir(REAL.StockOrderLot) if name[0].isupper()}
+    assert lots == {*mapping.LOTS.values(), *mapping.UNSUPPORTED_LOTS}
+    securities = {getattr(REAL.SecurityType, n).value for n in dir(REAL.SecurityType) if n[0].isupper()}
+    assert securities == {"IND", *sdk.SECURITY["stock"], *sdk.SECURITY["futures"]}
+
+
+# --- J: signals of the SDK ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("state", "certain"), [("Healthy", True), ("Unknown", True), ("Degraded", False)])
+def test_j_a_list_with_gaps_proves_no_absence(heard: HeardOrders, state: str, certain: bool) -> None:
+    setting = ShioajiStage(heard, simulation=False)
+    setting.client.does["trade_cache_health"] = lambda _: health(state, "SequenceGap")
+    listing = setting.login(WITH_CERTIFICATE).orders(20.0)
+    assert (listing.behind is not None) is certain
+
+
+def test_j_session_events_and_the_number_of_connections_are_logged(
+    setting: ShioajiStage, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broker = setting.login()
+    assert setting.client.session_event is not None
+    setting.client.session_event(0, 12, "secret info", "reconnecting")
+    setting.client.does["usage"] = lambda **_: SimpleNamespace(connections=5)
+    broker.ping(20.0)
+    logged = capfd.readouterr().err
+    assert '"event":"shioaji.session_event"' in logged
+    assert '"code":12' in logged
+    assert "secret info" not in logged
+    assert '"connections":5' in logged
+
+
+def test_j_a_login_after_a_refused_token_asks_for_a_new_one(heard: HeardOrders) -> None:
+    first = ShioajiStage(heard, account="token-test", number="111")
+    broker = first.login()
+    first.client.does["usage"] = fails("TokenError", "Token is expired")
+    with pytest.raises(SessionDown):
+        broker.ping(20.0)
+    for words in ({"force_refresh": True}, None):  # and only once
+        again = ShioajiStage(heard, account="token-test", number="111")
+        again.login()
+        [(_, sent)] = [call for call in again.client.calls if call[0] == "login"]
+        assert (sent == words) if words else isinstance(sent, tuple)
+
+
+# --- K: one way to read a status ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "451 Too Many Connections",
+        "StatusCode: 451, Detail: anything else",
+        "status 451",
+        "(451)",
+        "Too Many Connections",
+    ],
+)
+def test_k_a_451_is_recognised_however_it_is_written(text: str) -> None:
+    assert type(mapping.login_error(REAL.ServerError(text))) is LoginLimited
+
+
+@pytest.mark.parametrize("text", ["took 451.5 ms", "order a451", "port 4510", "v1.451"])
+def test_k_other_numbers_are_no_status(text: str) -> None:
+    assert type(mapping.login_error(REAL.ServerError(text))) is BrokerUnreachable
+
+
+# --- other reports of users ---------------------------------------------------------------------------------
+
+
+def test_22_a_trade_without_an_account_counts_for_one_account_of_the_login(heard: HeardOrders) -> None:
+    stock, futures = ShioajiStage(heard), ShioajiStage(heard, kind="futures")
+    listed = [trade(REAL), futures_trade(id="f")]
+    listed[0].contract = REAL.BaseContract("STK", "TSE", "2890")
+    for setting in (stock, futures):
+        setting.client.does["list_trades"] = lambda: listed
+    assert [found.broker_order_id for found in stock.login().orders(20.0).orders] == [ID]
+    assert [found.broker_order_id for found in futures.login().orders(20.0).orders] == ["f"]
+
+
+def test_19_contracts_that_are_missing_in_the_morning_refuse_the_order_unsent(setting: ShioajiStage) -> None:
+    broker = setting.login()
+    setting.client.contracts.get = lambda code, security_type: None
+    with pytest.raises(OrderRejected, match="no stock contract"):
+        broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
+    assert "place_order" not in setting.client.names()
+
+
+def test_216_a_fill_of_yesterday_that_comes_back_as_pending_is_not_working() -> None:
+    row = trade(REAL, status="PendingSubmit", deals=[("1", 3, 17.0, 1673501631.6)])
+    assert mapping.order_of(row).state is OrderState.FILLED

@@ -1,0 +1,254 @@
+"""Quotas in Valkey: a worker that holds too much is cut off and leaves nothing; what services wrote stays."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any, cast
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import pytest
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError, ConnectionError
+
+from activities.events.cut_off import Offender
+from activities.events.quota_watcher import (
+    MAX_BYTES,
+    MAX_CONNECTIONS,
+    MAX_NAMES,
+    MAX_RATE,
+    ClientCounts,
+    QuotaWatcher,
+)
+from infra.local.servers import ValkeyServer
+from infra.process_metrics import read_samples
+from infra.valkey import client as valkey
+from infra.valkey.client import reply_of
+from infra.valkey.memory import read_memory
+from infra.valkey.worker_users import WorkerUsers
+from tests.integration.activities.conftest import Yard
+from tests.integration.activities.scripted import POOL
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.protocol import keys
+from workflows.user_worker import messages as m
+
+MEGABYTE = b"x" * 1_000_000
+
+
+class WatchedFleet:
+    """A user with a worker that is Active, and what watches it."""
+
+    def __init__(self, yard: Yard, server: ValkeyServer) -> None:
+        self.yard = yard
+        self.client = yard.client
+        self.server = server
+        self.users = WorkerUsers(yard.client, yard.database, yard.keys)
+        self.cutting = yard.cutting(self.users)
+        self.watcher = QuotaWatcher(yard.client, "", self.cutting)
+        yard.claiming.users = self.users
+
+    async def connected(self) -> tuple[str, m.WorkerRef]:
+        user, worker = await self.yard.user(), await self.yard.worker()
+        await self.users.create(worker.worker_id, POOL)
+        request = self.yard.claim(user, f"claim-{user}")
+        result, _ = await asyncio.gather(
+            self.yard.run(self.yard.claiming.claim_worker, request), worker.serve()
+        )
+        assert result.worker is not None
+        await self.yard.renew_mark(user, result.worker.worker_id, result.worker.epoch, state="Active")
+        return user, result.worker
+
+    def login(self, worker: m.WorkerRef) -> Redis:
+        return valkey.connect_valkey(self.users.url(worker.worker_id, self.server.url))
+
+    async def names_of(self, user: str, worker: m.WorkerRef) -> set[str]:
+        found = [name.decode() async for name in self.client.scan_iter(count=1000)]
+        return {
+            name
+            for name in found
+            if f"{{{user}}}" in name or f":{user}}}" in name or worker.worker_id in name
+        }
+
+
+@pytest.fixture
+async def fleet(yard: Yard, valkey_server: ValkeyServer) -> AsyncIterator[WatchedFleet]:
+    fleet = WatchedFleet(yard, valkey_server)
+    yield fleet
+    await fleet.cutting.close()
+
+
+async def small_names(client: Redis, user: str) -> None:
+    async with client.pipeline(transaction=False) as pipe:
+        for number in range(MAX_NAMES + 1):
+            pipe.set(keys.seen(user, f"made-up-{number}"), "x")
+        await pipe.execute()
+
+
+async def large_strings(client: Redis, user: str, count: int = MAX_BYTES // len(MEGABYTE) + 2) -> None:
+    for number in range(count):
+        await client.set(keys.response(user, f"made-up-{number}"), MEGABYTE)
+
+
+async def a_long_list(client: Redis, user: str) -> None:
+    for _ in range(MAX_NAMES // 1000 + 1):
+        await reply_of(client.rpush(keys.requests(user), *["x"] * 1000))
+
+
+async def a_hash_that_samples_as_small(client: Redis, user: str) -> None:
+    """A few large values among many tiny ones, which a sample does not meet."""
+    name = job_keys.meta(job_keys.user_tag(user))
+    await reply_of(client.hset(name, mapping={f"tiny-{number}": "x" for number in range(10_000)}))
+    for number in range(MAX_BYTES // len(MEGABYTE) + 2):
+        await reply_of(client.hset(name, f"large-{number}", cast("Any", MEGABYTE)))
+
+
+FLOODS = (small_names, large_strings, a_long_list, a_hash_that_samples_as_small)
+
+
+@pytest.mark.parametrize("flood", FLOODS, ids=lambda flood: flood.__name__)
+async def test_a_worker_beyond_its_quota_is_cut_off_and_leaves_nothing(
+    fleet: WatchedFleet, flood: Any
+) -> None:
+    victim, healthy = await fleet.connected()
+    attacker, worker = await fleet.connected()
+    await fleet.watcher.look()  # what is there before
+    of_victim = await fleet.names_of(victim, healthy)
+    async with fleet.login(worker) as hostile:
+        await flood(hostile, attacker)
+        began = time.monotonic()
+        while not fleet.cutting.count:
+            await fleet.watcher.look()
+        assert time.monotonic() - began < 2.0
+        with pytest.raises((AuthenticationError, ConnectionError)):
+            await hostile.ping()
+    await fleet.cutting.wait()
+    assert fleet.cutting.count == 1
+    left = await fleet.names_of(attacker, worker)
+    of_services = {keys.owner(attacker), keys.switch(attacker), keys.cut_off(worker.worker_id)}
+    assert left - {keys.requests(attacker)} == of_services
+    assert not await reply_of(fleet.client.llen(keys.requests(attacker)))
+    assert await reply_of(fleet.client.hget(keys.owner(attacker), "worker")) == b"-"
+    assert await fleet.names_of(victim, healthy) == of_victim
+    assert [task for task, _ in fleet.yard.launcher.stops] == [worker.task_id]
+
+
+async def test_what_services_wrote_stays_and_what_may_have_been_sent_is_unknown(fleet: WatchedFleet) -> None:
+    user, worker = await fleet.connected()
+    queued, taken = str(uuid4()), str(uuid4())
+    for order_id in (queued, taken):
+        await fleet.yard.sql(_AN_ORDER.format(order=order_id, user=user))
+        item = f"4000000000000|{order_id}|1:mac|payload"
+        await reply_of(fleet.client.lpush(keys.requests(user), item))
+        await fleet.client.set(keys.seen(user, order_id), item, px=3_600_000)
+        await fleet.client.set(keys.client_order(user, order_id), f"{order_id}|t", px=3_600_000)
+    async with fleet.login(worker) as hostile:
+        await reply_of(hostile.lmove(keys.requests(user), keys.processing(user), "RIGHT", "LEFT"))
+        await reply_of(hostile.rpush(keys.events_of(worker.worker_id), "an event"))
+        await hostile.set(keys.response(user, "made-up"), "x")
+    [oldest] = await reply_of(fleet.client.lrange(keys.processing(user), 0, -1))
+    first = oldest.decode().split("|")[1]
+    other = taken if first == queued else queued
+    await fleet.cutting.cut_off(Offender(user_id=user), "a test")
+    await fleet.cutting.wait()
+    assert await reply_of(fleet.client.llen(keys.requests(user))) == 1
+    assert await reply_of(fleet.client.llen(keys.processing(user))) == 1
+    assert await fleet.client.exists(keys.journal(user, first))
+    assert not await fleet.client.exists(keys.journal(user, other))
+    kept = [keys.seen(user, first), keys.seen(user, other), keys.client_order(user, queued)]
+    assert await fleet.client.exists(*kept) == 3
+    assert not await fleet.client.exists(keys.response(user, "made-up"), keys.mark(user))
+    assert [fields[b"e"] for _, fields in cast("Any", await fleet.client.xrange(keys.EVENTS))][
+        -1
+    ] == b"an event"
+
+
+#: An accepted order, as far as the cut-off reads it.
+_AN_ORDER = """
+insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity, price_type,
+                    time_in_force, tag, trading_day, state, generation, deadline_at)
+values ('{order}', '{user}', 'main', '{order}', '', '2330', 'buy', 1, 'MKT', 'IOC', left('{order}', 6),
+        current_date, 'queued', '', clock_timestamp() + interval '1 minute')
+"""
+
+
+async def test_a_worker_that_fills_the_counts_of_its_calls_is_cut_off(fleet: WatchedFleet) -> None:
+    (_, healthy), (_, worker) = await fleet.connected(), await fleet.connected()
+    name = keys.budget("v1-made-up", "orders")
+    for one, counts in ((worker, keys.budget("v1-made-up", "*")), (healthy, keys.budget("v1-others", "*"))):
+        await reply_of(fleet.client.execute_command("ACL", "SETUSER", one.worker_id, f"(+zadd ~{counts})"))  # type: ignore[no-untyped-call]
+    async with fleet.login(worker) as hostile:
+        for start in range(0, MAX_NAMES + 1, 1000):
+            await hostile.zadd(name, {f"{number}": number for number in range(start, start + 1000)})
+    while not fleet.cutting.count:
+        await fleet.watcher.look()
+    await fleet.cutting.wait()
+    assert not await fleet.client.exists(name)
+    assert [task for task, _ in fleet.yard.launcher.stops] == [worker.task_id]
+
+
+async def test_the_largest_share_and_the_number_of_those_cut_off_are_shown(fleet: WatchedFleet) -> None:
+    user, worker = await fleet.connected()
+    before = (await read_samples())[("berth_workers_cut_off_total",) * 2]
+    async with fleet.login(worker) as busy:
+        await large_strings(busy, user, MAX_BYTES // len(MEGABYTE) // 2)
+    await fleet.watcher.look()
+    assert 0.4 < (await read_samples())[("berth_worker_quota_used_ratio",) * 2] < 0.6
+    await fleet.cutting.cut_off(Offender(user_id=user), "a test")
+    await fleet.cutting.wait()
+    assert (await read_samples())[("berth_workers_cut_off_total",) * 2] == before + 1
+
+
+async def test_a_worker_with_many_connections_is_cut_off(fleet: WatchedFleet) -> None:
+    _, worker = await fleet.connected()
+    clients = [fleet.login(worker) for _ in range(4 * MAX_CONNECTIONS)]
+    try:
+        for client in clients:
+            await client.ping()
+        await fleet.watcher.look()
+    finally:
+        for client in clients:
+            await client.aclose()
+    await fleet.cutting.wait()
+    assert [task for task, _ in fleet.yard.launcher.stops] == [worker.task_id]
+
+
+async def test_answers_that_a_worker_does_not_read_fill_no_memory(fleet: WatchedFleet) -> None:
+    """Also if it asks for another value each time, which stays only for its answer."""
+    user, worker = await fleet.connected()
+    before = (await read_memory(fleet.client)).used
+    login, key = urlsplit(fleet.users.url(worker.worker_id, fleet.server.url)), keys.response(user, "large")
+    reader, writer = await asyncio.open_connection("127.0.0.1", fleet.server.port)
+    writer.write(f"AUTH {login.username} {login.password}\r\n".encode())
+    assert await reader.readline() == b"+OK\r\n"
+    length = len(key.encode())
+    ask = f"*3\r\n$3\r\nSET\r\n${length}\r\n{key}\r\n$1000000\r\n".encode() + MEGABYTE
+    ask += f"\r\n*2\r\n$3\r\nGET\r\n${length}\r\n{key}\r\n".encode()
+    largest = 0
+
+    async def ask_on() -> None:
+        nonlocal largest
+        while True:
+            writer.write(ask)
+            await writer.drain()
+            largest = max(largest, (await read_memory(fleet.client)).used)
+
+    with pytest.raises(OSError, match="onnection"):  # Valkey ends it
+        await ask_on()
+    writer.transport.abort()
+    assert largest < before + 250_000_000
+
+
+def test_a_client_that_sends_too_much_is_named_and_a_busy_service_is_not() -> None:
+    line = "id={} addr=x name= age=1 user={} redir=-1 tot-net-in=9 tot-net-out={} tot-cmds=3"
+
+    def listing(sent: int) -> bytes:
+        return "\n".join(
+            (line.format(1, "p-1", sent), line.format(2, "p-2", 9), line.format(3, "default", sent))
+        ).encode()
+
+    counts = ClientCounts()
+    assert counts.look(0.0, listing(9)) == []
+    assert [user for user, _ in counts.look(1.0, listing(9 + MAX_RATE + 1))] == ["p-1"]
+    assert counts.look(2.0, listing(9 + 2 * MAX_RATE)) == []

@@ -1,0 +1,84 @@
+"""Attacks with what is counted at the brokers: nobody is held up by what somebody else claims to be."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from redis import Redis
+from redis.exceptions import NoPermissionError
+
+from tests.e2e.conftest import Trader
+from tests.redteam.conftest import VALKEY_USERS, Arena, Loot
+from worker_runtime.protocol import keys
+from worker_runtime.protocol.bounds import MAX_ACCOUNTS
+
+#: Seconds for a start and an order, which take 0.2 s; the shortest window of a limit is longer.
+UNDELAYED_S = 5.0
+#: More than any limit.
+MANY = 2000
+
+pytestmark = pytest.mark.skipif(not VALKEY_USERS, reason="workers have the server's password here")
+
+
+def claim_to_be(arena: Arena, attacker: Trader, person_ids: list[str]) -> None:
+    """Stores one account of the attacker for each person, with keys that the broker refuses."""
+    for number, person_id in enumerate(person_ids):
+        stored = arena.call(
+            "PUT",
+            f"/v1/users/{attacker.user_id}/accounts/invented-{number}/credentials",
+            attacker.api_key,
+            json={"broker": "paper", "api_key": "wrong", "secret_key": "wrong", "person_id": person_id},
+        )
+        assert stored.is_success, stored.text
+
+
+def spend_everything(loot: Loot) -> None:
+    """Fills every count that the attacker's worker can reach, and takes every connection."""
+    assert loot.budgets
+    now = time.time_ns() // 1_000_000
+    with Redis.from_url(loot.config.valkey_url) as client:
+        for name in loot.budgets:
+            for kind in ("orders", "queries", "logins", "changes"):
+                client.zadd(keys.budget(name, kind), {f"forged-{number}": now for number in range(MANY)})
+            leases = {f"forged-{number}": now + 10**9 for number in range(100)}
+            client.zadd(keys.budget(name, "connections"), leases)
+
+
+def start_and_order(arena: Arena, victim: Trader) -> float:
+    """Returns the seconds that the victim's login and first order took."""
+    began = time.monotonic()
+    arena.start_until_active(victim)
+    placed = arena.order(victim)
+    assert placed.json()["state"] == "filled", placed.text
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("knows_the_victim", [False, True])
+def test_32_accounts_of_invented_persons_delay_no_login_and_no_order_of_others(
+    arena: Arena, knows_the_victim: bool
+) -> None:
+    # Given a user whose id at the broker may be known, and one who claims to be 31 persons
+    victim, attacker = arena.trader(), arena.trader()
+    persons = [f"invented-{number}" for number in range(MAX_ACCOUNTS - 1)]
+    claim_to_be(arena, attacker, [victim.user_id] * len(persons) if knows_the_victim else persons)
+    # When that one spends all that any of them may do
+    _, loot = arena.take_over(attacker)
+    spend_everything(loot)
+    # Then the victim notices nothing
+    assert start_and_order(arena, victim) < UNDELAYED_S
+    arena.call("DELETE", f"/v1/users/{attacker.user_id}", arena.stack.admin_key)
+
+
+def test_a_worker_reaches_no_count_of_another_user_of_the_same_person_and_address(arena: Arena) -> None:
+    victim, attacker = arena.trader(), arena.trader()
+    claim_to_be(arena, attacker, [victim.user_id])
+    arena.start_until_active(victim)
+    _, loot = arena.take_over(attacker)
+    with arena.valkey() as client, Redis.from_url(loot.config.valkey_url) as own:
+        counts = {name.decode() for name in client.scan_iter("broker:budget:*", count=1000)}
+        others = {name for name in counts if not any(f"{{{mine}}}" in name for mine in loot.budgets)}
+        assert others
+        for name in others:
+            with pytest.raises(NoPermissionError):
+                own.zadd(name, {"forged": 1})

@@ -1,0 +1,201 @@
+"""A worker writes into Valkey as fast as it can, with its own user: it is cut off, and others trade on."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+from uuid import uuid4
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import Trader, until
+from tests.redteam.conftest import VALKEY_USERS, Arena, Loot
+from tests.redteam.test_takeover import owner_of
+from worker_runtime.protocol import keys
+from workflows.user_worker.state import CRASH_LIMIT
+
+pytestmark = pytest.mark.skipif(not VALKEY_USERS, reason="workers have the server's password here")
+
+KINDS = ("large values", "small names", "events", "one list", "rings", "published messages", "large answers")
+#: Seconds between two orders of one user.
+PAUSE_S = 0.25
+#: Seconds that no order may take.
+LONGEST_S = 3.0
+
+
+class PlacedOrder(NamedTuple):
+    began: float
+    seconds: float
+    status: int
+    code: str
+
+
+class TradingCrowd:
+    """Users who trade all the time."""
+
+    def __init__(self, arena: Arena, traders: Sequence[Trader]) -> None:
+        self._arena = arena
+        self._traders = traders
+        self.orders: list[PlacedOrder] = []
+
+    @contextmanager
+    def trading(self) -> Iterator[None]:
+        over = threading.Event()
+        threads = [threading.Thread(target=self._trade, args=(one, over)) for one in self._traders]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+
+    def _trade(self, trader: Trader, over: threading.Event) -> None:
+        with httpx.Client(base_url=self._arena.stack.api_url, timeout=60.0, trust_env=False) as http:
+            while not over.wait(PAUSE_S):
+                body = {
+                    "client_order_id": uuid4().hex,
+                    "account_id": trader.account_id,
+                    **{"symbol": "2330", "side": "buy", "quantity": 1},
+                    **{"price_type": "MKT", "time_in_force": "IOC", "allow_duplicate": True},
+                }
+                began = time.monotonic()
+                answer = http.post(
+                    f"/v1/users/{trader.user_id}/orders", headers={"X-API-Key": trader.api_key}, json=body
+                )
+                code = str(answer.json().get("code") or "")
+                seconds = time.monotonic() - began
+                self.orders.append(PlacedOrder(began, seconds, answer.status_code, code))
+
+    def between(self, began: float, ended: float = math.inf) -> list[PlacedOrder]:
+        return [order for order in self.orders if began <= order.began < ended]
+
+
+def p99(orders: Sequence[PlacedOrder]) -> float:
+    times = sorted(order.seconds for order in orders)
+    return times[math.ceil(0.99 * len(times)) - 1]
+
+
+def flood(loot: Loot, kind: str, seconds: float) -> dict[str, float | None]:
+    """What the flooder says at its end."""
+    found = subprocess.run(
+        [
+            *(sys.executable, "-m", "tests.redteam.flooder", loot.config.valkey_url, kind),
+            *(loot.user_id, loot.config.worker_id, str(seconds)),
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=seconds + 60,
+    )
+    told: dict[str, float | None] = json.loads(found.stdout)
+    return told
+
+
+def leavings(arena: Arena, loot: Loot) -> list[str]:
+    """What is left of what the attacker wrote."""
+    with arena.valkey() as client:
+        names = [name.decode() for name in client.scan_iter(match="*made-up*", count=1000)]
+        if client.lpos(keys.requests(loot.user_id), "made-up") is not None:
+            names.append(keys.requests(loot.user_id))
+        return names + [one for one in (keys.events_of(loot.config.worker_id),) if client.exists(one)]
+
+
+def attack(arena: Arena, kind: str, seconds: float, crowd: TradingCrowd) -> float:
+    """Has a worker flood while the crowd trades; returns when it was cut off for good."""
+    hostile, loot = arena.hostile()
+    began = time.monotonic()
+    told = flood(loot, kind, seconds)
+    assert told["refused_after"] is not None, f"{kind}: not cut off, {told}"
+    assert told["refused_after"] < 5.0, told
+    until(lambda: not leavings(arena, loot), "nothing left of the attacker's")
+    until(lambda: owner_of(arena, hostile)[0] != loot.config.worker_id, "another worker for its user")
+    return began + told["refused_after"]
+
+
+def check_others(
+    arena: Arena, crowd: TradingCrowd, traders: Sequence[Trader], owners: Sequence[object]
+) -> None:
+    """No order took long, none failed but for want of memory, and nobody lost its worker."""
+    slow = [order for order in crowd.orders if order.seconds > LONGEST_S]
+    assert slow == []
+    others = {(one.status, one.code) for one in crowd.orders} - {(201, ""), (503, "MEMORY_SHORT")}
+    assert others == set()
+    assert [owner_of(arena, trader) for trader in traders] == owners
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_floods_valkey_is_cut_off_and_others_trade_on(arena: Arena, kind: str) -> None:
+    traders = [arena.victim()[0] for _ in range(2)]
+    owners = [owner_of(arena, trader) for trader in traders]
+    crowd = TradingCrowd(arena, traders)
+    with crowd.trading():
+        attack(arena, kind, 4.0, crowd)
+    check_others(arena, crowd, traders, owners)
+
+
+def is_parked(arena: Arena, trader: Trader) -> bool:
+    view = arena.call("GET", f"/v1/users/{trader.user_id}/worker", arena.stack.admin_key).json()
+    return bool((view.get("lifecycle") or {}).get("state") == "Parked")
+
+
+#: Seconds of the long form: without an attack, and with one.
+QUIET_S, ATTACK_S = 30.0, 60.0
+#: Seconds of a p99 that may come from a machine whose two cores also run the attacker and the users.
+MACHINE_S = 0.02
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(400)
+def test_after_the_cut_off_orders_are_as_quick_as_without_an_attack(arena: Arena) -> None:
+    """One worker writes for a minute, or tries to."""
+    traders = [arena.victim()[0] for _ in range(3)]
+    owners = [owner_of(arena, trader) for trader in traders]
+    crowd = TradingCrowd(arena, traders)
+    with crowd.trading():
+        time.sleep(QUIET_S)
+        attacked = time.monotonic()
+        cut_off = attack(arena, "large values", ATTACK_S, crowd)
+    check_others(arena, crowd, traders, owners)
+    quiet, after = crowd.between(crowd.orders[0].began, attacked), crowd.between(cut_off)
+    assert len(quiet) > 200
+    assert len(after) > 400
+    figures = {"quiet": p99(quiet), "attack": p99(crowd.between(attacked, cut_off)), "after": p99(after)}
+    print({name: f"{seconds * 1000:.0f} ms" for name, seconds in figures.items()})  # noqa: T201
+    assert figures["after"] < max(1.5 * figures["quiet"], figures["quiet"] + MACHINE_S), figures
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(400)
+def test_an_attacker_who_takes_over_each_next_worker_is_parked(arena: Arena) -> None:
+    traders = [arena.victim()[0] for _ in range(3)]
+    owners = [owner_of(arena, trader) for trader in traders]
+    crowd, cut_off = TradingCrowd(arena, traders), 0
+    hostile, loot = arena.hostile()
+    until_s = time.monotonic() + ATTACK_S
+    with crowd.trading():
+        while not is_parked(arena, hostile):
+            assert time.monotonic() < until_s
+            told = flood(loot, KINDS[cut_off % len(KINDS)], 3.0)
+            assert told["refused_after"] is not None, told
+            cut_off += 1
+            worker_id = loot.config.worker_id
+            until(lambda gone=loot: not leavings(arena, gone), "nothing left of the attacker's")
+            until(
+                lambda gone=worker_id: (
+                    arena.loot_of(hostile).config.worker_id != gone or is_parked(arena, hostile)
+                ),
+                "another worker, or none any more",
+            )
+            loot = arena.loot_of(hostile)
+    assert cut_off == CRASH_LIMIT
+    check_others(arena, crowd, traders, owners)

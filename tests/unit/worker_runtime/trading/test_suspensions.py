@@ -1,0 +1,84 @@
+"""How long a session is silent after the broker has suspended its person, or refused its SDK."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.worker_runtime.trading.test_recovery import MarketConnections
+from worker_runtime.process.clock import Backoff
+from worker_runtime.process.shared_state import health_text
+from worker_runtime.protocol.errors import BrokerMaintenance, BrokerVersionRefused, LoginLimited
+from worker_runtime.trading.account_session import MAX_PAUSE_S
+
+
+def suspended() -> MarketConnections:
+    setting = MarketConnections("a1").connected()
+    setting.faults["a1"] = LoginLimited("503", retry_after=60.0)
+    setting.end_sessions()
+    return setting
+
+
+def test_e_a_pause_that_the_broker_asked_for_is_kept_in_full() -> None:
+    backoff = Backoff(1.0, 60.0)
+    backoff.failed(60.0)
+    assert 59.5 < backoff.left() <= 72.0
+    backoff.reset()
+    backoff.failed()
+    assert backoff.left() <= 1.0
+
+
+def test_e_a_suspended_account_logs_in_once_a_minute_at_most() -> None:
+    setting = suspended()
+    before = len(setting.logins)
+    for _ in range(5):
+        with pytest.raises(LoginLimited) as caught:
+            setting.broker_sessions.ensure_session("a1", 5.0)
+        setting.recovery.run_due(60.0)
+    assert len(setting.logins) == before + 1
+    assert caught.value.retry_after is not None
+    assert caught.value.retry_after > 50
+    with pytest.raises(LoginLimited):  # nor does the workflow's next attempt
+        setting.broker_sessions.connect_all(5.0)
+    assert len(setting.logins) == before + 1
+
+
+def test_e_the_pause_of_a_suspension_that_lasts_doubles_up_to_a_bound() -> None:
+    session = suspended().broker_sessions.session("a1")
+    pauses = []
+    for _ in range(7):
+        session.failed(LoginLimited("503", retry_after=60.0))
+        pauses.append(session.login_backoff.left())
+    for pause, least in zip(pauses, (60, 120, 240, 480, 960, 960, 960), strict=True):
+        assert least - 1 < pause <= least * 1.2
+    assert max(pauses) <= MAX_PAUSE_S * 1.2
+
+
+def test_e_a_ping_that_is_answered_with_503_keeps_the_session_and_is_not_repeated() -> None:
+    setting = MarketConnections("a1").connected()
+    session = setting.broker_sessions.session("a1")
+    assert session.broker is not None
+    pings: list[float] = []
+
+    def ping(timeout: float) -> None:
+        pings.append(timeout)
+        raise BrokerMaintenance("503", retry_after=60.0)
+
+    session.broker.ping = ping  # type: ignore[method-assign]
+    session.suspect = True
+    logins = len(setting.logins)
+    for _ in range(3):
+        with pytest.raises(BrokerMaintenance):
+            setting.broker_sessions.ensure_session("a1", 5.0)
+        setting.recovery.run_due(0.0)
+    assert (len(pings), len(setting.logins)) == (1, logins)
+    assert session.broker is not None
+
+
+def test_e_an_sdk_that_the_broker_refuses_is_shown_by_a_code_of_its_own() -> None:
+    setting = MarketConnections("a1").connected()
+    setting.faults["a1"] = BrokerVersionRefused(retry_after=3600.0)
+    setting.end_sessions()
+    for _ in range(3):
+        setting.recovery.run_due(60.0)
+    assert health_text(setting.shared_state) == "degraded: BROKER_VERSION_REFUSED"
+    assert setting.broker_sessions.session("a1").login_backoff.left() > 3500
