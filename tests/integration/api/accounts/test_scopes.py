@@ -205,6 +205,21 @@ async def test_the_release_before_knows_no_role_word_of_a_key_with_scopes(api: S
         assert (await client.get(f"/users/{api.user}/orders")).json()["code"] == "SCOPE_MISSING"
 
 
+async def test_an_administrator_that_makes_no_keys_does_not_end_the_bootstrap_key(api: ServedApi) -> None:
+    """Otherwise nobody could make any more."""
+    token, database = api.services.tokens.make(), api.services.database
+    async with database.session() as session:
+        await api_keys.create_api_key(session, token, "admin", label=api_keys.BOOTSTRAP_LABEL)
+    async with api.client(token) as first:
+        body = {"role": "admin", "label": "Prometheus", "scopes": ["metrics"]}
+        assert (await first.post("/api-keys", json=body)).status_code == 201
+        assert (await first.get("/api-keys/self")).status_code == 200
+        maker = await first.post("/api-keys", json=body | {"scopes": ["keys"]})
+        assert maker.status_code == 201
+    async with database.session() as session:
+        assert await api_keys.find_api_key(session, token) is None
+
+
 async def test_revoking_a_key_lists_what_it_made_and_ends_it_on_request(api: ServedApi) -> None:
     maker = await make(api)
     async with api.client(maker["api_key"]) as client:
