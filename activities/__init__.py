@@ -1,1 +1,4 @@
-"""What workflows do to the world, and the orchestrator that hosts both."""
+"""Runs what workflows ask for, and the orchestrator process that hosts workflows and activities.
+
+Not here: decisions about what happens next (`workflows`), and clients of servers (`infra`).
+"""

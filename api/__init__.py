@@ -1,1 +1,5 @@
-"""The REST API: routes, schemas, services. It imports infra, the protocol, workflow messages and names."""
+"""Serves the REST API and the operators' pages, in a folder for each feature.
+
+Not here: tables (`infra/database`), Valkey scripts (`worker_runtime/protocol/lua`), and calls of brokers,
+which only workers make.
+"""

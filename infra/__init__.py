@@ -1,4 +1,7 @@
-"""Everything outside our processes: settings, database, vault, launchers, exchange, local stack, CLI."""
+"""Holds everything outside our processes: settings, servers' clients, launchers, local stack, command line.
+
+Not here: routes (`api`), decisions (`workflows`), and what runs in a user's worker (`worker_runtime`).
+"""
 
 import os
 

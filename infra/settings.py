@@ -84,6 +84,7 @@ class Settings(BaseSettings):
     temporal_codec_key_file: str = ""
     temporal_codec_reads_clear: bool = False
     live_accounts: bool = True
+    backup_recipients: tuple[str, ...] = ()
     secret_folders: dict[Path, str] = Field(default={})
 
     # Command line

@@ -1,1 +1,5 @@
-"""The processes of one API: their master, what they tell it, and what they have counted together."""
+"""Runs several API processes on one port: their master, and the counts that they add up.
+
+Not here: the application that each process serves (`api/app.py`), and the primary's tasks
+(`api/fleet/primary.py`).
+"""

@@ -1,0 +1,4 @@
+"""Collects errors, and decides what operators are alerted of and when.
+
+Not here: sending alerts (`api/fleet/alerts.py`), and Prometheus rules (`infra/monitoring`).
+"""

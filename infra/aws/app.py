@@ -131,6 +131,7 @@ REASONS = {
     "AwsSolutions-AEC6": "another port hides nothing: the security group admits our own hosts only",
     "AwsSolutions-EC23": "the API is public: port 443 of its load balancer",
     "AwsSolutions-AS3": "ECS changes the number of hosts all day; alarms say when something is wrong",
+    "AwsSolutions-ELB2": "access logs hold webhooks' tokens, which are in paths; the API logs requests itself",
     "AwsSolutions-S1": "the bucket of access logs is the place where such logs go",
     "AwsSolutions-SQS3": "these two are dead-letter queues themselves",
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from infra.cli import fleet, jobs, pool, trading, users, webhooks, worker
+from infra.cli import broker, fleet, jobs, pool, trading, users, webhooks, worker
 from infra.cli.options import (
     CommandAnswer,
     Data,
@@ -39,6 +39,7 @@ keys_app = command_group("Key files.")
 app.add_typer(keys_app, name="keys")
 app.add_typer(users.users_app, name="users")
 app.add_typer(users.accounts_app, name="accounts")
+app.add_typer(broker.app, name="broker")
 app.add_typer(worker.app, name="worker")
 app.add_typer(trading.app, name="orders")
 app.add_typer(pool.app, name="pool")
@@ -149,24 +150,40 @@ def backup(
     follow: Annotated[
         bool, typer.Option("--follow", help="Write the log to it until Ctrl-C, for any moment in between.")
     ] = False,
+    plain_keys: Annotated[
+        bool, typer.Option("--plain-keys", help="Copy the key files as they are: guard the backup like them.")
+    ] = False,
 ) -> CommandAnswer:
     """Back up PostgreSQL and the key files into a folder of their own (docs/how-to/restore.md).
 
-    The database's role needs REPLICATION. Without --data it uses BERTH_DATABASE_URL and the settings of the
-    key files. A backup is noted in the audit trail before it is made.
+    The key files are encrypted to BERTH_BACKUP_RECIPIENTS. The database's role needs REPLICATION. Without
+    --data it uses BERTH_DATABASE_URL and the settings of the key files. A backup is noted in the audit trail
+    before it is made.
     """
     from infra.cli.keys import note_act
-    from infra.recovery.backup import follow_log, make_backup
+    from infra.recovery.backup import follow_log, make_backup, read_recipients
 
     if follow:
         follow_log(settings, folder)
+    if not plain_keys:
+        read_recipients(settings.backup_recipients)
     note_act(settings, "database.backup_requested", "database", folder=str(folder))
-    made = make_backup(settings, folder)
+    made = make_backup(settings, folder, plain_keys=plain_keys)
     return CommandAnswer(str(made), f"made {made}")
 
 
 @settings_command(app)
-def restore(settings: Settings, reason: Reason, json: Json = False) -> None:
+def restore(
+    settings: Settings,
+    reason: Reason,
+    rotate_api: Annotated[
+        bool,
+        typer.Option(
+            "--rotate-api", help="End all API keys and webhooks' addresses; none that was revoked counts."
+        ),
+    ] = False,
+    json: Json = False,
+) -> None:
     """Begin again after PostgreSQL was restored to an earlier moment, or failed over with a gap.
 
     While API and orchestrators are stopped (docs/how-to/restore.md). Trading is halted; all workers are
@@ -179,7 +196,7 @@ def restore(settings: Settings, reason: Reason, json: Json = False) -> None:
     from infra.cli.keys import account_name
     from infra.recovery import restore as restoring
 
-    report = asyncio.run(restoring.restore(settings, reason, account_name()))
+    report = asyncio.run(restoring.restore(settings, reason, account_name(), rotate_api=rotate_api))
     CommandAnswer(asdict(report), restoring.told(report)).show(json=json)
 
 
@@ -283,6 +300,31 @@ def keys_retire(
     if key is KeyName.TEMPORAL:
         raise typer.BadParameter("`berth keys rotate temporal --keep 2` removes Temporal's earlier keys")
     return keys.retire(settings, key, force=force)
+
+
+@keys_app.command("backup-identity")
+def keys_backup_identity(
+    file: Annotated[Path, typer.Argument(help="A new file, mode 0600. Keep it away from the backups.")],
+) -> None:
+    """Make the identity that opens the key files of backups, and print its recipient.
+
+    Set BERTH_BACKUP_RECIPIENTS to the recipient. `age-keygen` makes such a file, too.
+    """
+    from infra.recovery.backup import make_identity
+
+    typer.echo(make_identity(file))
+
+
+@keys_app.command("unpack")
+def keys_unpack(
+    backup: Annotated[Path, typer.Argument(help="A backup that `berth backup` made.")],
+    identity: Annotated[Path, typer.Option(help="File of the identity that opens it.")],
+    to: Annotated[Path, typer.Option(help="An empty folder for the key files.")],
+) -> None:
+    """Decrypt the key files of a backup."""
+    from infra.recovery.backup import unpack_keys
+
+    typer.echo(f"unpacked {', '.join(unpack_keys(backup, identity, to))}")
 
 
 @settings_command(app)

@@ -1,1 +1,4 @@
-"""What `compose.yaml` needs beside the images: configuration files, secret files, health checks."""
+"""Contains what `compose.yaml` mounts and runs: configuration files, secret files, health checks.
+
+Not here: the images (`infra/images`), and the servers of `make run` (`infra/local`).
+"""

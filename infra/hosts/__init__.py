@@ -1,1 +1,5 @@
-"""Worker hosts: how many are needed, and the platforms that run them."""
+"""Plans how many worker hosts are needed, and sets that number on the platform.
+
+Not here: starting workers on hosts (`infra/launchers`), and how many workers a pool has
+(`workflows/worker_pool`).
+"""

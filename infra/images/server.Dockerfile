@@ -39,6 +39,9 @@ RUN /opt/berth/bin/pip install --no-deps --no-build-isolation . \
     && /opt/berth/bin/python -m compileall -q /opt/berth
 
 FROM ${BASE_IMAGE}
+# What it was built on, by digest if the build was given one: `docker inspect` tells.
+ARG BASE_IMAGE
+LABEL org.opencontainers.image.base.name=${BASE_IMAGE}
 RUN groupadd --gid 10001 berth \
     && useradd --uid 10001 --gid berth --no-create-home --home-dir /data --shell /usr/sbin/nologin berth \
     # A new named volume takes over the owner and the mode of the folder it is mounted on.

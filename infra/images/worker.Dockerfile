@@ -32,6 +32,9 @@ COPY worker_runtime /opt/berth/room/worker_runtime
 RUN /opt/berth/bin/python -m compileall -q /opt/berth && chmod -R a+rX /opt/berth
 
 FROM ${BASE_IMAGE}
+# What it was built on, by digest if the build was given one: `docker inspect` tells.
+ARG BASE_IMAGE
+LABEL org.opencontainers.image.base.name=${BASE_IMAGE}
 RUN groupadd --gid 10002 worker \
     && useradd --uid 10002 --gid worker --no-create-home --home-dir /tmp --shell /usr/sbin/nologin worker
 COPY --from=build /opt/berth /opt/berth

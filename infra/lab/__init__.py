@@ -1,1 +1,4 @@
-"""Benchmarks and chaos runs on stacks of their own. Nothing of the product imports this package."""
+"""Contains benchmarks and chaos runs on systems of their own.
+
+Not here: anything that the product imports; no production image contains this folder.
+"""

@@ -1,1 +1,4 @@
-"""The exchanges of Taiwan: their hours and symbols."""
+"""Knows the exchanges of Taiwan: trading days and hours, symbols, lots.
+
+Not here: prices and orders, and the hours of the paper exchange (`infra/exchange/hours.py`).
+"""

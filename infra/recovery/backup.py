@@ -1,32 +1,43 @@
 """`berth backup`: a base backup of PostgreSQL with the key files beside it, and its log as it is written.
 
+The key files are encrypted to recipients (age, https://age-encryption.org) whose identity is kept elsewhere:
+whoever finds a backup has sealed credentials and nothing that opens them.
+
 By PostgreSQL's own programs: of the package that `berth up` uses, or else of this machine. They must not be
 older than the server.
 """
 
+import io
 import os
 import shutil
 import subprocess
+import tarfile
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
+import pyrage
+from pyrage import x25519
 from sqlalchemy import make_url
 
 from infra.local.process import ServerFailed
 from infra.local.servers import PostgresServer
 from infra.settings import Settings
-from infra.vault.key_file import write_key_file
+from infra.vault.key_file import read_key_file, write_key_file
 from infra.vault.key_pairs import OrchestratorKey, orchestrator_key_file
 from infra.vault.rotation import kept_files
 from worker_runtime.protocol.errors import BerthError
 
 #: The folder of the log in a folder of backups.
 LOG = "wal"
+#: The key files in a backup: a tar archive, encrypted.
+ENCRYPTED_KEYS = "keys.tar.age"
 
 
 class BackupFailed(BerthError, code="BACKUP_FAILED"):
-    """The backup was not made. What was begun has the ending `.partial` and counts for nothing."""
+    """The backup was not made or not opened. An interrupted backup keeps the suffix `.partial`. Delete it and
+    start again."""
 
 
 def _program(name: str) -> str:
@@ -46,12 +57,14 @@ def _connection(settings: Settings) -> tuple[list[str], dict[str, str]]:
     return words, {**os.environ, **tls, "PGPASSWORD": str(url.password or "")}
 
 
-def make_backup(settings: Settings, folder: Path) -> Path:
-    """Makes a base backup, verified, with a copy of the key files; returns its folder (mode 0700).
+def make_backup(settings: Settings, folder: Path, *, plain_keys: bool = False) -> Path:
+    """Makes a base backup, verified, with the key files, encrypted to `backup_recipients`; returns its folder
+    (mode 0700).
 
-    Raises `BackupFailed`, OSError.
+    `plain_keys`: copies the key files as they are. Raises `BackupFailed`, OSError.
     """
     key_files = _key_files(settings)
+    recipients = [] if plain_keys else read_recipients(settings.backup_recipients)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     made = folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
     partial = made.with_name(f"{made.name}.partial")
@@ -66,11 +79,76 @@ def make_backup(settings: Settings, folder: Path) -> Path:
         if done.returncode:
             said = [line for line in done.stderr.splitlines() if "error:" in line or "DETAIL:" in line]
             raise BackupFailed("; ".join(said[:2]) or f"{command[0]} failed")
-    (partial / "keys").mkdir(mode=0o700)
-    for name, path in key_files.items():
-        write_key_file(partial / "keys" / name, path.read_bytes(), private=True)
+    if plain_keys:
+        (partial / "keys").mkdir(mode=0o700)
+        for name, path in key_files.items():
+            write_key_file(partial / "keys" / name, path.read_bytes(), private=True)
+    else:
+        sealed = pyrage.encrypt(_archive(key_files), recipients)
+        write_key_file(partial / ENCRYPTED_KEYS, sealed, private=True)
     partial.rename(made)
     return made
+
+
+def read_recipients(texts: Sequence[str]) -> list[x25519.Recipient]:
+    """Raises `BackupFailed` for what is no recipient, and if there is none."""
+    if not texts:
+        raise BackupFailed(
+            "nobody could open the keys. Make an identity with `berth keys backup-identity FILE`, keep that"
+            " file away from the backups, and set BERTH_BACKUP_RECIPIENTS to what it prints. Or copy the keys"
+            " as they are with --plain-keys"
+        )
+    try:
+        return [x25519.Recipient.from_str(text) for text in texts]
+    except pyrage.RecipientError:
+        raise BackupFailed("BERTH_BACKUP_RECIPIENTS holds what is no recipient of age (age1…)") from None
+
+
+def make_identity(path: Path) -> str:
+    """Writes a new identity into a file (mode 0600) that must not exist; returns its recipient."""
+    if path.exists():
+        raise BackupFailed(f"{path} exists: backups may be encrypted to it")
+    identity = x25519.Identity.generate()
+    write_key_file(path, f"{identity}\n".encode(), private=True)
+    return str(identity.to_public())
+
+
+def unpack_keys(backup: Path, identity_file: Path, folder: Path) -> list[str]:
+    """Decrypts the key files of a backup into a folder (mode 0700), which must be empty; returns their names.
+
+    Raises `BackupFailed`, `KeyFileMissing`, `KeyFileExposed`, OSError.
+    """
+    text = read_key_file(
+        identity_file, private=True, made_by="`berth keys backup-identity` makes it"
+    ).decode()
+    try:
+        [line] = [line for line in text.splitlines() if line and not line.startswith("#")]
+        archive = pyrage.decrypt((backup / ENCRYPTED_KEYS).read_bytes(), [x25519.Identity.from_str(line)])
+    except ValueError:
+        raise BackupFailed(f"{identity_file} does not hold one identity of age") from None
+    except (pyrage.IdentityError, pyrage.DecryptError):
+        raise BackupFailed(f"{identity_file} does not open the keys of {backup}") from None
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise BackupFailed(f"{folder} is not empty")
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        for member in tar.getmembers():
+            content = tar.extractfile(member)
+            if content is None or Path(member.name).name != member.name:
+                raise BackupFailed(f"{backup / ENCRYPTED_KEYS} was not made by `berth backup`")
+            write_key_file(folder / member.name, content.read(), private=True)
+        return tar.getnames()
+
+
+def _archive(key_files: Mapping[str, Path]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for name, path in sorted(key_files.items()):
+            data = path.read_bytes()
+            member = tarfile.TarInfo(name)
+            member.size, member.mode = len(data), 0o600
+            tar.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
 
 
 def _key_files(settings: Settings) -> dict[str, Path]:

@@ -10,17 +10,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from pathlib import Path
 from uuid import uuid4
 
 import structlog
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import ARRAY, String, bindparam, text
+from sqlalchemy import ARRAY, String, bindparam, func, text, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
 from infra.database.engine import Database
 from infra.database.migrate import SchemaCheck
+from infra.database.models import ApiKey
 from infra.database.orders.states import OPEN_STATES, RANK
 from infra.database.trading import switches
 from infra.database.trading.switches import TradingScope
@@ -29,6 +31,7 @@ from infra.settings import Settings
 from infra.temporal.connection import check_client, open_client
 from infra.temporal.executions import terminate_workflows
 from infra.valkey import client as valkey
+from infra.vault.secret_versions import add_version
 from infra.worker_task import LauncherUnreachable, StopFailed
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
@@ -63,10 +66,16 @@ class RestoreReport:
     users: list[str] = field(default_factory=list)
     #: Users whom Valkey knows and PostgreSQL does not: they were added since.
     lost_users: list[str] = field(default_factory=list)
+    #: API keys that ended, with all webhooks' addresses; None: they were not to.
+    api_keys: int | None = None
 
 
-async def restore(settings: Settings, reason: str, actor: str) -> RestoreReport:
-    """Raises `BerthError`: run it again then. Trading stays halted until an operator opens it."""
+async def restore(settings: Settings, reason: str, actor: str, *, rotate_api: bool = False) -> RestoreReport:
+    """Raises `BerthError`: run it again then. Trading stays halted until an operator opens it.
+
+    `rotate_api`: all API keys and webhooks' addresses end, because the restored data holds some as valid that
+    were revoked since.
+    """
     if not await SchemaCheck(settings.database_url).passes():
         raise BerthError(
             "the schema of the restored database is older than this release: run `berth migrate`"
@@ -92,6 +101,8 @@ async def restore(settings: Settings, reason: str, actor: str) -> RestoreReport:
         # Last, in one transaction: until it commits, a repeat finds the same users.
         async with database.session() as session:
             await _move_ahead(session, report, owners)
+            if rotate_api:
+                report.api_keys = await end_api_access(session, settings.api_secret_file)
             data = asdict(report)
             audit.append_entry(session, actor, "database.restored", "database", reason=reason, **data)
     except (RedisError, OSError) as error:
@@ -100,6 +111,18 @@ async def restore(settings: Settings, reason: str, actor: str) -> RestoreReport:
         await client.aclose()
         await database.close()
     return report
+
+
+async def end_api_access(session: AsyncSession, secret_file: Path) -> int:
+    """Ends all API keys, and makes a new API secret, under which no token of before counts; returns how many
+    keys were valid.
+
+    The secret first: if the transaction fails, the keys are dead all the same, and a repeat ends them. Raises
+    what `load_versions` does.
+    """
+    add_version(secret_file, keep=1)
+    ended = update(ApiKey).where(ApiKey.revoked_at.is_(None)).values(revoked_at=func.clock_timestamp())
+    return len((await session.scalars(ended.returning(ApiKey.id))).all())
 
 
 async def _check_alone(session: AsyncSession) -> None:
@@ -213,11 +236,17 @@ async def _wait_for_marks(client: Redis, owners: dict[str, int]) -> None:
 
 def told(report: RestoreReport) -> str:
     lost = f"\nadded since, to be added again: {', '.join(report.lost_users)}" if report.lost_users else ""
+    ended = (
+        ""
+        if report.api_keys is None
+        else f"ended {report.api_keys} API keys and all webhooks' addresses: `berth up` or `prepare` makes "
+        "an administrator's key; copy the API secret to the other hosts\n"
+    )
     return (
         f"trading is halted; the data ends at {report.data_until or 'nothing'}\n"
         f"stopped {report.stopped} workers, {len(report.unconfirmed)} more without a confirmation\n"
         f"ended {report.workflows} workflows; {report.orders} open orders are asked of the broker\n"
         f"may have traded since: {', '.join(report.users) or 'nobody'}{lost}\n"
-        "Next: start orchestrators and API, then the workers of these users (`berth worker start`), look at"
-        " what differs, and open trading (docs/how-to/restore.md)"
+        f"{ended}Next: start orchestrators and API, then the workers of these users (`berth worker start`),"
+        " look at what differs, and open trading (docs/how-to/restore.md)"
     )

@@ -1,1 +1,1 @@
-"""AWS as code: what the templates say. Run by `make aws`, which installs CDK."""
+"""Tests the AWS templates. `make aws` runs them, because it installs CDK."""

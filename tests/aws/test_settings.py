@@ -44,7 +44,7 @@ LEFT_OUT = {
     "other launchers, and the node": {
         *("node_socket", "node_uids", "docker_socket", "docker_image", "docker_network", "docker_fleet"),
     },
-    "the command line": {"api_url", "api_key_file"},
+    "the command line": {"api_url", "api_key_file", "backup_recipients"},
     "a new system's histories begin encrypted": {"temporal_codec_reads_clear"},
     "ElastiCache has no ACL SETUSER": {"valkey_users"},
 }

@@ -248,6 +248,23 @@ def test_every_log_ends_some_day(templates: Templates) -> None:
                 assert sum("Log" in each for each in one["DependsOn"]) == len(kinds)
 
 
+def test_no_log_holds_a_webhooks_token_or_the_values_of_a_statement(templates: Templates) -> None:
+    """A webhook's token is in its path, and a load balancer's access log has each path."""
+    [balancer] = [
+        one
+        for one in templates.template("servers")["Resources"].values()
+        if one["Type"] == "AWS::ElasticLoadBalancingV2::LoadBalancer"
+        and one["Properties"]["Scheme"] == "internet-facing"
+    ]
+    given = {one["Key"]: one["Value"] for one in balancer["Properties"]["LoadBalancerAttributes"]}
+    assert given.get("access_logs.s3.enabled", "false") == "false"
+    assert given["connection_logs.s3.enabled"] == "true"
+    groups = templates.resources("AWS::RDS::DBParameterGroup").values()
+    for parameters in (one["Parameters"] for one in groups):
+        assert parameters["log_parameter_max_length"] == "0"
+        assert parameters["log_parameter_max_length_on_error"] == "0"
+
+
 def test_no_service_changes_before_the_database_is_migrated(templates: Templates) -> None:
     resources = templates.template("servers")["Resources"]
     services = [one for one in resources.values() if one["Type"] == "AWS::ECS::Service"]

@@ -1,0 +1,1 @@
+"""Runs `compose.yaml` under a real Docker engine."""

@@ -1,0 +1,1 @@
+"""Tests each port with one suite for all its adapters and its fake."""

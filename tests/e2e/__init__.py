@@ -1,0 +1,1 @@
+"""Tests the whole system as real processes, started once for all modules."""

@@ -130,3 +130,29 @@ def test_what_is_done_on_a_server_is_in_the_audit_trail(house: House, berth: Ber
     rows = json.loads(said(berth("audit", "--action", "key.", "--json")))
     assert (rows[0]["action"], rows[0]["subject"]) == ("key.rotation_requested", "secret:temporal")
     assert " at " in rows[0]["actor"]
+
+
+def test_a_broker_account_is_checked_with_its_keys(house: House, berth: Berth, tmp_path: Path) -> None:
+    account = f"check{os.getpid()}"
+    house.exchange(lambda admin: admin.register(account, "anApiKey1234", "aSecretKey1234"))
+    keys = tmp_path / "keys.json"
+    keys.write_text(json.dumps({"api_key": "anApiKey1234", "secret_key": "aSecretKey1234"}), encoding="utf-8")
+    keys.chmod(0o600)
+    words = ("broker", "check", "--broker", "paper", "--account", account, "--credentials", str(keys))
+    done = berth(*words, "--symbol", "2330", "--price", "1", "--json", "--fixtures", str(tmp_path / "seen"))
+    report = json.loads(said(done))
+    outcomes = {step["name"]: step["outcome"] for step in report["steps"]}
+    assert (outcomes["place and cancel"], outcomes["nothing left"]) == ("passed", "passed")
+    assert (report["simulation"], report["confirmed"]) == (True, [])
+    [order] = house.exchange(lambda admin: admin.ledger(account))
+    assert order.state == "cancelled"
+    assert not any("aSecretKey" in path.read_text() for path in (tmp_path / "seen").iterdir())
+    table = berth(*words, "--no-orders")
+    assert "the session answers" in said(table)
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(json.dumps({"api_key": "anApiKey1234", "secret_key": "another"}), encoding="utf-8")
+    wrong.chmod(0o600)
+    refused = berth(*words[:-1], str(wrong))
+    assert (refused.code, "LOGIN_REJECTED" in refused.out) == (2, True)
+    unsure = berth(*words, "--production", stdin="no\n")
+    assert (unsure.code, "Nothing was sent" in unsure.err) == (1, True)

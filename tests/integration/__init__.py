@@ -1,0 +1,1 @@
+"""Tests our code on real servers: Valkey, PostgreSQL, Temporal."""

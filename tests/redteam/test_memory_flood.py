@@ -110,6 +110,19 @@ def leavings(arena: Arena, loot: Loot) -> list[str]:
         return names + [one for one in (keys.events_of(loot.config.worker_id),) if client.exists(one)]
 
 
+def until_removed(arena: Arena, loot: Loot) -> None:
+    until(lambda: not leavings(arena, loot), "nothing left of the attacker's")
+
+
+def until_replaced(arena: Arena, hostile: Trader, loot: Loot) -> None:
+    """Waits until the user has another worker, or may have none any more."""
+    gone = loot.config.worker_id
+    until(
+        lambda: arena.loot_of(hostile).config.worker_id != gone or is_parked(arena, hostile),
+        "another worker, or none any more",
+    )
+
+
 def attack(arena: Arena, kind: str, seconds: float, crowd: TradingCrowd) -> float:
     """Has a worker flood while the crowd trades; returns when it was cut off for good."""
     hostile, loot = arena.hostile()
@@ -117,7 +130,7 @@ def attack(arena: Arena, kind: str, seconds: float, crowd: TradingCrowd) -> floa
     told = flood(loot, kind, seconds)
     assert told["refused_after"] is not None, f"{kind}: not cut off, {told}"
     assert told["refused_after"] < 5.0, told
-    until(lambda: not leavings(arena, loot), "nothing left of the attacker's")
+    until_removed(arena, loot)
     until(lambda: owner_of(arena, hostile)[0] != loot.config.worker_id, "another worker for its user")
     return began + told["refused_after"]
 
@@ -188,14 +201,8 @@ def test_an_attacker_who_takes_over_each_next_worker_is_parked(arena: Arena) -> 
             told = flood(loot, KINDS[cut_off % len(KINDS)], 3.0)
             assert told["refused_after"] is not None, told
             cut_off += 1
-            worker_id = loot.config.worker_id
-            until(lambda gone=loot: not leavings(arena, gone), "nothing left of the attacker's")
-            until(
-                lambda gone=worker_id: (
-                    arena.loot_of(hostile).config.worker_id != gone or is_parked(arena, hostile)
-                ),
-                "another worker, or none any more",
-            )
+            until_removed(arena, loot)
+            until_replaced(arena, hostile, loot)
             loot = arena.loot_of(hostile)
     assert cut_off == CRASH_LIMIT
     check_others(arena, crowd, traders, owners)

@@ -1,0 +1,1 @@
+"""Replays recorded workflow histories, so that running workflows survive a release."""

@@ -1,0 +1,1 @@
+"""Tests workflows on Temporal's test server, with scripted activities."""

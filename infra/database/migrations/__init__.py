@@ -1,1 +1,4 @@
-"""Alembic migrations, run by `infra.database.migrate`."""
+"""Contains the Alembic migrations, which `infra.database.migrate` runs.
+
+Not here: the tables as they are now (`infra/database/models.py` and the models of each folder).
+"""

@@ -1,1 +1,4 @@
-"""`berth bench`: how fast, how dense, compared with a floor that is measured in the same run."""
+"""Implements `berth bench`: how fast and how dense, next to a floor or a peer measured in the same run.
+
+Not here: faults (`infra/lab/chaos`), and the figures that were measured (`docs/measured.md`).
+"""

@@ -1,1 +1,4 @@
-"""`berth chaos`: faults are injected into a system of its own, and its orders and jobs are judged."""
+"""Implements `berth chaos`: injects faults into a system of its own, and judges its orders and jobs.
+
+Not here: the chaos tests of the suite (`tests/chaos`).
+"""

@@ -1,9 +1,9 @@
 """A market behind the SDK's client, which behaves as reports and recordings say that Shioaji does.
 
 `ShioajiMarket` is the other side of all its sessions: persons, a book and prices. `MarketClient` stands in
-for one `Shioaji`. Calls are checked against the installed SDK's signatures (`BoundToSdk`); accounts, contracts,
-orders, enums and errors are the SDK's own. Of what cannot be made without a connection (`Trade` and what is
-in it, positions, balances) only fields of the SDK's classes are used, as a test checks.
+for one `Shioaji`. Calls are checked against the installed SDK's signatures (`BoundToSdk`); accounts,
+contracts, orders, enums and errors are the SDK's own. Of what cannot be made without a connection (`Trade`
+and what is in it, positions, balances) only fields of the SDK's classes are used, as a test checks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
@@ -65,6 +66,8 @@ class MarketBehaviour:
     cache: tuple[str, ...] = ("Healthy",)
     #: The login's account is not signed for orders by API.
     unsigned: bool = False
+    #: Days until the certificate expires.
+    certificate_days: float = 300.0
     #: Open connections that the broker counts besides ours.
     other_connections: int = 0
 
@@ -295,6 +298,9 @@ class MarketClient(BoundToSdk):
 
     def activate_ca(self, ca_path: str, ca_passwd: str, person_id: str | None = None) -> bool:
         return True
+
+    def get_ca_expiretime(self, person_id: str) -> datetime:
+        return datetime.now(UTC) + timedelta(days=self._market.behaviour.certificate_days)
 
     def usage(self, timeout: int) -> SimpleNamespace:
         self._check()

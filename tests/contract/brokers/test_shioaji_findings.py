@@ -6,6 +6,7 @@ The letters are those of docs/reference/brokers.md, which says what is known of 
 from __future__ import annotations
 
 import inspect
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.commands import ROOT
-from tests.contract.brokers.conftest import HeardOrders, order
+from tests.contract.brokers.conftest import HeardOrders, order, until
 from tests.contract.brokers.shioaji_client import REAL, WITH_CERTIFICATE, ShioajiStage, fails, health
 from tests.contract.brokers.test_shioaji_changes import futures_trade
 from tests.contract.brokers.test_shioaji_mapping import trade
@@ -27,6 +28,7 @@ from worker_runtime.protocol.errors import (
     BrokerUnreachable,
     BrokerVersionRefused,
     LoginLimited,
+    LoginRejected,
     OrderRejected,
     QuantityChangeUnconfirmed,
     SessionDown,
@@ -362,6 +364,37 @@ def test_j_a_login_after_a_refused_token_asks_for_a_new_one(heard: HeardOrders) 
         again.login()
         [(_, sent)] = [call for call in again.client.calls if call[0] == "login"]
         assert (sent == words) if words else isinstance(sent, tuple)
+
+
+@pytest.mark.parametrize(("days", "warned"), [(100, False), (29, True), (0.5, True)])
+def test_j_a_session_warns_of_a_certificate_that_expires_soon_and_once(
+    heard: HeardOrders, capfd: pytest.CaptureFixture[str], days: float, warned: bool
+) -> None:
+    setting = ShioajiStage(heard, simulation=False)
+    setting.client.does["get_ca_expiretime"] = lambda _: datetime.now(UTC) + timedelta(days=days)
+    setting.login(WITH_CERTIFICATE).ping(20.0)
+    assert capfd.readouterr().err.count("shioaji.certificate_expires") == warned
+
+
+def test_j_a_certificate_that_has_expired_refuses_the_login_and_the_next_order(heard: HeardOrders) -> None:
+    expired = ShioajiStage(heard, simulation=False)
+    expired.client.does["get_ca_expiretime"] = lambda _: datetime.now(UTC) - timedelta(days=1)
+    with pytest.raises(LoginRejected, match="certificate has expired"):
+        expired.login(WITH_CERTIFICATE)
+    soon = ShioajiStage(heard, simulation=False)
+    ends = datetime.now(UTC) + timedelta(seconds=1)
+    soon.client.does["get_ca_expiretime"] = lambda _: ends
+    broker = soon.login(WITH_CERTIFICATE)
+    until(lambda: datetime.now(UTC) > ends)
+    with pytest.raises(OrderRejected, match="certificate has expired"):
+        broker.place(order(symbol="2890", price=Decimal(17)), 20.0)
+    assert "place_order" not in soon.client.names()
+
+
+def test_j_an_end_of_the_certificate_that_the_sdk_does_not_say_holds_nothing_up(heard: HeardOrders) -> None:
+    setting = ShioajiStage(heard, simulation=False)
+    setting.client.does["get_ca_expiretime"] = fails("CaError")
+    setting.login(WITH_CERTIFICATE).place(order(symbol="2890", price=Decimal(17)), 20.0)
 
 
 # --- K: one way to read a status ----------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Tests the launcher port: the fake, the node, Docker and ECS."""

@@ -1,0 +1,1 @@
+"""Tests that this release and the ones before read each other's messages."""

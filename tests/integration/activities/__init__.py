@@ -1,0 +1,1 @@
+"""Tests activities on real servers, with a launcher in memory."""

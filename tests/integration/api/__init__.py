@@ -1,0 +1,1 @@
+"""Tests the API on real servers, with a scripted worker."""

@@ -1,0 +1,1 @@
+"""Tests the benchmarks with small numbers, and how their costs grow."""

@@ -1,0 +1,1 @@
+"""Tests tables, queries and migrations on a real PostgreSQL."""

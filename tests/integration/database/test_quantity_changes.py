@@ -7,11 +7,14 @@ from collections.abc import AsyncIterator
 import pytest
 from sqlalchemy import select
 
+from infra.cli.broker import store_meanings
 from infra.database import accounts, users
 from infra.database.engine import Database
 from infra.database.models import AuditEntry, EncryptedCredentials
 from infra.database.trading import quantity_changes
+from infra.database.trading.models import QuantityChangeConfirmation
 from infra.database.trading.quantity_changes import SeenQuantityChange
+from worker_runtime.protocol.broker_check import CheckOutcome, CheckStep
 from worker_runtime.protocol.order_terms import OrderLot
 from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMeaning
 
@@ -82,3 +85,30 @@ async def test_a_of_two_confirmations_of_one_kind_the_newer_one_counts(database:
     async with database.session() as session:
         acts = (await session.scalars(select(AuditEntry).filter_by(subject="broker:shioaji"))).all()
     assert [entry.action for entry in acts] == ["quantity_change.confirmed"] * 3
+
+
+async def test_a_what_a_check_has_seen_is_stored_with_its_evidence(
+    database: Database, migrated_database: str
+) -> None:
+    meaning = {
+        "broker": "shioaji",
+        "sdk_version": "1.7.9",
+        "lot": "intraday_odd",
+        "futures": False,
+        "simulation": False,
+        "meaning": "new_total",
+    }
+    steps = [
+        CheckStep(name="login", outcome=CheckOutcome.PASSED, evidence={"sdk_version": "1.7.9"}),
+        CheckStep(
+            name="quantity: intraday_odd",
+            outcome=CheckOutcome.PASSED,
+            evidence={"ordered": 3, "sent": 1, "left": 1, "meaning": meaning},
+        ),
+    ]
+    await store_meanings(migrated_database, steps, actor="cli:tester")
+    [change] = await confirmed(database, "real")
+    assert (change.lot, change.meaning) == (OrderLot.INTRADAY_ODD, QuantityMeaning.NEW_TOTAL)
+    async with database.session() as session:
+        [row] = (await session.scalars(select(QuantityChangeConfirmation))).all()
+    assert (row.actor, row.evidence) == ("cli:tester", {"ordered": 3, "sent": 1, "left": 1})

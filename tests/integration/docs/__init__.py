@@ -1,0 +1,1 @@
+"""Tests configuration files of the documents and of compose on real servers."""

@@ -1,0 +1,1 @@
+"""Tests `berth doctor` at real servers and with wrong settings."""

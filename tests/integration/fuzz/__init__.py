@@ -1,0 +1,1 @@
+"""Sends well-typed, absurd messages to every loop that reads messages."""

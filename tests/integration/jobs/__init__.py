@@ -1,0 +1,1 @@
+"""Tests the job queue and its runner on a real Valkey."""

@@ -1,0 +1,1 @@
+"""Tests `berth up`, `berth backup`, `berth restore` and key rotations with real processes."""

@@ -6,11 +6,14 @@ import pytest
 from redis import Redis
 from sqlalchemy import text
 
-from infra.database import audit, users
+from infra.database import api_keys, audit, users
 from infra.database.engine import Database
 from infra.database.trading import switches
 from infra.local.process import free_port
 from infra.local.servers import ValkeyServer
+from infra.recovery.restore import end_api_access
+from infra.vault.api_tokens import ApiTokens
+from infra.vault.secret_versions import create_versions
 from tests.commands import CommandForker
 from worker_runtime.protocol import keys
 
@@ -28,6 +31,55 @@ def environment(database: str, valkey: str, folder: Path) -> dict[str, str]:
     }
 
 
+async def test_a_backups_keys_open_with_the_identity_that_is_elsewhere_only(
+    migrated_database: str, tmp_path: Path, commands: CommandForker
+) -> None:
+    (tmp_path / "master.key").write_text("canary of the master key")
+    named = environment(migrated_database, NO_VALKEY, tmp_path)
+    refused = commands.run("backup", str(tmp_path / "b"), **named)
+    assert (refused.code, "BERTH_BACKUP_RECIPIENTS" in refused.err) == (1, True)
+    assert not (tmp_path / "b").exists()
+    made = [commands.run("keys", "backup-identity", str(tmp_path / name)) for name in ("mine", "other")]
+    recipient = made[0].out.strip()
+    assert recipient.startswith("age1")
+    assert commands.run("keys", "backup-identity", str(tmp_path / "mine")).code == 1
+    done = commands.run("backup", str(tmp_path / "b"), **named, BERTH_BACKUP_RECIPIENTS=f'["{recipient}"]')
+    assert done.code == 0, done.err
+    [backup] = (tmp_path / "b").iterdir()
+    assert {path.name for path in backup.iterdir()} == {"base", "keys.tar.age"}
+    assert b"canary" not in (backup / "keys.tar.age").read_bytes()
+
+    def unpack(identity: str) -> int:
+        words = ("--identity", str(tmp_path / identity), "--to", str(tmp_path / "found"))
+        return int(commands.run("keys", "unpack", str(backup), *words).code)
+
+    assert unpack("other") == 1
+    assert unpack("mine") == 0
+    found = tmp_path / "found" / "master.key"
+    assert (found.read_text(), found.stat().st_mode & 0o777) == ("canary of the master key", 0o600)
+    assert unpack("mine") == 1, "the folder is not empty"
+
+
+async def test_after_a_restore_no_key_counts_that_was_revoked_since(
+    migrated_database: str, tmp_path: Path
+) -> None:
+    secret = tmp_path / "api.key"
+    create_versions(secret)
+    tokens = ApiTokens(secret)
+    token, hook = tokens.make(), tokens.make("hook_")
+    database = Database(migrated_database)
+    async with database.session() as session:
+        await api_keys.create_api_key(session, token, "admin")  # as the backup has it: valid
+    async with database.session() as session:
+        assert await end_api_access(session, secret) >= 1
+    fresh = ApiTokens(secret)
+    assert [fresh.is_genuine(one) for one in (token, hook)] == [False, False]
+    async with database.session() as session:
+        assert await api_keys.find_api_key(session, token) is None
+        assert await end_api_access(session, secret) == 0, "safe to repeat"
+    await database.close()
+
+
 async def test_a_backup_holds_the_data_and_the_keys_and_only_we_may_read_it(
     migrated_database: str, tmp_path: Path, commands: CommandForker
 ) -> None:
@@ -38,7 +90,7 @@ async def test_a_backup_holds_the_data_and_the_keys_and_only_we_may_read_it(
     (own / "signing.key").write_text("theirs")
     named = environment(migrated_database, NO_VALKEY, tmp_path) | {"BERTH_ORCHESTRATOR_KEY_DIR": str(own)}
     for _ in range(2):
-        done = commands.run("backup", str(tmp_path / "b"), **named)
+        done = commands.run("backup", str(tmp_path / "b"), "--plain-keys", **named)
         assert done.code == 0, done.err
     first, second = sorted((tmp_path / "b").iterdir())
     assert done.out.strip() == f"made {second}"
@@ -63,7 +115,9 @@ def test_two_keys_of_one_name_are_refused_before_anything_is_backed_up(
         (folder / "master.key").write_text(folder.name)
     named = environment(migrated_database, NO_VALKEY, tmp_path)
     done = commands.run(
-        "backup", str(tmp_path / "b"), **named, BERTH_MESSAGE_KEY_FILE=str(other / "master.key")
+        *("backup", str(tmp_path / "b"), "--plain-keys"),
+        **named,
+        BERTH_MESSAGE_KEY_FILE=str(other / "master.key"),
     )
     assert done.code == 1
     assert "have one name" in done.err
@@ -76,13 +130,16 @@ def test_a_backup_that_was_not_made_does_not_look_like_one(
     """The role of the services may not replicate; a server may be away."""
     away = f"postgresql+asyncpg://berth@127.0.0.1:{free_port()}/berth"
     for url, reason in ((services_database, "REPLICATION"), (away, "audit trail")):
-        done = commands.run("backup", str(tmp_path / "b"), **environment(url, NO_VALKEY, tmp_path))
+        done = commands.run(
+            "backup", str(tmp_path / "b"), "--plain-keys", **environment(url, NO_VALKEY, tmp_path)
+        )
         assert done.code == 1
         assert reason in done.err
     assert {path.suffix for path in (tmp_path / "b").iterdir()} == {".partial"}
     (tmp_path / "file").touch()
     done = commands.run(
-        "backup", str(tmp_path / "file"), **environment(services_database, NO_VALKEY, tmp_path)
+        *("backup", str(tmp_path / "file"), "--plain-keys"),
+        **environment(services_database, NO_VALKEY, tmp_path),
     )
     assert (done.code, "exists" in done.err) == (1, True)
 

@@ -71,7 +71,7 @@ class Backup:
         self.wal = folder / "wal"
         self._follower = berth(stack, "backup", str(folder), "--follow")
         until(lambda: ask(stack, "select count(*) from pg_stat_replication") == 1, "receiver of the log")
-        made = berth(stack, "backup", str(folder))
+        made = berth(stack, "backup", str(folder), "--plain-keys")
         told, errors = made.communicate(timeout=60)
         assert made.returncode == 0, errors
         self.base = Path(told.split()[-1]) / "base"

@@ -21,6 +21,7 @@ from infra.local.process import free_port
 from infra.local.servers import TemporalServer
 from infra.local.stack import DATABASE, LocalStack
 from infra.vault import keyring
+from infra.vault.secret_versions import create_versions
 from tests import needs
 from tests.e2e.conftest import VERIFY, House, Trader, until
 
@@ -86,6 +87,12 @@ class StackOfBefore(LocalStack):
         self.old = old
         for one in (self.node, self.api, self.orchestrator):
             old.give_to(one)
+
+    def _make_keys(self) -> str:
+        codec = Path(self.settings.temporal_codec_key_file)
+        if not codec.exists():
+            create_versions(codec)  # in the format that the release before reads
+        return super()._make_keys()
 
     def _make_database(self) -> str:
         self.postgres.create_database(DATABASE)

@@ -1,0 +1,1 @@
+"""Tests the scripts of requests, workers and limits on a real Valkey."""

@@ -1,1 +1,1 @@
-"""The connection to Temporal: TLS, keys, and what its histories show."""
+"""Tests the connection to Temporal: TLS, keys, and what its histories show."""

@@ -1,1 +1,1 @@
-"""Servers behind TLS: what our clients check, and that all of them get through."""
+"""Tests our clients with servers behind TLS."""

@@ -1,1 +1,1 @@
-"""User workers as real processes, on a real Valkey."""
+"""Tests user workers as real processes on a real Valkey."""

@@ -1,0 +1,1 @@
+"""Tests the pure parts of activities: anomalies, guards, build ids."""

@@ -1,0 +1,1 @@
+"""Tests what operators are alerted of, and when."""

@@ -1,0 +1,1 @@
+"""Tests schemas, rights, OpenAPI and the pure parts of the API."""

@@ -1,0 +1,1 @@
+"""Tests the parts of the benchmarks: aims, figures, options."""

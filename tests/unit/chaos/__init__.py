@@ -1,0 +1,1 @@
+"""Tests the judges and schedules of the chaos runs."""

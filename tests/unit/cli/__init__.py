@@ -1,0 +1,1 @@
+"""Tests the command line's output and its way to the API."""

@@ -1,0 +1,1 @@
+"""Tests the Python client before a scripted API."""

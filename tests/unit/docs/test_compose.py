@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from infra.images.requirements import wanted
-from infra.local.servers import TemporalServer
+from infra.local.servers import NO_PARAMETERS, TemporalServer
 from infra.node.protocol import KILL_CONFIRM
 from infra.settings import Settings
 from infra.worker_task import GRACE_MAX
@@ -293,6 +293,13 @@ def test_temporals_password_comes_from_its_secret_file(compose: dict[str, Any]) 
         assert "password" not in store["sql"]
         assert store["sql"]["passwordCommand"]["args"] == ["/run/secrets/temporal_database_password"]
     assert "temporal_database_password" in compose["services"]["temporal"]["secrets"]
+
+
+def test_postgresql_logs_no_values_of_statements(compose: dict[str, Any]) -> None:
+    command = " ".join(compose["services"]["postgres"]["command"])
+    for name in ("log_parameter_max_length", "log_parameter_max_length_on_error"):
+        assert f"{name}=0" in command
+        assert f"{name}=0" in " ".join(NO_PARAMETERS), "the local server, too"
 
 
 def test_postgres_has_room_for_all_connections_of_temporal_and_ours(compose: dict[str, Any]) -> None:

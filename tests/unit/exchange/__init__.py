@@ -1,0 +1,1 @@
+"""Tests the paper exchange without sockets."""

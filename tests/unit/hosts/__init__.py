@@ -1,0 +1,1 @@
+"""Tests the plan of hosts on simulated platforms."""

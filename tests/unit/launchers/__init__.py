@@ -1,0 +1,1 @@
+"""Tests the pure parts of launchers: documents, failures, caches, rates."""

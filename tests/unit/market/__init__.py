@@ -1,0 +1,1 @@
+"""Tests the calendar, symbols and windows."""

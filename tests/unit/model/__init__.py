@@ -1,0 +1,1 @@
+"""Explores a model of the invariant one-owner exhaustively."""

@@ -1,0 +1,1 @@
+"""Tests the node's register, processes, limits and logs."""

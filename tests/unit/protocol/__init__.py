@@ -1,0 +1,1 @@
+"""Tests messages, frames, bounds, sealing and authentication."""

@@ -1,0 +1,1 @@
+"""Tests encryption at rest, keys and their versions."""

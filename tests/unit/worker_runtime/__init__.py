@@ -1,0 +1,1 @@
+"""Tests the parts of a worker without Valkey."""

@@ -1,0 +1,1 @@
+"""Tests the pure states of workflows, without Temporal."""

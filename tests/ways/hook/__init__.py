@@ -1,0 +1,1 @@
+"""Contains `sitecustomize`, which counts calls in each process of a traced system."""

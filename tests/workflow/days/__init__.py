@@ -1,0 +1,1 @@
+"""Runs a trading day and a year by a clock that jumps."""

@@ -1,0 +1,1 @@
+"""Tests the workflows of pools, rollouts, maintenance, orders and reports."""

@@ -1,0 +1,1 @@
+"""Tests the workflow of one user's worker."""

@@ -4,11 +4,13 @@ The first login imports the SDK, never earlier, because it starts threads, which
 Blocking calls run through `call_within`, because neither the constructor nor the login takes a timeout.
 """
 
+import math
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta, timezone
 from decimal import Decimal
 from functools import cache
 from importlib import import_module
@@ -51,6 +53,13 @@ _DAY, _TAIPEI = 86_400.0, 28_800.0
 _ACCOUNT = {"stock": "Stock", "futures": "Future"}
 #: Connections of a person from which on each session says how many there are; the sixth is refused (451).
 _MANY_CONNECTIONS = 4
+#: Days before a certificate's end at which a session warns.
+_CERTIFICATE_WARNINGS = (30, 7, 1)
+_CERTIFICATE_EXPIRED = (
+    "The certificate has expired. Get a new one from the broker and store it with the credentials."
+)
+#: Of a time without a zone.
+_TAIPEI_ZONE = timezone(timedelta(seconds=_TAIPEI))
 #: Connections whose last token the broker refused: their next login asks for a new one.
 _refused_tokens: set[ConnectionKey] = set()
 
@@ -89,6 +98,10 @@ class ShioajiBroker:
         self._reported = ReportedOrders(lambda text: self._blank(text))
         self._api: Any = None
         self._account: Any = None
+        #: Unix seconds at which the active certificate expires.
+        self._certificate_ends = math.inf
+        #: The last of `_CERTIFICATE_WARNINGS` that was logged.
+        self._certificate_warned: int | None = None
         #: Whether the login has no other account of this type.
         self._is_only_account = False
         self._down: str | None = None
@@ -121,6 +134,7 @@ class ShioajiBroker:
                 account = self._choose_account(accounts)
                 if not self._key.simulation:
                     _activate_certificate(api, credentials)
+                    self._read_certificate_end(api, credentials.person_id or account.person_id)
                 left = max(1, int((deadline - time.monotonic()) * 1000))
                 api.contracts.preload(list(sdk.PRELOADED[self._key.broker_type]), timeout=left)
                 return api, account
@@ -164,6 +178,8 @@ class ShioajiBroker:
 
     def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
         api, account = self._session()
+        if self._certificate_days() <= 0:
+            raise OrderRejected(_CERTIFICATE_EXPIRED)
         deadline = time.monotonic() + timeout - _RETURN
 
         def submit() -> ExchangeOrder:
@@ -270,6 +286,7 @@ class ShioajiBroker:
         usage = self._query(timeout, lambda: api.usage(timeout=sdk.to_milliseconds(timeout)))
         if (connections := int(usage.connections)) >= _MANY_CONNECTIONS:
             self._log.warning("shioaji.many_connections", connections=connections)
+        self._warn_of_certificate()
 
     def alive(self) -> bool:
         """False once the session-down callback has come. The SDK misses some ends, which the ping finds."""
@@ -290,6 +307,53 @@ class ShioajiBroker:
                 session_files().session_closed()
             except OSError as error:
                 self._log.warning("shioaji.files_left", error=type(error).__name__)
+
+    # --- the certificate of production orders ---------------------------------------------------------
+
+    def _read_certificate_end(self, api: Any, person_id: str) -> None:
+        """Notes when the active certificate expires. Raises `LoginRejected` if it has: no order would pass."""
+        try:
+            ends = api.get_ca_expiretime(person_id)
+            self._certificate_ends = float(
+                (ends if ends.tzinfo else ends.replace(tzinfo=_TAIPEI_ZONE)).timestamp()
+            )
+        except Exception as error:  # the boundary of the SDK: an order shows whether the certificate is valid
+            self._log.warning("shioaji.certificate_end_unknown", error=type(error).__name__)
+            return
+        if self._certificate_days() <= 0:
+            raise LoginRejected(_CERTIFICATE_EXPIRED)
+        self._warn_of_certificate()
+
+    def _certificate_days(self) -> float:
+        """Days until it expires; `inf` where there is none, or where its end is not known."""
+        return (self._certificate_ends - time.time()) / _DAY
+
+    def _warn_of_certificate(self) -> None:
+        """Logs a warning as each of `_CERTIFICATE_WARNINGS` passes, once a session."""
+        days = self._certificate_days()
+        due = min((limit for limit in _CERTIFICATE_WARNINGS if days <= limit), default=None)
+        if due is not None and due != self._certificate_warned:
+            self._certificate_warned = due
+            self._log.warning("shioaji.certificate_expires", days=round(days, 1))
+
+    # --- for `berth broker check` -----------------------------------------------------------------------
+
+    @property
+    def broker_type(self) -> str:
+        return self._key.broker_type
+
+    def native(self) -> tuple[Any, Any, Any]:
+        """The SDK's client, account and module, for a look past this adapter."""
+        return *self._session(), self._load()
+
+    def blanked(self, value: Any) -> Any:
+        """A value of the SDK as plain data, without credentials and ids of the person or the account."""
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        text = self._blank(str(getattr(value, "value", value)))
+        for own in (self._account.account_id, self._account.person_id):
+            text = text.replace(own, "***") if own else text
+        return text
 
     # --- inside ---------------------------------------------------------------------------------------
 

@@ -1,1 +1,4 @@
-"""The types of jobs. What only one of them needs is imported when it runs, in its child process."""
+"""Contains the code of each job type. What only one type needs is imported in its child process.
+
+Not here: arguments, results and queues of a type (`worker_runtime/jobs/protocol/catalog.py`).
+"""

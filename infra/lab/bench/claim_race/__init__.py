@@ -1,1 +1,4 @@
-"""Claimers that are killed, and the fake workers they claim: for `berth bench claim-race`."""
+"""Implements `berth bench claim-race`: claimers that are killed, and the fake workers that they claim.
+
+Not here: the speed of a claim (`infra/lab/bench/claim.py`).
+"""

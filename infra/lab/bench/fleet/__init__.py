@@ -1,1 +1,4 @@
-"""Fleets that are simulated or planted, and the naive design that `berth bench idle` compares with ours."""
+"""Measures large fleets, simulated or written straight into the servers, next to a naive design.
+
+Not here: single workers (`infra/lab/bench/memory.py`, `infra/lab/bench/density.py`).
+"""

@@ -1,1 +1,4 @@
-"""The parts of `berth bench jobs`: our runners, the peers and the floors, with the same jobs."""
+"""Implements `berth bench jobs` and `berth bench tiers`: our runner, its peers, and floors.
+
+Not here: the leases of runners under load (`infra/lab/bench/starvation`).
+"""

@@ -1,1 +1,4 @@
-"""The parts of `berth bench heartbeat`: a real worker, the naive design, the load, and the watch on both."""
+"""Implements `berth bench heartbeat` and `berth bench lease`: whether a renewal is ever late under load.
+
+Not here: throughput (`infra/lab/bench/order.py`, `infra/lab/bench/jobs`).
+"""

@@ -1,1 +1,4 @@
-"""The parts of `berth chaos jobs`: runners, their lines to Valkey with a trap on each, and the judge."""
+"""Implements `berth chaos jobs`: runners that are killed or frozen at each step, and the judge.
+
+Not here: orders (`infra/lab/chaos/orders`).
+"""

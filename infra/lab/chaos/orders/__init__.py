@@ -1,1 +1,4 @@
-"""`berth chaos orders`: users trade while faults are injected, and a judge compares both books."""
+"""Implements `berth chaos orders`: users trade while faults are injected, and a judge compares both books.
+
+Not here: jobs (`infra/lab/chaos/jobs`).
+"""

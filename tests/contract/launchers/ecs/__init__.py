@@ -1,0 +1,1 @@
+"""Tests the ECS launcher on moto's server."""

@@ -1,0 +1,1 @@
+"""Tests the node and the process launcher with real processes."""

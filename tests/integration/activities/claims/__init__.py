@@ -1,0 +1,1 @@
+"""Tests claims, stops, reloads and the waiting line."""

@@ -1,0 +1,1 @@
+"""Tests the pump, the recorder, the relay and the watchers of exits."""

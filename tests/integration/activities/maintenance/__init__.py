@@ -1,0 +1,1 @@
+"""Tests scans, clean-up, the mark watcher and the morning."""

@@ -1,0 +1,1 @@
+"""Tests the sweeper, verification and reconciliation."""

@@ -1,0 +1,1 @@
+"""Tests pool counting, launching, shrinking and rollouts."""

@@ -1,0 +1,1 @@
+"""Tests that long-lived workflows and Schedules come back after somebody ended them."""

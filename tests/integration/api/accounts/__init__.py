@@ -1,0 +1,1 @@
+"""Tests users, credentials, API keys, switches and webhooks over REST."""

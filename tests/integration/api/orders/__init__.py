@@ -1,0 +1,1 @@
+"""Tests orders, changes, closes and signals over REST."""

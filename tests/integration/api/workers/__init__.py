@@ -1,0 +1,1 @@
+"""Tests workers, pools, rollouts and the fleet over REST."""

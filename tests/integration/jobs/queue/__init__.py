@@ -1,0 +1,1 @@
+"""Tests the queue's scripts without a runner, also against a model."""

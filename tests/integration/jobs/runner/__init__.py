@@ -1,0 +1,1 @@
+"""Tests real runner processes: kills, freezes, lost replies, each job type."""

@@ -1,0 +1,1 @@
+"""Tests claims, control messages, leases and replacements of a worker's session."""

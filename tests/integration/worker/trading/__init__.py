@@ -1,0 +1,1 @@
+"""Tests what a worker does with orders: limits, switches, lists, unknown outcomes."""

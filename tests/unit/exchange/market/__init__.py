@@ -1,0 +1,1 @@
+"""Tests the paper exchange's market: matching, hours, limits, positions."""

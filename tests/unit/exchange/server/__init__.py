@@ -1,0 +1,1 @@
+"""Tests the paper exchange's protocols and its process."""

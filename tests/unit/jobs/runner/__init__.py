@@ -1,0 +1,1 @@
+"""Tests the parts of a runner: children, registration, completion, telemetry."""

@@ -1,0 +1,1 @@
+"""Tests each job type with receivers on this machine."""

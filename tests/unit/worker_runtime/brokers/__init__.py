@@ -1,0 +1,1 @@
+"""Tests the paper adapter's connection with a scripted exchange."""

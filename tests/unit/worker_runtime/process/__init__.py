@@ -1,0 +1,1 @@
+"""Tests zygote, shared state, pulse, configuration and imports."""

@@ -1,0 +1,1 @@
+"""Tests broker sessions, doorbell, mark, replacement and the Valkey client."""

@@ -1,0 +1,1 @@
+"""Tests the submitter, tracker, changer and rate limiter."""

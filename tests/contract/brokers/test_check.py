@@ -1,0 +1,226 @@
+"""`berth broker check` on the paper exchange, and on Shioaji's stand-in with each fault, which it finds."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from infra.cli import broker as command
+from infra.exchange.client import ExchangeServer
+from tests.contract.brokers.conftest import API_KEY, CREDENTIALS, SECRET_KEY
+from tests.contract.brokers.shioaji_client import REAL
+from tests.contract.brokers.shioaji_market import MarketBehaviour, ShioajiMarketStage
+from tests.contract.brokers.stages import PaperStage
+from worker_runtime.brokers.check import BrokerCheck
+from worker_runtime.brokers.shioaji import mapping
+from worker_runtime.protocol.broker_check import CheckOutcome, CheckRequest, CheckStep
+from worker_runtime.protocol.messages import Credentials
+from worker_runtime.protocol.order_terms import OrderLot
+from worker_runtime.protocol.requests import QuantityMeaning
+
+PASSED, WARNED, FAILED = CheckOutcome.PASSED, CheckOutcome.WARNED, CheckOutcome.FAILED
+SKIPPED = CheckOutcome.SKIPPED
+ACCOUNT, PERSON = "9800111", "A123456789"
+KEYS = Credentials(
+    api_key=API_KEY,
+    secret_key=SECRET_KEY,
+    person_id=PERSON,
+    ca_certificate=b"certificate",
+    ca_password="CanaryPassword",
+)
+
+
+def request_of(**words: Any) -> CheckRequest:
+    given: dict[str, Any] = {
+        "broker": "shioaji",
+        "broker_type": "stock",
+        "simulation": False,
+        "account": ACCOUNT,
+        "credentials": KEYS,
+        "symbol": "2330",
+        "price": Decimal(50),
+        "patience_s": 0.6,
+    }
+    return CheckRequest(**{**given, **words})
+
+
+def check(stage: ShioajiMarketStage, **words: Any) -> dict[str, CheckStep]:
+    """Runs the check on a stand-in; its steps by name."""
+    stage.register(ACCOUNT, API_KEY, SECRET_KEY)
+    reported: list[CheckStep] = []
+    request = request_of(broker_type=stage.kind, simulation=stage.simulation, **words)
+    steps = BrokerCheck(request, lambda on_order: stage.broker(ACCOUNT, on_order), reported.append).run()
+    assert steps == reported
+    assert stage.market.sessions == []  # each is logged out
+    assert all(row.status in ("Cancelled", "Failed") for row in stage.market.rows) or (
+        command.exit_code_of(steps) == command.LEFT_WORKING
+    )
+    return {step.name: step for step in steps}
+
+
+def stage_of(kind: str = "stock", simulation: bool = False, **behaviour: Any) -> ShioajiMarketStage:
+    return ShioajiMarketStage(
+        MarketBehaviour(confirms_after=0.0, **behaviour), kind=kind, simulation=simulation
+    )
+
+
+def failed(steps: dict[str, CheckStep]) -> list[str]:
+    return [name for name, step in steps.items() if step.outcome is FAILED]
+
+
+def test_a_healthy_account_passes_every_step() -> None:
+    steps = check(stage_of())
+    assert failed(steps) == []
+    assert [name for name, step in steps.items() if step.outcome is PASSED and name != "clock"] == [
+        *("login", "account", "connections", "certificate", "contract", "ping", "place and cancel"),
+        *("second session", "quantity: common", "nothing left", "list"),
+    ]
+    assert command.exit_code_of(list(steps.values())) == 0
+
+
+@pytest.mark.parametrize("means", QuantityMeaning)
+@pytest.mark.parametrize(
+    ("kind", "lot", "name"),
+    [
+        ("stock", OrderLot.COMMON, "Common"),
+        ("stock", OrderLot.ODD, "Odd"),
+        ("futures", OrderLot.COMMON, "futures"),
+    ],
+)
+def test_it_sees_what_a_quantity_change_means_for_each_kind_of_lot(
+    means: QuantityMeaning, kind: str, lot: OrderLot, name: str
+) -> None:
+    stage = stage_of(kind, quantity_means={name: means})
+    steps = check(stage, symbol="TXFA6" if kind == "futures" else "2330", lots=(lot,))
+    [seen] = command.seen_meanings(list(steps.values()))
+    assert (seen.meaning, seen.lot, seen.futures) == (means, lot, kind == "futures")
+    assert (seen.sdk_version, seen.simulation) == (REAL.__version__, False)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "step", "outcome", "words"),
+    [
+        ({"login_error": REAL.ServerError("StatusCode: 451, Detail: x")}, "login", FAILED, "LOGIN_LIMITED"),
+        ({"login_error": REAL.SystemMaintenance("503")}, "login", FAILED, "LOGIN_LIMITED"),
+        (
+            {"login_error": REAL.SystemMaintenance("503 please update the version of shioaji")},
+            "login",
+            FAILED,
+            "BROKER_VERSION_REFUSED",
+        ),
+        ({"login_error": REAL.AuthError("Sign data is timeout")}, "login", FAILED, "BROKER_CLOCK_REFUSED"),
+        ({"login_error": REAL.AuthError("wrong key")}, "login", FAILED, "LOGIN_REJECTED"),
+        ({"unsigned": True}, "login", FAILED, "not signed"),
+        ({"other_connections": 4}, "connections", WARNED, "451"),
+        ({"cache": ("Degraded", "SequenceGap")}, "ping", WARNED, "SequenceGap"),
+        ({"other_contract": {"2330": "4903"}}, "contract", FAILED, "4903"),
+        ({"missing": {"2330"}}, "contract", FAILED, "no stock contract"),
+        ({"own_orders_only": True}, "second session", FAILED, "second session"),
+        ({"ignores_cancels": True}, "nothing left", FAILED, "cancel by hand"),
+        ({"is_dead": True}, "ping", FAILED, "BROKER_UNREACHABLE"),
+    ],
+)
+def test_it_finds_each_fault(behaviour: dict[str, Any], step: str, outcome: CheckOutcome, words: str) -> None:
+    steps = check(stage_of(**behaviour))
+    assert steps[step].outcome is outcome, steps
+    assert words in steps[step].detail
+
+
+def test_the_exit_code_says_what_came_of_it() -> None:
+    def code(**behaviour: Any) -> int:
+        return command.exit_code_of(list(check(stage_of(**behaviour)).values()))
+
+    assert code(other_connections=4) == 0  # a warning
+    assert code(other_contract={"2330": "4903"}) == command.FAILED
+    assert code(login_error=REAL.AuthError("x")) == command.UNDECIDED
+    assert code(ignores_cancels=True) == command.LEFT_WORKING
+
+
+@pytest.mark.parametrize(("days", "outcome"), [(300, PASSED), (20, WARNED)])
+def test_it_says_when_the_certificate_expires(days: int, outcome: CheckOutcome) -> None:
+    assert check(stage_of(certificate_days=days), orders=False)["certificate"].outcome is outcome
+
+
+def test_it_finds_a_certificate_that_has_expired() -> None:
+    login = check(stage_of(certificate_days=-1))["login"]
+    assert (login.outcome, "certificate has expired" in login.detail) == (FAILED, True)
+
+
+def test_a_simulation_confirms_itself_only_and_warns_of_what_it_cannot_show() -> None:
+    steps = check(stage_of(simulation=True, own_orders_only=True))
+    assert failed(steps) == []
+    assert (steps["second session"].outcome, steps["certificate"].outcome) == (WARNED, SKIPPED)
+    [seen] = command.seen_meanings(list(steps.values()))
+    assert seen.simulation
+
+
+def test_without_orders_nothing_is_sent() -> None:
+    stage = stage_of()
+    assert "place and cancel" not in check(stage, orders=False)
+    assert stage.market.rows == []
+
+
+def test_without_a_price_nothing_is_sent() -> None:
+    stage = stage_of()
+    assert "--price" in check(stage, price=None)["place and cancel"].detail
+    assert stage.market.rows == []
+
+
+def test_what_it_writes_down_names_nobody_and_can_be_read_again(tmp_path: Path) -> None:
+    stage = stage_of()
+    steps = list(check(stage).values())
+    command.write_fixtures(tmp_path, request_of(), steps)
+    files = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    for secret in (API_KEY, SECRET_KEY, PERSON, ACCOUNT, "CanaryPassword", "9A95"):
+        assert not any(secret in text for text in files.values()), secret
+    seen = json.loads(files["shioaji_production_quantity__common.json"])["evidence"]
+    order, status = (
+        SimpleNamespace(
+            **{k.removeprefix(f"{part}."): v for k, v in seen["after"].items() if k.startswith(part)}
+        )
+        for part in ("order", "status")
+    )
+    order.id, order.custom_field, order.account = "1", "", None
+    recorded = SimpleNamespace(contract=SimpleNamespace(code="2330"), order=order, status=status)
+    assert mapping.order_of(recorded).quantity == seen["left"] == 2
+
+
+def test_it_runs_against_the_paper_exchange_in_a_process_of_its_own(
+    exchange: ExchangeServer, account: str
+) -> None:
+    stage = PaperStage(exchange.address, exchange.admin_url)
+    stage.register(account, API_KEY, SECRET_KEY)
+    stage.set_price("2330", Decimal(100))
+    request = request_of(
+        broker="paper",
+        account=account,
+        credentials=CREDENTIALS,
+        paper_exchange=exchange.address,
+        simulation=True,
+        patience_s=10.0,
+    )
+    shown: list[CheckStep] = []
+    steps = {step.name: step for step in command.run_check(request, shown.append)}
+    assert list(steps.values()) == shown
+    assert failed(steps) == [], steps
+    assert steps["second session"].outcome is PASSED
+    assert [taken.state.value for taken in stage.taken(account)] == ["cancelled"]
+
+
+def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"api_key": "a", "secret_key": "canary"}))
+    path.chmod(0o644)
+    with pytest.raises(command.CheckRefused, match="chmod 600"):
+        command.read_credentials(path)
+    path.chmod(0o600)
+    assert command.read_credentials(path).api_key == "a"
+    path.write_text('{"secret_key": "canary"')
+    with pytest.raises(command.CheckRefused) as caught:
+        command.read_credentials(path)
+    assert "canary" not in str(caught.value)

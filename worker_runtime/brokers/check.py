@@ -1,0 +1,396 @@
+"""`berth broker check`: tries a broker account step by step, with orders far from the market.
+
+Runs as a process of its own (`python -m worker_runtime.brokers.check`), because a broker's SDK prints, starts
+threads and may crash. Reads a `CheckRequest` on standard input and writes a `CheckStep` a line.
+"""
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+
+from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
+from worker_runtime.brokers.shioaji.broker import ShioajiBroker
+from worker_runtime.brokers.shioaji.probe import ShioajiProbe
+from worker_runtime.process.clock import clock_is_synchronised
+from worker_runtime.protocol.broker_check import CheckOutcome, CheckRequest, CheckStep, SeenMeaning
+from worker_runtime.protocol.errors import BerthError, OrderRejected
+from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState, PlaceOrder, PriceType, Side
+from worker_runtime.protocol.order_terms import OrderLot, TimeInForce
+from worker_runtime.protocol.requests import QuantityMeaning
+
+#: Seconds that one call may take.
+_CALL_S = 15.0
+#: Seconds between two looks at the broker's list: 25 queries in 5 s are allowed.
+_POLL_S = 0.5
+#: Quantity of an order that is changed, and the number that is sent: what stays tells the meanings apart.
+_ORDERED, _SENT = 3, 1
+#: Connections of a person at Shioaji, and days before the end of a certificate from which on it warns.
+_MAX_CONNECTIONS, _CERTIFICATE_DAYS = 5, 30
+
+OpenBroker = Callable[[OnOrderChanged], Broker]
+
+
+class StepFailed(Exception):
+    """A step did not go well; the text says how."""
+
+
+class StepWarned(StepFailed):
+    """A step went in a way that a person should know of."""
+
+
+class StepSkipped(StepFailed):
+    """A step that makes no sense here."""
+
+
+class BrokerCheck:
+    """All steps, in order. Each ends in a `CheckStep`, whatever happens."""
+
+    def __init__(
+        self, request: CheckRequest, open_broker: OpenBroker, report: Callable[[CheckStep], None]
+    ) -> None:
+        """`open_broker` makes an unconnected session; `report` gets each step as it ends."""
+        self._request = request
+        self._open = open_broker
+        self._report = report
+        self._changes: list[OrderChanged] = []
+        self._broker: Broker | None = None
+        self._evidence: dict[str, Any] = {}
+        self._placed: dict[str, str] = {}
+
+    def run(self) -> list[CheckStep]:
+        steps: list[CheckStep] = []
+
+        def step(name: str, work: Callable[[], str]) -> bool:
+            began, self._evidence, outcome = time.monotonic(), {}, CheckOutcome.PASSED
+            try:
+                detail = work()
+            except StepSkipped as error:
+                outcome, detail = CheckOutcome.SKIPPED, str(error)
+            except StepWarned as error:
+                outcome, detail = CheckOutcome.WARNED, str(error)
+            except StepFailed as error:
+                outcome, detail = CheckOutcome.FAILED, str(error)
+            except BerthError as error:
+                outcome, detail = CheckOutcome.FAILED, f"{error.code}: {error.detail}"
+            except Exception as error:  # the boundary of a step; its text may quote what the SDK was given
+                outcome, detail = CheckOutcome.FAILED, f"the check failed with {type(error).__name__}"
+            done = CheckStep(
+                name=name,
+                outcome=outcome,
+                detail=detail,
+                seconds=round(time.monotonic() - began, 2),
+                evidence=self._evidence,
+            )
+            steps.append(done)
+            self._report(done)
+            return outcome is not CheckOutcome.FAILED
+
+        step("clock", self._check_clock)
+        try:
+            if step("login", self._log_in):
+                step("account", self._check_account)
+                step("connections", self._check_connections)
+                step("certificate", self._check_certificate)
+                step("contract", self._check_contract)
+                step("ping", self._check_ping)
+                if self._request.orders:
+                    self._run_orders(step)
+                step("list", self._check_list)
+        finally:
+            if self._broker is not None:
+                self._broker.close()
+        return steps
+
+    def _run_orders(self, step: Callable[[str, Callable[[], str]], bool]) -> None:
+        try:
+            if step("place and cancel", self._place_and_cancel):
+                step("second session", self._check_second_session)
+                for lot in self._request.lots:
+                    step(f"quantity: {lot.value}", lambda lot=lot: self._try_quantity(lot))  # type: ignore[misc]
+        finally:
+            step("nothing left", self._check_nothing_left)
+
+    # --- without orders ----------------------------------------------------------------------------------
+
+    def _check_clock(self) -> str:
+        synchronised = clock_is_synchronised()
+        if synchronised is None:
+            raise StepSkipped("the kernel does not say whether the clock is synchronised")
+        if not synchronised:
+            raise StepWarned("nothing keeps this host's clock right; a login's time stamp may be refused")
+        return "the clock is synchronised"
+
+    def _log_in(self) -> str:
+        broker = self._open(self._changes.append)
+        try:
+            broker.login(self._request.credentials, 2 * _CALL_S)
+        except BaseException:
+            broker.close()
+            raise
+        self._broker = broker
+        version = self._probe.version if self._is_shioaji else ""
+        self._evidence = {"sdk_version": version} if version else {}
+        return f"logged in{f' with Shioaji {version}' if version else ''}"
+
+    def _check_account(self) -> str:
+        if not self._is_shioaji:
+            raise StepSkipped("this broker has no such sign")
+        if not self._probe.is_signed:
+            raise StepFailed(
+                "the account is not signed for orders by API: sign at the broker, then try again"
+            )
+        return "signed for orders by API"
+
+    def _check_connections(self) -> str:
+        if not self._is_shioaji:
+            raise StepSkipped("this broker does not show its connections")
+        connections = self._probe.connections(_CALL_S)
+        self._evidence = {"connections": connections}
+        if connections >= _MAX_CONNECTIONS:
+            raise StepWarned(
+                f"{connections} of {_MAX_CONNECTIONS} connections are open: the next login gets 451"
+            )
+        return f"{connections} of {_MAX_CONNECTIONS} connections are open"
+
+    def _check_certificate(self) -> str:
+        if not self._is_shioaji or self._request.simulation:
+            raise StepSkipped("needed for orders in production only")
+        days = self._probe.certificate_days(self._request.credentials.person_id)
+        self._evidence = {"days_left": round(days, 1)}
+        if days <= 0:
+            raise StepFailed("the certificate has expired: get a new one from the broker and store it")
+        if days <= _CERTIFICATE_DAYS:
+            raise StepWarned(f"the certificate expires in {days:.0f} days")
+        return f"the certificate is valid for {days:.0f} days"
+
+    def _check_contract(self) -> str:
+        if not self._is_shioaji:
+            raise StepSkipped("this broker has no contracts")
+        found = self._probe.contract(self._request.symbol)
+        self._evidence = {"asked": self._request.symbol, "got": found}
+        return f"{self._request.symbol} is {found}"
+
+    def _check_ping(self) -> str:
+        self._session.ping(_CALL_S)
+        if self._is_shioaji:
+            state, reasons = self._probe.cache_health()
+            self._evidence = {"cache": state, "reasons": reasons}
+            if state == "Degraded":
+                raise StepWarned(f"the SDK's list of orders may have gaps: {', '.join(reasons)}")
+        return "the session answers"
+
+    def _check_list(self) -> str:
+        listing = self._session.orders(_CALL_S)
+        self._evidence = {"orders": len(listing.orders), "absence_certain": listing.behind is not None}
+        if listing.behind is None:
+            raise StepWarned(f"{len(listing.orders)} orders; that one is missing proves nothing here")
+        return f"{len(listing.orders)} orders of today"
+
+    # --- with orders -------------------------------------------------------------------------------------
+
+    def _place_and_cancel(self) -> str:
+        with self._order(1, OrderLot.COMMON) as placed:
+            began = time.monotonic()
+            self._await(placed, lambda order: order.state is OrderState.SUBMITTED, "be accepted")
+            accepted = time.monotonic() - began
+            began = time.monotonic()
+            self._session.cancel(placed.broker_order_id, _CALL_S)
+            self._await(placed, lambda order: order.state is OrderState.CANCELLED, "be cancelled")
+            self._evidence |= {
+                "accepted_after_s": round(accepted, 2),
+                "cancelled_after_s": round(time.monotonic() - began, 2),
+                "events": self._events_of(placed),
+            }
+            if not self._evidence["events"]:
+                raise StepWarned("placed and cancelled, but no event came: fills are seen in lists only")
+        return f"cancelled {self._evidence['cancelled_after_s']} s after the request"
+
+    def _check_second_session(self) -> str:
+        other = self._open(lambda change: None)
+        try:
+            other.login(self._request.credentials, 2 * _CALL_S)
+            listed = {order.broker_order_id for order in other.orders(_CALL_S).orders}
+        finally:
+            other.close()
+        seen = bool(listed & set(self._placed))
+        self._evidence = {"sees_orders_of_others": seen}
+        if not seen and not self._request.simulation:
+            raise StepFailed("a second session does not see the order of the first one: lists prove nothing")
+        if not seen:
+            raise StepWarned("a second session does not see the order of the first one (known in simulation)")
+        return "a second session sees the order of the first one"
+
+    def _try_quantity(self, lot: OrderLot) -> str:
+        """Sends 1 for an order of 3: 2 stay where the number is taken off, 1 where it is the new total."""
+        if not self._is_shioaji:
+            raise StepSkipped("this broker's quantity changes are known to mean a new total")
+        with self._order(_ORDERED, lot) as placed:
+            self._await(placed, lambda order: order.state is OrderState.SUBMITTED, "be accepted")
+            before = self._probe.show(placed.broker_order_id, _CALL_S)
+            self._probe.send_quantity(placed.broker_order_id, _SENT, _CALL_S)
+            left = self._await(
+                placed,
+                lambda order: order.quantity != _ORDERED or order.state in FINAL_ORDER_STATES,
+                "change",
+            )
+            after = self._probe.show(placed.broker_order_id, _CALL_S)
+            meanings = {_ORDERED - _SENT: QuantityMeaning.REDUCE_BY, _SENT: QuantityMeaning.NEW_TOTAL}
+            meaning = None if left.state in FINAL_ORDER_STATES else meanings.get(left.quantity)
+            self._evidence = {"ordered": _ORDERED, "sent": _SENT, "left": left.quantity}
+            self._evidence |= {"before": before, "after": after, "events": self._events_of(placed)}
+            if meaning is None:
+                raise StepFailed(
+                    f"{_ORDERED} were ordered, {_SENT} was sent, {left.quantity} stay as {left.state.value}: "
+                    "neither meaning explains that, and nothing is confirmed"
+                )
+            self._evidence["meaning"] = msgspec.to_builtins(
+                SeenMeaning(
+                    broker=self._request.broker,
+                    sdk_version=self._probe.version,
+                    lot=lot,
+                    futures=self._request.broker_type == "futures",
+                    simulation=self._request.simulation,
+                    meaning=meaning,
+                )
+            )
+        return f"{_ORDERED} ordered, {_SENT} sent, {left.quantity} stay: {meaning.value}"
+
+    def _check_nothing_left(self) -> str:
+        """Cancels what still works of our orders, and says what could not be."""
+        if not self._placed:
+            raise StepSkipped("no order was placed")
+        working = self._working()
+        for order in working:
+            try:
+                self._session.cancel(order.broker_order_id, _CALL_S)
+            except OrderRejected:
+                continue  # it has ended meanwhile
+        until = time.monotonic() + self._request.patience_s
+        while working and time.monotonic() < until:
+            time.sleep(_POLL_S)
+            working = self._working()
+        if working:
+            ids = ", ".join(order.broker_order_id for order in working)
+            raise StepFailed(f"still working, cancel by hand: {ids}")
+        return f"none of {len(self._placed)} orders works any more"
+
+    # --- inside ------------------------------------------------------------------------------------------
+
+    @property
+    def _session(self) -> Broker:
+        if self._broker is None:
+            raise StepFailed("not logged in")
+        return self._broker
+
+    @property
+    def _is_shioaji(self) -> bool:
+        return isinstance(self._broker, ShioajiBroker)
+
+    @property
+    def _probe(self) -> ShioajiProbe:
+        broker = self._session
+        if not isinstance(broker, ShioajiBroker):
+            raise StepSkipped("for Shioaji only")
+        return ShioajiProbe(broker)
+
+    @contextmanager
+    def _order(self, quantity: int, lot: OrderLot) -> Iterator[ExchangeOrder]:
+        """Places an order, and cancels it at the end if it still works."""
+        price = self._request.price
+        if price is None and self._is_shioaji:
+            price = self._probe.limit_down(self._request.symbol)
+        if price is None:
+            raise StepFailed("no price far from the market is known: give one with --price")
+        tag = f"ck{secrets.token_hex(2)}"
+        placed = self._session.place(
+            PlaceOrder(
+                request_id=tag,
+                order_id=tag,
+                user_id="check",
+                account_id=self._request.account,
+                symbol=self._request.symbol,
+                side=Side.BUY,
+                quantity=quantity,
+                price_type=PriceType.LIMIT,
+                price=price,
+                time_in_force=TimeInForce.ROD,
+                tag=tag,
+                lot=lot,
+                reply_to="",
+                generation="",
+            ),
+            _CALL_S,
+        )
+        self._placed[placed.broker_order_id] = tag
+        try:
+            yield placed
+        finally:
+            with suppress(BerthError):  # it has ended; the last step says so if it has not
+                self._session.cancel(placed.broker_order_id, _CALL_S)
+
+    def _await(
+        self, placed: ExchangeOrder, enough: Callable[[ExchangeOrder], bool], what: str
+    ) -> ExchangeOrder:
+        """The order as the broker's list shows it once that is enough. Raises `StepFailed` if it never is."""
+        until = time.monotonic() + self._request.patience_s
+        while True:
+            listed = self._session.orders(_CALL_S).orders
+            found = next((o for o in listed if o.broker_order_id == placed.broker_order_id), None)
+            if found is not None and enough(found):
+                return found
+            if time.monotonic() >= until:
+                state = "is not listed" if found is None else f"is {found.state.value}"
+                raise StepFailed(f"the order did not {what} in {self._request.patience_s:.0f} s: it {state}")
+            time.sleep(min(_POLL_S, max(0.01, until - time.monotonic())))
+
+    def _working(self) -> list[ExchangeOrder]:
+        listed = self._session.orders(_CALL_S).orders
+        return [
+            order
+            for order in listed
+            if order.broker_order_id in self._placed and order.state not in FINAL_ORDER_STATES
+        ]
+
+    def _events_of(self, placed: ExchangeOrder) -> list[dict[str, Any]]:
+        return [
+            {"state": change.order.state.value, "quantity": change.order.quantity, "fill": bool(change.fill)}
+            for change in list(self._changes)
+            if change.order.broker_order_id == placed.broker_order_id
+        ]
+
+
+def main() -> int:
+    """Makes the check that standard input asks for. Returns 0; what came of it is in the lines."""
+    from worker_runtime.brokers.paper import PaperBroker
+    from worker_runtime.process.log import silence_libraries
+
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckRequest)
+    output = os.dup(1)
+    silence_libraries()  # the SDK prints, once the first characters of an API key
+    key = ConnectionKey(
+        request.broker, request.broker_type, request.simulation, request.account, request.account
+    )
+
+    def open_broker(on_order: OnOrderChanged) -> Broker:
+        if request.broker == "paper":
+            return PaperBroker(request.paper_exchange, request.account, "broker check", on_order)
+        return ShioajiBroker(key, on_order)
+
+    def report(step: CheckStep) -> None:
+        os.write(output, msgspec.json.encode(step) + b"\n")
+
+    BrokerCheck(request, open_broker, report).run()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # a call of the SDK that hangs must not hold it up

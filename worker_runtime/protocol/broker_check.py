@@ -1,0 +1,60 @@
+"""What `berth broker check` and the process that makes the check say to each other, as lines of JSON."""
+
+from decimal import Decimal
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from worker_runtime.protocol.messages import Credentials
+from worker_runtime.protocol.order_terms import OrderLot
+from worker_runtime.protocol.requests import QuantityMeaning
+
+
+class CheckOutcome(StrEnum):
+    PASSED = "passed"
+    WARNED = "warned"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
+class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Which account to check, and how far. `credentials` travel on standard input only."""
+
+    broker: str
+    broker_type: str
+    simulation: bool
+    #: The broker's id of the account.
+    account: str
+    credentials: Credentials
+    symbol: str
+    #: Of the orders, far from the market; None: the day's limit down, where the broker shows it.
+    price: Decimal | None = None
+    #: Kinds of lot whose quantity changes are tried.
+    lots: tuple[OrderLot, ...] = (OrderLot.COMMON,)
+    #: False: places nothing.
+    orders: bool = True
+    #: Seconds in which the broker has to confirm an order, a cancel or a change.
+    patience_s: float = 15.0
+    paper_exchange: str = ""
+
+
+class CheckStep(msgspec.Struct, frozen=True, kw_only=True):
+    """One step and what came of it. `evidence` has no credentials and no id of the person or account."""
+
+    name: str
+    outcome: CheckOutcome
+    detail: str = ""
+    seconds: float = 0.0
+    evidence: dict[str, Any] = {}
+
+
+class SeenMeaning(msgspec.Struct, frozen=True, kw_only=True):
+    """What a quantity change was seen to mean; in the evidence of its step."""
+
+    broker: str
+    sdk_version: str
+    lot: OrderLot
+    futures: bool
+    simulation: bool
+    meaning: QuantityMeaning
