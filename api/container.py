@@ -17,12 +17,12 @@ from api.fleet.alerts import OperatorAlerts
 from api.fleet.entities import EntityProbe
 from api.fleet.primary import Primary, startup_tasks
 from api.fleet.service import FleetList, MaintenanceTrigger, ReadinessProbe
-from api.http.auth import Authenticator, Caller, Principal
+from api.http.auth import Authenticator, Caller, Principal, route_of
 from api.http.errors import NotFound
 from api.http.fields import UserId
 from api.http.limits import RequestLimits
 from api.http.notifications import NotificationListener
-from api.http.rights import Role
+from api.http.rights import ENDING, Role, is_counted, known_scopes
 from api.http.streams import EventFeed, EventStreams, KeyRevocations
 from api.jobs.service import JobService
 from api.orders.changes import OrderChangeService
@@ -43,7 +43,7 @@ from api.workers.requests import WorkerRequests
 from api.workers.service import WorkerControl, connect_temporal
 from infra import metrics, tasks
 from infra.alerts.errors import send_errors
-from infra.database import api_keys, audit, users
+from infra.database import api_keys, audit, quotas, users
 from infra.database.engine import Database, Turns
 from infra.database.migrate import SchemaCheck
 from infra.database.models import ApiKey
@@ -54,6 +54,7 @@ from infra.jobs import metrics as job_metrics
 from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
 from infra.market.calendar import load_calendar
+from infra.networks import parse_network
 from infra.settings import Settings
 from infra.temporal.connection import watch_connection
 from infra.temporal.starter import WorkerStarter
@@ -193,7 +194,15 @@ class Services:
         ends = min((one.expires_at for one in (key, owner) if one.expires_at), default=None)
         session_id = "" if key is owner else str(key.id)
         return Principal(
-            str(owner.id), Role(owner.role), owner.user_id, owner.label, ends, session_id, disabled
+            str(owner.id),
+            Role(owner.role),
+            owner.user_id,
+            owner.label,
+            ends,
+            session_id,
+            disabled,
+            known_scopes(owner.scopes),
+            tuple(parse_network(source) for source in owner.sources),
         )
 
     async def _is_revoked(self, key_id: str) -> bool:
@@ -317,7 +326,11 @@ class AuthorizedCall:
         return await self.services.streams.open_stream(feed, caller.key_id, after, caller.seconds_left)
 
 
-async def authorized_call(caller: Caller, services: InServices) -> AuthorizedCall:
+async def authorized_call(request: Request, caller: Caller, services: InServices) -> AuthorizedCall:
+    """Counts a user's change for the daily quota. Raises `DailyQuotaReached`."""
+    route = route_of(request)
+    if caller.user_id is not None and is_counted(route):
+        await services.database.write(quotas.spend_act, caller.user_id, ends=route in ENDING)
     return AuthorizedCall(caller, services)
 
 

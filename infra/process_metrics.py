@@ -74,7 +74,9 @@ HTTP_REQUESTS = _counter(
 )
 HTTP_PROBLEMS = _counter("berth_http_problems_total", "Errors that the API answered, by code.", "code")
 LIMITED = _counter(
-    "berth_requests_limited_total", "Requests refused with 429: by key, user, address or webhook.", "limit"
+    "berth_requests_limited_total",
+    "Requests refused with 429: by key, user, address, unproven or webhook.",
+    "limit",
 )
 HTTP_SECONDS = _histogram(
     "berth_http_request_seconds", "Requests to the API, to the end of the answer.", _ORDERS, "route"

@@ -19,10 +19,11 @@ from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader
 from starlette.requests import cookie_parser
 
-from api.http.errors import Forbidden, Unauthenticated
-from api.http.rights import RIGHTS, STAFF, Role
+from api.http.errors import Forbidden, KeySourceRefused, ScopeMissing, Unauthenticated
+from api.http.rights import RIGHTS, STAFF, Role, Scope
 from infra.database.engine import DatabaseUnavailable
 from infra.database.users import UserDisabled
+from infra.networks import Network, is_within
 
 HEADER = "X-API-Key"
 #: Cookie with the key of a session, and the header with its CSRF token.
@@ -60,6 +61,10 @@ class Principal:
     session: str = ""
     #: Its user is disabled.
     disabled: bool = False
+    #: What the key may do; None: all that its role may do.
+    scopes: frozenset[Scope] | None = None
+    #: The networks that may use it; empty: all.
+    sources: tuple[Network, ...] = ()
 
     @property
     def seconds_left(self) -> float:
@@ -78,6 +83,26 @@ class Principal:
 
     def may_see(self, user_id: str) -> bool:
         return self.staff or self.user_id == user_id
+
+    def require_right(self, route: str) -> None:
+        """Raises `Forbidden` for a route of `RIGHTS` that the role may not call, and `ScopeMissing`."""
+        right = RIGHTS.get(route)
+        if right is None or self.role not in right.roles:
+            raise Forbidden
+        scope = right.scope_for(self.role)
+        if scope is not None and self.scopes is not None and scope not in self.scopes:
+            raise ScopeMissing(
+                f"This API key does not have the scope `{scope}`, which this call needs."
+                " Use a key that has it, or ask an administrator for one."
+            )
+
+    def require_source(self, address: str) -> None:
+        """Raises `KeySourceRefused` for an address that may not use the key."""
+        if self.sources and not is_within(address, self.sources):
+            raise KeySourceRefused(
+                f"This API key may not be used from {address or 'an unknown address'}."
+                " Call from an address on its list, or ask for a key whose list has this one."
+            )
 
 
 #: Finds the principal of a key; None if there is no such key, or it was revoked.
@@ -112,10 +137,10 @@ class Authenticator:
         self._forgotten += 1
         self._known.clear()
 
-    def remembered(self, key: str) -> Principal | None:
-        """The principal of a key that was looked up a moment ago."""
-        known = self._known.get(sha256(key.encode()).digest())
-        return known[1] if known is not None and known[0] > self._clock() else None
+    def found_before(self, key: str) -> Principal | None:
+        """The principal of a key that was found when it was last looked up, perhaps some time ago."""
+        known = self._known.get(_digest(key))
+        return known[1] if known is not None else None
 
     async def principal(self, key: str | None, patience: float | None = None) -> Principal:
         """Raises `Unauthenticated`, or what the look-up raises when the database is down.
@@ -125,7 +150,7 @@ class Authenticator:
         """
         if not key or len(key) > MAX_KEY:
             raise Unauthenticated
-        digest = sha256(key.encode()).digest()
+        digest = _digest(key)
         now = self._clock()
         known = self._known.get(digest)
         if known is not None and known[0] > now:
@@ -151,6 +176,10 @@ class Authenticator:
         if len(self._known) > self._size:
             self._known.popitem(last=False)
         return found
+
+
+def _digest(key: str) -> bytes:
+    return sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
 def cookie_name(*, secure: bool, root_path: str) -> str:
@@ -192,30 +221,40 @@ def csrf_token(session: str) -> str:
     return blake2b(session.encode(), digest_size=16, person=b"berth csrf").hexdigest()
 
 
+def source_of(request: Request) -> str:
+    """The address of the client, behind the proxies that are trusted (`TrustedProxies`); '' if unknown."""
+    return request.client.host if request.client else ""
+
+
+def route_of(request: Request) -> str:
+    """The route of a request, as `RIGHTS` names it."""
+    return f"{request.method} {request.scope['route'].path}"
+
+
 async def identify(request: Request, key: Annotated[str | None, Security(scheme)]) -> Principal:
-    """The caller, by API key or session; raises `Unauthenticated`, `UserDisabled`, or `Forbidden` without a
-    CSRF token."""
+    """The caller, by API key or session; raises `Unauthenticated`, `UserDisabled`, `KeySourceRefused`, or
+    `Forbidden` without a CSRF token."""
     session = "" if key is not None else token_of_request(request)
     authenticator: Authenticator = request.app.state.services.authenticator
     patience = PATIENCE if request.method in _READS and request.url.path in PATIENT_PATHS else None
     principal = await authenticator.principal(key or session, patience)
     if bool(principal.session) != bool(session):
         raise Unauthenticated  # a session's key is no API key, and the other way round
+    request.state.principal = principal  # for the access log
+    principal.require_source(source_of(request))
     if session and request.method not in _READS:
         given = request.headers.get(CSRF_HEADER, "")
         if not compare_digest(given.encode(), csrf_token(session).encode()):
             raise Forbidden("the session's CSRF token is missing; load the page again")
-    request.state.principal = principal  # for the access log
     if principal.disabled:
         raise UserDisabled
     return principal
 
 
 async def authenticate(request: Request, key: Annotated[str | None, Security(scheme)]) -> Principal:
-    """The authenticated caller; raises as `identify`, and `Forbidden` if its role has no right to this."""
+    """The authenticated caller; raises as `identify` and as `Principal.require_right`."""
     principal = await identify(request, key)
-    if principal.role not in RIGHTS.get(f"{request.method} {request.scope['route'].path}", ()):
-        raise Forbidden
+    principal.require_right(route_of(request))
     return principal
 
 

@@ -27,6 +27,18 @@ class Forbidden(BerthError, code="FORBIDDEN", status=403):
     """This API key may not do that."""
 
 
+class ScopeMissing(Forbidden, code="SCOPE_MISSING"):
+    """This API key does not have the scope that the call needs. Use a key that has it."""
+
+
+class GrantTooWide(Forbidden, code="GRANT_TOO_WIDE"):
+    """An API key cannot give another key more than it may do itself."""
+
+
+class KeySourceRefused(Forbidden, code="KEY_SOURCE_NOT_ALLOWED"):
+    """This API key may not be used from this address."""
+
+
 class NotFound(BerthError, code="NOT_FOUND", status=404):
     """It does not exist, or this API key may not see it."""
 

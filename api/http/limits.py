@@ -1,10 +1,13 @@
-"""Limits of requests: of each API key, of each user, and of each address for requests without a genuine key.
+"""Limits of requests: of each API key, of each user, and of each address for all other requests.
 
 A request waits for no round trip: each process counts by itself, and every `PERIOD` tells Valkey what it let
 through and learns what the others did (`spend_requests.lua`). So a limit holds over all processes, but for
 what they let through in one period. While Valkey is away, it holds in each process.
 
-Requests with a genuine key cost their address nothing: whoever shares it with an attacker is not shut out.
+Only a key or webhook that PostgreSQL has gets a limit of its own. A token that is genuine by its MAC may be
+revoked, or of another kind, and a hundred of those must not have a hundred limits: until one is found, all
+such requests of an address share one limit (`unproven`). It is not that of made-up keys: whoever shares an
+address with an attacker is not shut out. A key pays from it once in the life of a process.
 """
 
 import asyncio
@@ -23,10 +26,11 @@ from starlette.types import Scope
 from api.http.auth import HEADER, Authenticator, session_token
 from api.http.errors import TooManyRequests
 from api.http.proxies import UNKNOWN_SOURCE
-from infra.networks import parse_address
+from infra.networks import is_within, parse_address
 from infra.process_metrics import LIMITED
 from infra.settings import Settings
 from infra.valkey import client as valkey
+from infra.vault.api_tokens import API_KEY
 from worker_runtime.protocol import keys, scripts
 
 #: Seconds between two settlements with Valkey.
@@ -94,7 +98,10 @@ class RequestLimits:
             "key": self.settings.limit_key,
             "user": self.settings.limit_user,
             "address": self.settings.limit_address,
+            "unproven": self.settings.limit_key,
         }
+        #: Digests of webhooks' tokens that were found, the one not used for longest first.
+        self._webhooks: dict[str, None] = {}
         self._limits: dict[str, RequestLimit] = {}
         self._charged = asyncio.Event()
         #: Refused requests by kind of limit, since the last line in the log.
@@ -112,18 +119,33 @@ class RequestLimits:
         token = headers.get(_KEY_HEADER, b"").decode("latin-1")
         if not token and b"cookie" in headers:
             token = session_token(headers[b"cookie"].decode("latin-1"), https=scope["scheme"] == "https")
-        known = self.authenticator.remembered(token) if token else None
-        if known is None and not token and path.startswith(_WEBHOOKS):
+        address = limited_address(scope)
+        if not token and path.startswith(_WEBHOOKS):
             token = path.removeprefix(_WEBHOOKS).partition("/")[0]
-            if self.is_genuine(token):  # for each sender: nobody who found the token shuts out its owner
-                return self.charge("key", f"{_digest(token)}:{limited_address(scope)}")
-        elif known is not None or (token and self.is_genuine(token)):
-            limit = self.charge("key", known.key_id if known else _digest(token))
-            if known is None or known.user_id is None:
+            if _digest(token) in self._webhooks:  # for each sender: who found a token shuts out no owner
+                return self.charge("key", f"{_digest(token)}:{address}")
+            is_webhook = not token.startswith(API_KEY) and self.is_genuine(token)
+            return self.charge("unproven" if is_webhook else "address", address)
+        known = self.authenticator.found_before(token) if token else None
+        if known is not None and known.sources and not is_within(_peer(scope), known.sources):
+            return self.charge("address", address)  # whoever stole it does not use up its owner's limit
+        if known is not None:
+            limit = self.charge("key", known.key_id)
+            if known.user_id is None:
                 return limit
             of_user = self.charge("user", known.user_id)
             return limit if of_user is None or (limit and limit.paid > of_user.paid) else of_user
-        return self.charge("address", limited_address(scope))
+        is_key = token.startswith(API_KEY) and self.is_genuine(token)
+        return self.charge("unproven" if is_key else "address", address)
+
+    def note_webhook(self, token: str, *, found: bool) -> None:
+        """Remember that PostgreSQL knows a webhook's token, or forget it."""
+        digest = _digest(token)
+        self._webhooks.pop(digest, None)
+        if found:
+            self._webhooks[digest] = None
+            if len(self._webhooks) > REMEMBERED:
+                self._webhooks.pop(next(iter(self._webhooks)))
 
     def charge(
         self, kind: str, subject: str, rate: float | None = None, window: float = WINDOW
@@ -196,13 +218,17 @@ def _digest(token: str) -> str:
     return blake2b(token.encode("utf-8", "replace"), digest_size=16).hexdigest()
 
 
+def _peer(scope: Scope) -> str:
+    return str((scope.get("client") or ("",))[0])
+
+
 def limited_address(scope: Scope) -> str:
     """Return where a request comes from: of IPv6 the network, since one host has all of its addresses.
 
     Requests of which that is not known share one limit.
     """
     try:
-        address = parse_address((scope.get("client") or ("",))[0])
+        address = parse_address(_peer(scope))
     except ValueError:
         return UNKNOWN_SOURCE
     return str(address if address.version == 4 else ip_network((address, IPV6_NETWORK), strict=False))

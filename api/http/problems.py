@@ -19,8 +19,9 @@ from starlette.types import Scope
 
 from api.http import errors
 from api.http.paths import public_path
-from api.http.rights import ALL, RIGHTS, Role
+from api.http.rights import ALL, RIGHTS, Role, is_counted
 from infra.database.engine import DatabaseUnavailable, OutcomeUnconfirmed
+from infra.database.quotas import DailyQuotaReached
 from infra.valkey.failures import explain_failure
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.errors import BerthError
@@ -236,11 +237,15 @@ def add_common(operation: dict[str, Any], method: str, path: str) -> None:
     kinds: list[type[BerthError]] = [errors.TooManyRequests]
     if "requestBody" in operation:
         kinds += [errors.BodyTooLarge, errors.BodyTooSlow]
-    if roles := RIGHTS.get(f"{method.upper()} {path}"):
+    if right := RIGHTS.get(f"{method.upper()} {path}"):
         kinds += [errors.Unauthenticated, errors.InvalidRequest, DatabaseUnavailable, BerthError]
         kinds += [OutcomeUnconfirmed] * (method.upper() not in ("GET", "HEAD"))
-        kinds += [errors.Forbidden] * (roles != ALL)
-        kinds += [errors.NotFound] * ("{user_id}" in path and Role.USER in roles)
+        kinds += [errors.Forbidden] * (right.roles != ALL)
+        kinds += [errors.ScopeMissing] * (right.scope is not None)
+        kinds += [errors.KeySourceRefused]
+        counted = Role.USER in right.roles and is_counted(f"{method.upper()} {path}")
+        kinds += [DailyQuotaReached] * counted
+        kinds += [errors.NotFound] * ("{user_id}" in path and Role.USER in right.roles)
     for kind in kinds:
         _add(operation["responses"], str(status_of(kind)), kind)
 

@@ -46,8 +46,11 @@ async def put_user_job(user_id: KnownUserId, body: UserJobRequest, call: Call) -
     and as long as the job is there.
     """
     about = {"job_id": body.job.job_id, "type": body.job.type}
-    await call.audit("job.requested", f"user:{user_id}", **about)
-    return await call.services.jobs.enqueue_user_job(user_id, body.job)
+
+    async def note() -> None:
+        await call.audit("job.requested", f"user:{user_id}", **about)
+
+    return await call.services.jobs.enqueue_user_job(user_id, body.job, note)
 
 
 @router.get(
@@ -90,6 +93,7 @@ async def get_user_file(
 )
 async def cancel_user_job(user_id: KnownUserId, job_id: JobIdInPath, call: Call) -> JobStateView:
     """Ends a job that waits; has one that runs killed (`cancelling` until then). What has ended stays so."""
+    await call.services.jobs.get_job(job_id, user_id)
     await call.audit("job.cancel_requested", f"user:{user_id}", job_id=job_id)
     return await call.services.jobs.cancel(job_id, user_id)
 
@@ -131,6 +135,7 @@ async def get_fleet_job(job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0)
 )
 async def cancel_fleet_job(job_id: JobIdInPath, call: Call) -> JobStateView:
     """Ends a job that waits; has one that runs killed (`cancelling` until then). What has ended stays so."""
+    await call.services.jobs.get_job(job_id)
     await call.audit("job.cancel_requested", "fleet", job_id=job_id)
     return await call.services.jobs.cancel(job_id)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, time, timedelta
@@ -56,9 +57,12 @@ class JobService:
     #: Jobs of one user that may wait at a time.
     limit: int
 
-    async def enqueue_user_job(self, user_id: str, wanted: schemas.UserJob) -> schemas.JobStateView:
+    async def enqueue_user_job(
+        self, user_id: str, wanted: schemas.UserJob, admitted: Callable[[], Awaitable[None]]
+    ) -> schemas.JobStateView:
         """Enqueues a job on the user's own queue, and starts the worker that runs it if there is none.
 
+        `admitted` is awaited once before a new job is enqueued, when there is room for it.
         Raises `TooManyJobs`, `TooManyOrders`, `AccountNotFound`, `JobIdReused`, `DatabaseUnavailable`.
         """
         tag = job_keys.user_tag(user_id)
@@ -66,6 +70,8 @@ class JobService:
         if not known:
             await self._check_room(tag)
         work = await self._work(user_id, wanted)
+        if not known:
+            await admitted()
         state = await self._put(wanted, work, user_id, wanted.job_id or str(uuid4()))
         if not state.ended and not await self.queue.marked(user_id):
             self.starter.ensure(user_id, mark_missing=True).add_done_callback(self._started)

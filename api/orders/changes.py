@@ -38,6 +38,8 @@ from worker_runtime.protocol.requests import CancelOrder, ConfirmedQuantityChang
 
 #: States in which the broker has the order.
 _WORKING = frozenset({OrderState.SUBMITTED, OrderState.PART_FILLED})
+#: Cancels of one order that the audit trail notes. Each may come under a new request id, as often as wanted.
+MAX_NOTED_CANCELS = 20
 #: Seconds after a change's deadline, by which its call ends, within which its answer or event is recorded.
 CONFIRMED_WITHIN = 5.0
 
@@ -73,8 +75,13 @@ class OrderChangeService:
             return ChangeResult(order)
         _refuse_final(order)
         async with self.database.session() as session:
-            audit.append_entry(
-                session, actor, "order.cancel_requested", f"order:{order.id}", request_id=body.request_id
+            await audit.append_entry_up_to(
+                session,
+                MAX_NOTED_CANCELS,
+                actor,
+                "order.cancel_requested",
+                f"order:{order.id}",
+                request_id=body.request_id,
             )
         if order.state in IN_QUEUE and row.generation == generation:
             order = await self._withdraw(row, order)

@@ -87,13 +87,19 @@ class Page(AuthorizedCall):
     request: Request
 
     def may(self, right: str) -> bool:
-        """Whether the caller's role has a right of the table; `KeyError` for one that is not there."""
-        return self.caller.role in RIGHTS[right]
+        """Return True if the caller's role and scopes have a right of the table; `KeyError` for one that is
+        not there."""
+        if right not in RIGHTS:
+            raise KeyError(right)
+        try:
+            self.caller.require_right(right)
+        except Forbidden:
+            return False
+        return True
 
     def require(self, right: str) -> None:
-        """Raises `Forbidden`."""
-        if not self.may(right):
-            raise Forbidden
+        """Raises `Forbidden` or `ScopeMissing`."""
+        self.caller.require_right(right)
 
     def temporal_link(self, kind: str, name: str) -> str:
         """Its address in Temporal's UI, `kind` being `workflows` or `schedules`; '' if no UI is known."""
@@ -106,8 +112,10 @@ class Page(AuthorizedCall):
 
         Raises what fails the page as a whole: that its subject does not exist, or is not valid.
         """
-        if not self.may(self.request.app.state.right_of[function]):
-            return PagePart(problem=Forbidden())
+        try:
+            self.caller.require_right(self.request.app.state.right_of[function])
+        except Forbidden as refused:
+            return PagePart(problem=refused)
         return await self.read_part(function(call=self, **given))
 
     async def read_part(self, reading: Awaitable[T]) -> PagePart[T]:

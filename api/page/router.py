@@ -21,7 +21,7 @@ from api.container import InServices
 from api.dead_letters import router as dead_letters
 from api.fleet import router as fleet
 from api.http import problems, proxies
-from api.http.auth import COOKIE, cookie_name, session_cookie
+from api.http.auth import COOKIE, cookie_name, session_cookie, source_of
 from api.http.errors import Forbidden, Unauthenticated
 from api.http.fields import ID_PATTERN, PlainText, UserId
 from api.http.notifications import ANY, NotificationListener
@@ -40,7 +40,7 @@ from api.users import router as users
 from api.webhook_calls import router as webhook_calls
 from api.webhooks import router as webhooks
 from api.workers import router as workers
-from infra.database import api_keys, audit
+from infra.database import api_keys, audit, quotas
 from infra.database.orders.feed import ORDERS_CHANNEL
 from infra.database.workers.launches import pools_launched_for
 from infra.database.workers.timeline import TIMELINE_CHANNEL
@@ -342,8 +342,11 @@ async def log_in(
         return show_template("frame/login.html", 401, root=root, problem="This is not a valid API key.")
     if caller.session:
         raise Unauthenticated
+    caller.require_source(source_of(request))
     token = services.tokens.make()
     async with services.database.session() as session:
+        if caller.user_id is not None:
+            await quotas.spend_act(session, caller.user_id, ends=False)
         began = await api_keys.begin_session(session, token, UUID(caller.key_id), datetime.now(UTC) + LIFE)
         subject = f"key:{caller.key_id}"
         audit.append_entry(session, caller.actor, "page.logged_in", subject, id=str(began.id))

@@ -4,7 +4,9 @@ import asyncio
 import math
 import secrets
 from contextlib import closing
+from datetime import UTC, datetime
 from typing import Annotated
+from uuid import UUID
 
 from fastapi import APIRouter, Query
 from pydantic import Field
@@ -13,7 +15,7 @@ from api.container import Call, KnownUserId, VisibleUserId
 from api.http import problems
 from api.http.errors import Forbidden, NotFound, NoWorker, TemporalUnavailable
 from api.http.fields import ID_PATTERN, AccountId, Reason, Rows, UserId, UserPrefix
-from api.http.rights import Role
+from api.http.rights import SCOPES_OF, Role
 from api.users import schemas
 from api.workers.schemas import GivenReason
 from infra.database import accounts, api_keys, audit, users
@@ -43,14 +45,28 @@ _LIMITS_PATH = "/{user_id}/accounts/{account_id}/limits"
 
 @router.post("", status_code=201, summary="Create a user", responses=problems.responses(users.UserExists))
 async def create_user(body: schemas.UserRequest, call: Call) -> schemas.UserWithKeyView:
-    """Creates a user and an API key for it, which is shown this once. For administrators."""
+    """Creates a user and an API key for it, which is shown this once.
+
+    The key may do all that a user may do, and ends after 90 days; rotate it before. For administrators.
+    """
     user_id = body.user_id or f"u-{secrets.token_hex(8)}"
     async with call.database.session() as session:
         user = await users.create_user(session, user_id)
         token = call.services.tokens.make()
-        key = await api_keys.create_api_key(session, token, "user", user_id, "the first key")
+        key = await api_keys.create_api_key(
+            session,
+            token,
+            "user",
+            user_id,
+            "the first key",
+            datetime.now(UTC) + api_keys.KEY_LIFE,
+            scopes=SCOPES_OF[Role.USER],
+            made_by=UUID(call.caller.key_id),
+        )
         audit.append_entry(session, call.actor, "user.created", f"user:{user_id}", key_id=str(key.id))
-    return schemas.UserWithKeyView(user_id=user.id, created_at=user.created_at, api_key=token)
+    return schemas.UserWithKeyView(
+        user_id=user.id, created_at=user.created_at, api_key=token, expires_at=key.expires_at
+    )
 
 
 @router.get("", summary="List users")

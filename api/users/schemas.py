@@ -29,6 +29,7 @@ class UserWithKeyView(View):
     user_id: str
     created_at: datetime
     api_key: str = Field(repr=False)
+    expires_at: datetime | None = Field(default=None, description="When the key ends.")
 
 
 class UserView(View):

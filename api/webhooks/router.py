@@ -17,6 +17,7 @@ from infra.database import accounts, users
 from infra.database.engine import DatabaseUnavailable
 from infra.database.models import BrokerAccount
 from infra.database.trading import webhooks
+from infra.database.trading.models import Webhook
 from infra.database.users import UserNotFound
 from infra.market.calendar import Market
 from worker_runtime.protocol import errors as protocol
@@ -82,7 +83,9 @@ async def revoke_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -
 @router.patch(
     "/users/{user_id}/webhooks/{webhook_id}",
     summary="Change a webhook",
-    responses=problems.responses(errors.InvalidRequest, UserNotFound),
+    responses=problems.responses(
+        errors.InvalidRequest, UserNotFound, errors.WebhookUnknown, webhooks.WebhookLimitReached
+    ),
 )
 async def change_webhook(
     user_id: VisibleUserId, webhook_id: UUID, body: schemas.WebhookChange, call: Call
@@ -93,21 +96,38 @@ async def change_webhook(
         if "quantity_unit" in changes:
             row = await webhooks.get_webhook(session, user_id, webhook_id)
             await _require_unit(session, user_id, row.account_id if row else "", body.quantity_unit)
+        if "expires_at" in changes and await webhooks.has_expired(session, user_id, webhook_id):
+            await webhooks.require_room(session, user_id)  # it counts again
         row = await webhooks.change_webhook(
             session, user_id, webhook_id, actor=call.actor, action="webhook.changed", **changes
         )
+    return schemas.WebhookView.model_validate(_require_in_use(row))
+
+
+def _require_in_use(row: Webhook | None) -> Webhook:
+    """Raises `NotFound`, or `WebhookUnknown` for a revoked webhook, which nothing changes any more."""
     if row is None:
         raise errors.NotFound
-    return schemas.WebhookView.model_validate(row)
+    if row.revoked_at is not None:
+        raise errors.WebhookUnknown("the webhook was revoked: make another one")
+    return row
 
 
-@router.post("/users/{user_id}/webhooks/{webhook_id}/pause", summary="Pause a webhook")
+@router.post(
+    "/users/{user_id}/webhooks/{webhook_id}/pause",
+    summary="Pause a webhook",
+    responses=problems.responses(errors.WebhookUnknown),
+)
 async def pause_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> schemas.WebhookView:
     """Refuses its signals with `WEBHOOK_PAUSED` until it is resumed; those already taken are carried out."""
     return await _set_pause(call, user_id, webhook_id, pause=True)
 
 
-@router.post("/users/{user_id}/webhooks/{webhook_id}/resume", summary="Resume a webhook")
+@router.post(
+    "/users/{user_id}/webhooks/{webhook_id}/resume",
+    summary="Resume a webhook",
+    responses=problems.responses(errors.WebhookUnknown),
+)
 async def resume_webhook(user_id: VisibleUserId, webhook_id: UUID, call: Call) -> schemas.WebhookView:
     """Takes signals again. Those that were refused meanwhile are not carried out."""
     return await _set_pause(call, user_id, webhook_id, pause=False)
@@ -123,9 +143,7 @@ async def _set_pause(call: Call, user_id: str, webhook_id: UUID, *, pause: bool)
             action="webhook.paused" if pause else "webhook.resumed",
             paused_at=await webhooks.database_time(session) if pause else None,
         )
-    if row is None:
-        raise errors.NotFound
-    return schemas.WebhookView.model_validate(row)
+    return schemas.WebhookView.model_validate(_require_in_use(row))
 
 
 @router.post(
@@ -141,10 +159,7 @@ async def rotate_webhook(
         row, secret = await webhooks.rotate_secret(
             session, user_id, webhook_id, overlap_s=body.overlap_s, actor=call.actor
         )
-    if row is None:
-        raise errors.NotFound
-    if not secret:
-        raise errors.WebhookUnknown("the webhook was revoked")
+    _require_in_use(row)
     shown = schemas.WebhookView.model_validate(row).model_dump()
     return schemas.RotatedWebhookView(**shown, secret=secret)
 
@@ -152,7 +167,7 @@ async def rotate_webhook(
 def _columns_of(body: schemas.WebhookRequest | schemas.WebhookChange) -> dict[str, Any]:
     """Returns what is given, as the table's columns have it."""
     columns = body.model_dump(mode="json", exclude_none=True)
-    if body.expires_at is not None:
+    if "expires_at" in body.model_fields_set:
         columns["expires_at"] = body.expires_at
     return columns
 

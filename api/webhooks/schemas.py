@@ -113,7 +113,9 @@ class WebhookChange(Body):
     entry_mode: EntryMode | None = Field(default=None, description=_MODE)
     price_rounding: PriceRounding | None = Field(default=None, description=_ROUNDING)
     label: PlainText | None = Field(default=None, max_length=128, description="What you call it.")
-    expires_at: AwareDatetime | None = Field(default=None, description=_EXPIRY)
+    expires_at: AwareDatetime | None = Field(
+        default=None, description=f"{_EXPIRY} Left out, it stays; null: it does not end."
+    )
 
     @field_validator("expires_at")
     @classmethod
@@ -123,7 +125,7 @@ class WebhookChange(Body):
     @model_validator(mode="after")
     def _something_changes(self) -> Self:
         _of_stocks(self.quantity_unit)
-        if not self.model_dump(exclude_none=True):
+        if not self.model_dump(exclude_none=True) and "expires_at" not in self.model_fields_set:
             raise ValueError("name at least one setting to change")
         return self
 

@@ -89,8 +89,8 @@ async def start_worker(
     user_id: KnownUserId, call: Call, reason: schemas.GivenReason, wait: Wait = START_WAIT
 ) -> Response:
     """Makes the user's worker Active: one that is already is simply returned. Safe to repeat."""
-    await call.audit("worker.start_requested", f"user:{user_id}", reason=reason)
     await call.database.fetch(accounts.require_login, user_id)
+    await call.audit("worker.start_requested", f"user:{user_id}", reason=reason)
     marked = await call.services.valkey.exists(keys.mark(user_id))
     task = call.services.starter.ensure(user_id, mark_missing=not marked)
     await asyncio.wait({task}, timeout=wait)

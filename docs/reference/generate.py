@@ -20,7 +20,7 @@ import typer
 import infra
 from api.app import create_app
 from api.http.problems import status_of
-from api.http.rights import ADMINS, ALL, OWNERS, RIGHTS, STAFF
+from api.http.rights import ADMINS, ALL, OWNERS, RIGHTS, STAFF, Right
 from infra.cli.app import app as cli
 from infra.metrics import FAMILIES
 from infra.process_metrics import COUNTED
@@ -139,6 +139,13 @@ def _option_row(parameter: Any) -> str:
     return f"| {names} | {_inline(getattr(parameter, 'help', None) or '')} |"
 
 
+def _scopes(right: Right | None) -> str:
+    if right is None or right.scope is None:
+        return "-"
+    staff = f", staff `{right.staff_scope}`" if right.staff_scope else ""
+    return f"`{right.scope}`{staff}"
+
+
 def rest_page() -> str:
     """From the API's OpenAPI document, by the first part of each path's subject."""
     document = create_app(Settings()).openapi()
@@ -148,9 +155,9 @@ def rest_page() -> str:
             first = (operation.get("description") or "").split("\n\n")[0]
             title = operation["summary"]
             title += "" if title.endswith("?") else "."
-            roles = RIGHTS.get(f"{method.upper()} {path.removeprefix('/v1')}")
-            who = "anyone" if roles is None else _ROLES[roles]
-            row = f"| `{method.upper()}` | `{path}` | {who} | {title} {_inline(first)} |"
+            right = RIGHTS.get(f"{method.upper()} {path.removeprefix('/v1')}")
+            who = "anyone" if right is None else _ROLES[right.roles]
+            row = f"| `{method.upper()}` | `{path}` | {who} | {_scopes(right)} | {title} {_inline(first)} |"
             groups.setdefault(operation["tags"][0], []).append(row)
     lines = [
         NOTE,
@@ -167,14 +174,17 @@ def rest_page() -> str:
         "keeps the system running: pools, rollouts of allowed images, switches, attention, workers. An",
         "operator stores no credentials, makes no keys and trades for nobody, but cancels orders and closes",
         "positions. An administrator may do everything.",
+        "",
+        "*Scope* is what an API key needs for the route; `-`: any key, or none, may call it. Where two are",
+        "named, the second one is for operators and administrators. [API keys](../how-to/api-keys.md)",
     ]
     for group in sorted(groups):
         lines += [
             "",
             f"## {group}",
             "",
-            "| method | path | who | what it does |",
-            "|---|---|---|---|",
+            "| method | path | who | scope | what it does |",
+            "|---|---|---|---|---|",
             *groups[group],
         ]
     return "\n".join([*lines, ""])

@@ -282,12 +282,20 @@ def list_keys(
     revoked: Annotated[bool, typer.Option("--revoked", help="Revoked and expired ones, too.")] = False,
     limit: Limit = 100,
 ) -> CommandAnswer:
-    """List API keys: role, label, last use, end."""
+    """List API keys: role, scopes, sources, label, last use, end."""
     asked = {"user_id": user, "revoked": revoked or None}
     rows, more = api.rows("api-keys", name="api_keys", limit=limit, **asked)
-    columns = "id, begins with: prefix, role, user: user_id, label, made: created_at"
+    columns = "id, begins with: prefix, role, user: user_id, label, scopes, from: sources, made: created_at"
     columns += ", last used: last_used_at, ends: expires_at, revoked: revoked_at"
-    return list_answer(rows, columns, none="no such key", more=more, value={"api_keys": rows})
+    return list_answer(
+        rows,
+        columns,
+        none="no such key",
+        more=more,
+        value={"api_keys": rows},
+        scopes=lambda row: "all (before scopes)" if row["scopes"] is None else ", ".join(row["scopes"]),
+        sources=lambda row: ", ".join(row["sources"]) or "anywhere",
+    )
 
 
 @api_command(keys_app, "create")
@@ -296,14 +304,35 @@ def create_key(
     role: Annotated[str, typer.Option(help="user, operator or admin.")],
     label: Annotated[str, typer.Option(help="What it is for.")],
     user: Annotated[str | None, typer.Option(help="Whose it is, for the role user.")] = None,
-    days: Annotated[
-        float | None, typer.Option(min=0, max=36_500, help="Days until it ends; else when it is revoked.")
+    scope: Annotated[
+        list[str] | None, typer.Option(help="What it may do, such as read; else all that the role may do.")
     ] = None,
+    source: Annotated[
+        list[str] | None, typer.Option(help="Address or network that may use it; else all.")
+    ] = None,
+    days: Annotated[float, typer.Option(min=0, max=36_500, help="Days until it ends.")] = 90.0,
+    no_end: Annotated[bool, typer.Option("--no-end", help="It ends when it is revoked.")] = False,
 ) -> CommandAnswer:
     """Make an API key, and print it this once."""
-    ends = None if days is None else (datetime.now(UTC) + timedelta(days=days)).isoformat()
-    made = api.post("api-keys", role=role, label=label, user_id=user, expires_at=ends).body
+    body: dict[str, Any] = {"role": role, "label": label, "user_id": user}
+    body |= {"scopes": scope or None, "sources": source or []}
+    body["expires_at"] = None if no_end else (datetime.now(UTC) + timedelta(days=days)).isoformat()
+    made = api.client.request("POST", "/api-keys", body=body).body
     return CommandAnswer(made, made["api_key"])
+
+
+@api_command(keys_app, "show")
+def show_own_key(api: OperatorApi) -> CommandAnswer:
+    """Show the API key that this command uses: what it may do, from where, and until when."""
+    key = api.get("api-keys", "self")
+    scopes = "all (before scopes)" if key["scopes"] is None else ", ".join(key["scopes"])
+    lines = [
+        f"{key['role']}'s key {key['id']}" + (f" of {key['user_id']}" if key["user_id"] else ""),
+        f"scopes   {scopes}",
+        f"sources  {', '.join(key['sources']) or 'anywhere'}",
+        f"ends     {key['expires_at'] or 'when it is revoked'}",
+    ]
+    return CommandAnswer(key, "\n".join(lines))
 
 
 @api_command(keys_app, "rotate")
@@ -325,9 +354,15 @@ def revoke_key(
     webhooks: Annotated[
         bool, typer.Option("--webhooks", help="Revoke the webhooks that it has made, too.")
     ] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="Revoke the API keys that it has made, and what these have made.")
+    ] = False,
 ) -> CommandAnswer:
-    """Revoke an API key: no API process takes it any more, and its event streams end."""
-    gone = api.delete("api-keys", key_id, reason=reason, webhooks=webhooks).body
+    """Revoke an API key: no API process takes it any more, and its event streams end.
+
+    The ID `self` is that of the key that this command uses.
+    """
+    gone = api.delete("api-keys", key_id, reason=reason, webhooks=webhooks, keys=keys).body
     said = f"{gone['role']}'s key {gone['prefix']}… is revoked"
     if gone["webhooks_revoked"]:
         said += f", and {gone['webhooks_revoked']} webhooks that it had made"
@@ -336,4 +371,13 @@ def revoke_key(
             f"; {gone['webhooks_left']} webhooks that it had made still take signals:"
             " give --webhooks to revoke them, too"
         )
+    if made := gone["api_keys"]:
+        said += f", and {len(made)} keys that it had made" if keys else ""
+        said += "" if keys else f"; {len(made)} keys that it had made still work: give --keys to revoke them"
+    for hook in gone["webhooks"]:
+        state = "takes signals" if hook["revoked_at"] is None else "revoked"
+        said += f"\nwebhook {hook['id']} of {hook['user_id']}: {state}"
+    for key in made:
+        state = "works" if key["revoked_at"] is None else "revoked"
+        said += f"\nkey {key['id']} {key['label'] or ''}: {state}"
     return CommandAnswer(gone, said)

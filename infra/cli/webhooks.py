@@ -11,6 +11,7 @@ import typer
 from infra.cli.options import (
     AccountId,
     CommandAnswer,
+    Limit,
     OfUser,
     api_command,
     command_group,
@@ -62,9 +63,9 @@ ExpiryOption = Annotated[
 
 
 @api_command(webhooks_app, "list")
-def list_webhooks(api: OperatorApi, user: OfUser) -> CommandAnswer:
-    """List a user's webhooks, revoked ones too."""
-    rows = api.get("users", user, "webhooks")["webhooks"]
+def list_webhooks(api: OperatorApi, user: OfUser, limit: Limit = 1000) -> CommandAnswer:
+    """List a user's webhooks, the newest first, revoked ones too."""
+    rows, more = api.rows("users", user, "webhooks", name="webhooks", limit=limit)
     for row in rows:
         row["unit"] = row["quantity_unit"] or "unconfirmed"
     columns = "id, account: account_id, unit, odd, entries: entry_mode, sources, window (s): window_s"
@@ -73,6 +74,7 @@ def list_webhooks(api: OperatorApi, user: OfUser) -> CommandAnswer:
         f"{columns}, made (UTC): created_at, paused (UTC): paused_at, expires (UTC): expires_at,"
         " revoked (UTC): revoked_at",
         none="no webhook",
+        more=more,
     )
 
 
@@ -116,9 +118,14 @@ def change(
     price_rounding: RoundingOption = None,
     label: LabelOption = None,
     expires_at: ExpiryOption = None,
+    no_expiry: Annotated[bool, typer.Option("--no-expiry", help="It does not end any more.")] = False,
 ) -> CommandAnswer:
     """Change what a webhook's quantities count and how its orders are made, for signals from now on."""
+    if no_expiry and expires_at is not None:
+        raise typer.BadParameter("--expires-at and --no-expiry contradict each other")
     body = _settings(quantity_unit, odd, entry_mode, price_rounding) | _texts(label, expires_at)
+    if no_expiry:
+        body["expires_at"] = None
     if not body:
         raise typer.BadParameter("name at least one setting to change")
     row = api.patch("users", user, "webhooks", webhook, **body).body

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Generator, Mapping
+import uuid
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date, datetime
+from datetime import UTC, date, datetime, timedelta
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -119,6 +120,76 @@ def create_user(user_id: str | None = None) -> Call[models.CreatedUser]:
     asked = ApiRequest(method="POST", path="/users", body={} if user_id is None else {"user_id": user_id})
     answer = yield from _answer_to(asked)
     found: models.CreatedUser = decode_answer(answer, models.CreatedUser)
+    return found
+
+
+def get_own_key() -> Call[models.KeySnapshot]:
+    """The API key that this client uses: what it may do, from where, and until when.
+
+    Raises `ApiError`, `Unreachable`.
+    """
+    return _get(models.KeySnapshot, "/api-keys/self")
+
+
+def list_api_keys(
+    user_id: str | None = None, *, revoked: bool = False, cursor: uuid.UUID | None = None
+) -> Call[models.KeyPage]:
+    """API keys, the latest first: a user's own ones, for administrators all. Needs the scope `keys`.
+
+    Raises `ApiError`, `Unreachable`.
+    """
+    asked = {"user_id": user_id, "revoked": revoked or None, "cursor": cursor and str(cursor)}
+    return _get(models.KeyPage, "/api-keys", asked)
+
+
+def create_api_key(
+    label: str,
+    *,
+    role: models.KeyRole = "user",
+    user_id: str | None = None,
+    scopes: Sequence[str] | None = None,
+    sources: Sequence[str] = (),
+    days: float | None = 90.0,
+) -> Call[models.CreatedKey]:
+    """Makes an API key, which is shown this once. Needs an administrator's key with the scope `keys`.
+
+    Without `scopes` it may do all that the role may do; `days` until it ends, None: it does not. Sent once.
+    Raises `ApiError` (`GRANT_TOO_WIDE`), `Unreachable`.
+    """
+    ends = None if days is None else (datetime.now(UTC) + timedelta(days=days)).isoformat()
+    body: dict[str, Any] = {"label": label, "role": role, "user_id": user_id, "expires_at": ends}
+    body |= {"scopes": None if scopes is None else list(scopes), "sources": list(sources)}
+    answer = yield from _answer_to(ApiRequest(method="POST", path="/api-keys", body=body))
+    found: models.CreatedKey = decode_answer(answer, models.CreatedKey)
+    return found
+
+
+def rotate_api_key(
+    key_id: uuid.UUID | None = None, *, overlap_hours: float = 24.0
+) -> Call[models.CreatedKey]:
+    """Makes a key in place of another, which ends after the overlap; without `key_id` of the one in use.
+
+    The client goes on with the key that it has: make a new client. Needs the scope `keys`. Sent once. Raises
+    `ApiError` (`API_KEY_NOT_FOUND`, `GRANT_TOO_WIDE`), `Unreachable`.
+    """
+    path = url_path("api-keys", "self" if key_id is None else str(key_id), "rotate")
+    asked = ApiRequest(method="POST", path=path, body={"overlap_hours": overlap_hours})
+    answer = yield from _answer_to(asked)
+    found: models.CreatedKey = decode_answer(answer, models.CreatedKey)
+    return found
+
+
+def revoke_api_key(
+    key_id: uuid.UUID | None = None, *, reason: str = "requested", webhooks: bool = False, keys: bool = False
+) -> Call[models.KeySnapshot]:
+    """Ends a key at once; without `key_id` the client's own one, for which no scope is needed.
+
+    `webhooks` and `keys`: also what it has made. Sent once; safe to repeat. Raises `ApiError`, `Unreachable`.
+    """
+    path = url_path("api-keys", "self" if key_id is None else str(key_id))
+    query = {"reason": reason, "webhooks": webhooks or None, "keys": keys or None}
+    answer = yield from _answer_to(ApiRequest(method="DELETE", path=path, query=query))
+    found: models.KeySnapshot = decode_answer(answer, models.KeySnapshot)
     return found
 
 

@@ -140,6 +140,11 @@ class BerthClient:
 
     request = _blocking(calls.request)
     create_user = _blocking(calls.create_user)
+    get_own_key = _blocking(calls.get_own_key)
+    list_api_keys = _blocking(calls.list_api_keys)
+    create_api_key = _blocking(calls.create_api_key)
+    rotate_api_key = _blocking(calls.rotate_api_key)
+    revoke_api_key = _blocking(calls.revoke_api_key)
     store_credentials = _blocking(calls.store_credentials)
     get_positions = _blocking(calls.get_positions)
     get_balance = _blocking(calls.get_balance)
@@ -215,6 +220,11 @@ class AsyncBerthClient:
 
     request = _awaiting(calls.request)
     create_user = _awaiting(calls.create_user)
+    get_own_key = _awaiting(calls.get_own_key)
+    list_api_keys = _awaiting(calls.list_api_keys)
+    create_api_key = _awaiting(calls.create_api_key)
+    rotate_api_key = _awaiting(calls.rotate_api_key)
+    revoke_api_key = _awaiting(calls.revoke_api_key)
     store_credentials = _awaiting(calls.store_credentials)
     get_positions = _awaiting(calls.get_positions)
     get_balance = _awaiting(calls.get_balance)

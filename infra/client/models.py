@@ -21,6 +21,7 @@ TimeInForce = Literal["ROD", "IOC", "FOK"]
 OrderLot = Literal["common", "odd", "intraday_odd", "fixing"]
 OrderCondition = Literal["cash", "margin", "short_selling"]
 OpenClose = Literal["auto", "new", "cover", "day_trade"]
+KeyRole = Literal["user", "operator", "admin"]
 OrderState = Literal[
     "accepted",
     "queued",
@@ -154,9 +155,54 @@ class CreatedUser(Struct, frozen=True, kw_only=True):
     user_id: str
     created_at: AwareTime
     api_key: str
+    #: When the key ends. Rotate it before.
+    expires_at: AwareTime | None = None
 
     def __repr__(self) -> str:
         return f"CreatedUser(user_id={self.user_id!r})"
+
+
+class KeySnapshot(Struct, frozen=True, kw_only=True):
+    """An API key without its token."""
+
+    id: uuid.UUID
+    prefix: str
+    label: str | None
+    role: KeyRole
+    user_id: str | None
+    #: What it may do; None: all that its role may do.
+    scopes: tuple[str, ...] | None
+    #: Addresses or networks that may use it; empty: all.
+    sources: tuple[str, ...]
+    created_at: AwareTime
+    made_by: uuid.UUID | None
+    last_used_at: AwareTime | None
+    expires_at: AwareTime | None
+    revoked_at: AwareTime | None
+    #: It was made before there were scopes.
+    unrestricted: bool
+
+
+class KeyPage(Struct, frozen=True, kw_only=True):
+    """A page of API keys, the latest first."""
+
+    api_keys: tuple[KeySnapshot, ...]
+    #: `cursor` of the next page; None: there is none.
+    next_cursor: uuid.UUID | None = None
+
+
+class CreatedKey(Struct, frozen=True, kw_only=True):
+    """A new API key. Its token is shown this once."""
+
+    id: uuid.UUID
+    role: KeyRole
+    api_key: str
+    scopes: tuple[str, ...] | None
+    sources: tuple[str, ...]
+    expires_at: AwareTime | None
+
+    def __repr__(self) -> str:
+        return f"CreatedKey(id={self.id!r})"
 
 
 class BrokerCredentials(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -13,7 +13,8 @@ from sqlalchemy import Text, and_, cast, delete, func, or_, select, tuple_, upda
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database import audit
-from infra.database.models import ApiKey
+from infra.database.locks import wait_for_turn
+from infra.database.models import SCOPED, ApiKey
 from infra.database.trading.models import Webhook
 from worker_runtime.protocol.errors import BerthError
 
@@ -23,11 +24,25 @@ REVOKED_CHANNEL = "berth_api_keys"
 #: A use is written down this long after the last one at the earliest: one small write a key and minute.
 USE_NOTED_EVERY = timedelta(minutes=1)
 
+#: For which a key is valid if its maker says nothing else.
+KEY_LIFE = timedelta(days=90)
 #: Label and life of the key with which the first administrator's is made (`infra/vault/keyring.py`).
 BOOTSTRAP_LABEL = "bootstrap"
 BOOTSTRAP_LIFETIME = timedelta(hours=24)
 
 Role = Literal["user", "operator", "admin"]
+
+
+#: Valid keys of one user, and of operators and administrators together.
+MAX_USER_KEYS, MAX_STAFF_KEYS = 50, 500
+
+
+#: Sessions on the pages that one key may have at a time.
+MAX_SESSIONS = 20
+
+
+class ApiKeyLimitReached(BerthError, code="API_KEY_LIMIT", status=409):
+    """There are as many API keys as there may be. Revoke one that is not needed any more."""
 
 
 class ApiKeyNotFound(BerthError, code="API_KEY_NOT_FOUND", status=404):
@@ -43,7 +58,16 @@ _VALID = and_(
     ApiKey.revoked_at.is_(None), or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > func.clock_timestamp())
 )
 #: In SQL: made by `berth prepare` for the first administrator.
-_IS_BOOTSTRAP = and_(ApiKey.role == "admin", ApiKey.label == BOOTSTRAP_LABEL, ApiKey.session_of.is_(None))
+_IS_BOOTSTRAP = and_(
+    ApiKey.role_word.in_(("admin", f"{SCOPED}admin")),
+    ApiKey.label == BOOTSTRAP_LABEL,
+    ApiKey.session_of.is_(None),
+)
+#: In SQL: an administrator's that may make other keys.
+_MAKES_KEYS = or_(
+    ApiKey.role_word == "admin",
+    and_(ApiKey.role_word == f"{SCOPED}admin", ApiKey.scope_words.contains(["keys"])),
+)
 
 
 async def create_api_key(
@@ -54,23 +78,34 @@ async def create_api_key(
     label: str = "",
     expires_at: datetime | None = None,
     session_of: uuid.UUID | None = None,
+    *,
+    scopes: Collection[str] | None = None,
+    sources: Sequence[str] = (),
+    made_by: uuid.UUID | None = None,
 ) -> ApiKey:
     """Creates a key for a token of `ApiTokens`; the role `user` needs a `user_id`.
 
-    An administrator's ends the bootstrap key, which exists only while there is no other.
+    Without `scopes` it may do all that its role may do. An administrator's that may make keys ends the
+    bootstrap key, which exists only while there is no other.
     """
-    if role == "admin" and session_of is None and label != BOOTSTRAP_LABEL:
+    makes_keys = role == "admin" and (scopes is None or "keys" in scopes)
+    if makes_keys and session_of is None and label != BOOTSTRAP_LABEL:
         await _end_bootstrap_keys(session)
+    now = datetime.now(UTC)
     key = ApiKey(
         id=uuid.uuid4(),
         key_hash=hash_token(token),
         prefix=token[:12],
-        role=role,
+        role_word=role if scopes is None else f"{SCOPED}{role}",
         user_id=user_id,
         label=label,
-        created_at=datetime.now(UTC),
+        created_at=now,
         expires_at=expires_at,
         session_of=session_of,
+        scope_words=sorted(scopes or ()),
+        sources=list(sources),
+        life_s=expires_at and max(1, round((expires_at - now).total_seconds())),
+        made_by=made_by,
     )
     session.add(key)
     await session.flush()
@@ -87,21 +122,47 @@ async def _end_bootstrap_keys(session: AsyncSession) -> None:
 
 
 async def has_administrator(session: AsyncSession, *, made_after: datetime) -> bool:
-    """Returns whether a valid key of an administrator is there that is no bootstrap key and no session."""
-    found = select(ApiKey.id).where(_VALID, ~_IS_BOOTSTRAP, ApiKey.role == "admin")
+    """Returns whether a valid key of an administrator is there that may make keys, and is no bootstrap key
+    and no session."""
+    found = select(ApiKey.id).where(_VALID, ~_IS_BOOTSTRAP, _MAKES_KEYS)
     found = found.where(ApiKey.session_of.is_(None), ApiKey.created_at >= made_after)
     return await session.scalar(found.limit(1)) is not None
 
 
 async def begin_session(session: AsyncSession, token: str, key_id: uuid.UUID, until: datetime) -> ApiKey:
-    """Creates a session's key, with the rights of the key that logs in; removes sessions that have ended."""
+    """Creates a session's key, with the rights of the key that logs in; removes sessions that have ended.
+
+    A key has at most `MAX_SESSIONS`: the oldest one ends for a new one.
+    """
     ended = or_(ApiKey.expires_at < func.now(), ApiKey.revoked_at.is_not(None))
     await session.execute(delete(ApiKey).where(ApiKey.session_of.is_not(None), ended))
-    owner = await session.get_one(ApiKey, key_id)
+    owner = await session.get_one(ApiKey, key_id, with_for_update=True)
+    newest = select(ApiKey.id).where(ApiKey.session_of == key_id).order_by(ApiKey.created_at.desc())
+    surplus = delete(ApiKey).where(ApiKey.id.in_(newest.offset(MAX_SESSIONS - 1))).returning(ApiKey.id)
+    if (await session.scalars(surplus.execution_options(synchronize_session=False))).all():
+        await session.execute(select(func.pg_notify(REVOKED_CHANNEL, str(key_id))))
     role: Role = owner.role  # type: ignore[assignment]  # the table holds these only
+    ends = min(until, owner.expires_at or until)
+    scopes = None if owner.scopes is None else ()  # what it may do the owner's row says
     return await create_api_key(
-        session, token, role, owner.user_id, owner.label, min(until, owner.expires_at or until), owner.id
+        session, token, role, owner.user_id, owner.label, ends, owner.id, scopes=scopes
     )
+
+
+async def require_room(session: AsyncSession, user_id: str | None) -> None:
+    """Raises `ApiKeyLimitReached` if the user, or the staff (None), has as many valid keys as they may.
+
+    Two that are made at the same time wait for each other.
+    """
+    await wait_for_turn(session, f"api keys {user_id or ''}")
+    limit = MAX_STAFF_KEYS if user_id is None else MAX_USER_KEYS
+    whose = ApiKey.user_id.is_(None) if user_id is None else ApiKey.user_id == user_id
+    held = select(func.count()).select_from(ApiKey).where(whose, ApiKey.session_of.is_(None), _VALID)
+    if (await session.scalar(held) or 0) >= limit:
+        raise ApiKeyLimitReached(
+            f"{user_id or 'the staff'} has {limit} API keys. Revoke one that is not needed any more, or wait"
+            " until a rotated one has ended."
+        )
 
 
 async def find_api_key(session: AsyncSession, token: str) -> ApiKey | None:
@@ -149,7 +210,9 @@ async def revoke_api_key(session: AsyncSession, key_id: uuid.UUID) -> ApiKey:
     a session goes on. Raises `ApiKeyNotFound`."""
     revoked_at = func.coalesce(ApiKey.revoked_at, func.clock_timestamp())
     revoked = update(ApiKey).where(ApiKey.id == key_id).values(revoked_at=revoked_at)
-    key: ApiKey | None = await session.scalar(revoked.returning(ApiKey))
+    key: ApiKey | None = await session.scalar(
+        revoked.returning(ApiKey).execution_options(populate_existing=True)
+    )
     if key is None:
         raise ApiKeyNotFound(f"there is no API key {key_id}")
     # Processes remember a session under the key that logged in.
@@ -166,25 +229,74 @@ async def forget_keys(session: AsyncSession, user_id: str, *, revoke: bool = Fal
     await session.execute(select(notice).where(ApiKey.user_id == user_id))
 
 
-async def rotate_api_key(
-    session: AsyncSession, key_id: uuid.UUID, token: str, overlap: timedelta
-) -> tuple[ApiKey, ApiKey]:
-    """Makes a key like this one, which ends after `overlap`; returns both, the new one first.
+async def get_api_key(
+    session: AsyncSession,
+    key_id: uuid.UUID,
+    *,
+    user_id: str | None = None,
+    valid: bool = False,
+    lock: bool = False,
+) -> ApiKey:
+    """Returns a key; with `user_id` only one of this user. Raises `ApiKeyNotFound`.
 
-    The new key is valid for as long as the old one was made for. Raises `ApiKeyNotFound`, also for a key
-    that has ended, and for a session of the fleet page.
+    `valid`: only one that has not ended; `lock`: until the transaction ends, nobody else changes it. A
+    session of the fleet page is none.
     """
-    wanted = select(ApiKey).where(ApiKey.id == key_id, ApiKey.session_of.is_(None), _VALID)
-    old = await session.scalar(wanted.with_for_update())
-    if old is None:
-        raise ApiKeyNotFound(f"there is no valid API key {key_id}")
+    wanted = select(ApiKey).where(ApiKey.id == key_id, ApiKey.session_of.is_(None))
+    if user_id is not None:
+        wanted = wanted.where(ApiKey.user_id == user_id)
+    if valid:
+        wanted = wanted.where(_VALID)
+    key = await session.scalar(wanted.with_for_update() if lock else wanted)
+    if key is None:
+        raise ApiKeyNotFound(f"there is no {'valid ' if valid else ''}API key {key_id}")
+    return key
+
+
+async def rotate_api_key(
+    session: AsyncSession,
+    old: ApiKey,
+    token: str,
+    overlap: timedelta,
+    *,
+    scopes: Collection[str],
+    made_by: uuid.UUID | None = None,
+) -> ApiKey:
+    """Makes a key like this one, which ends after `overlap`; returns the new one.
+
+    The new key is valid for as long as the old one was made for. One of before has no scopes, and perhaps no
+    end: the new one has `scopes` and `KEY_LIFE`.
+    """
     now = datetime.now(UTC)
-    life = old.expires_at and old.expires_at - old.created_at
+    if old.life_s is not None:
+        life: timedelta | None = timedelta(seconds=old.life_s)
+    elif old.expires_at is not None and old.scopes is None:
+        life = old.expires_at - old.created_at
+    else:
+        life = KEY_LIFE if old.scopes is None else None
     role: Role = old.role  # type: ignore[assignment]  # the table holds these only
-    new = await create_api_key(session, token, role, old.user_id, old.label, now + life if life else None)
+    new = await create_api_key(
+        session,
+        token,
+        role,
+        old.user_id,
+        old.label,
+        now + life if life else None,
+        scopes=scopes,
+        sources=old.sources,
+        made_by=made_by,
+    )
     old.expires_at = min(now + overlap, old.expires_at or now + overlap)
-    await session.execute(select(func.pg_notify(REVOKED_CHANNEL, str(key_id))))
-    return new, old
+    await session.execute(select(func.pg_notify(REVOKED_CHANNEL, str(old.id))))
+    return new
+
+
+async def keys_made_by(session: AsyncSession, key_id: uuid.UUID) -> list[ApiKey]:
+    """Returns the valid keys that a key has made, and those that these have made, the oldest first."""
+    made = select(ApiKey.id).where(ApiKey.made_by == key_id).cte("made", recursive=True)
+    made = made.union(select(ApiKey.id).join(made, ApiKey.made_by == made.c.id))
+    wanted = select(ApiKey).where(ApiKey.id.in_(select(made.c.id)), ApiKey.id != key_id, _VALID)
+    return list(await session.scalars(wanted.order_by(ApiKey.created_at)))
 
 
 async def revoked_among(session: AsyncSession, key_ids: Collection[str]) -> set[str]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import select, text
+from sqlalchemy import func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.models import AuditEntry
@@ -24,6 +24,16 @@ async def append_entry_once(
     )
     if await session.scalar(known.limit(1)) is None:
         append_entry(session, actor, action, subject, id=id, **data)
+
+
+async def append_entry_up_to(
+    session: AsyncSession, limit: int, actor: str, action: str, subject: str, **data: Any
+) -> None:
+    """Like `append_entry`, but adds nothing once there are `limit` entries of this action for the subject."""
+    same = select(AuditEntry.id).where(AuditEntry.subject == subject, AuditEntry.action == action)
+    known = await session.scalar(select(func.count()).select_from(same.limit(limit).subquery()))
+    if (known or 0) < limit:
+        append_entry(session, actor, action, subject, **data)
 
 
 async def list_entries(

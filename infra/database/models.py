@@ -22,7 +22,7 @@ from sqlalchemy import (
     func,
     text,
 )
-from sqlalchemy.dialects.postgresql import JSONB, Insert, insert
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB, Insert, insert
 from sqlalchemy.orm import DeclarativeBase, Mapped, composite, mapped_column, relationship
 
 
@@ -74,20 +74,37 @@ class User(Base):
     removed_at: Mapped[datetime | None]
 
 
+#: Begins the role word of an API key with scopes. The release before does not know it, and refuses the key.
+SCOPED = "scoped_"
+
+
 class ApiKey(Base):
     __tablename__ = "api_keys"
     __table_args__ = (
-        CheckConstraint("role in ('user', 'operator', 'admin')", name="api_keys_role"),
+        CheckConstraint(
+            "role in ('user', 'operator', 'admin', 'scoped_user', 'scoped_operator', 'scoped_admin')",
+            name="api_keys_role",
+        ),
         # For the foreign key: each key that is deleted is looked for among them.
         partial("api_keys_by_session", "session_of is not null", "session_of"),
+        partial("api_keys_made_by", "made_by is not null", "made_by"),
     )
 
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
     #: SHA-256 of a random 256-bit token, hex. A fast hash is right for a key that nobody can guess.
     key_hash: Mapped[str] = mapped_column(String(64), unique=True)
     prefix: Mapped[str] = mapped_column(String(16))
-    role: Mapped[str] = mapped_column(String(16))
+    #: `user`, `operator` or `admin`; with `SCOPED` in front of it for a key with scopes.
+    role_word: Mapped[str] = mapped_column("role", String(16))
     user_id: Mapped[str | None] = mapped_column(ForeignKey("users.id"))
+    #: What a key with scopes may do; empty for a key of before, which may do all that its role may do.
+    scope_words: Mapped[list[str]] = mapped_column("scopes", ARRAY(String(32)), server_default="{}")
+    #: Addresses or networks that may use it; empty means all.
+    sources: Mapped[list[str]] = mapped_column(ARRAY(String(64)), server_default="{}")
+    #: Seconds for which it was made, and for which one that replaces it is made; null: it does not end.
+    life_s: Mapped[int | None] = mapped_column(BigInteger)
+    #: The API key that made it; null for those of before, and for those of the command line.
+    made_by: Mapped[uuid.UUID | None]
     #: What it is for, in the words of whoever made it.
     label: Mapped[str] = mapped_column(String(128), server_default="")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
@@ -96,6 +113,25 @@ class ApiKey(Base):
     revoked_at: Mapped[datetime | None]
     #: The key with which somebody logged in to the fleet page: this one is that session's, and ends with it.
     session_of: Mapped[uuid.UUID | None] = mapped_column(ForeignKey("api_keys.id"))
+
+    @property
+    def role(self) -> str:
+        return self.role_word.removeprefix(SCOPED)
+
+    @property
+    def scopes(self) -> list[str] | None:
+        """What it may do; None: all that its role may do, as keys of before."""
+        return self.scope_words if self.role_word.startswith(SCOPED) else None
+
+
+class DailyActs(Base):
+    """How many audited acts a user has asked for on a day in Taipei (`quotas.py`)."""
+
+    __tablename__ = "daily_acts"
+
+    user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    day: Mapped[date] = mapped_column(Date, primary_key=True)
+    acts: Mapped[int]
 
 
 class AllowedImage(Base):

@@ -44,7 +44,8 @@ PURGED = {
         "least(revoked_at, expires_at) < :before "
         "and not exists (select from api_keys s where s.session_of = api_keys.id)",
     ),
-    "webhooks": ("audit_days", "revoked_at < :before"),
+    "webhooks": ("audit_days", "least(revoked_at, expires_at) < :before"),
+    "daily_acts": ("dead_letter_days", "day < least(:before, now() - interval '2 days')"),
     "webhook_calls": ("alert_days", "received_at < :before and completed_at is not null"),
     "webhook_deliveries": ("alert_days", "at < :before and held_until is null"),
     "worker_transitions": ("worker_history_days", "recorded_at < :before"),

@@ -52,7 +52,7 @@ async def browser(api: ServedApi, key: str) -> AsyncIterator[httpx.AsyncClient]:
 async def test_what_an_operator_has_no_right_to_is_refused_at_each_door(
     api: ServedApi, key: str, browser: httpx.AsyncClient, door: str
 ) -> None:
-    refused = [route for route, roles in RIGHTS.items() if Role.OPERATOR not in roles]
+    refused = [route for route, right in RIGHTS.items() if Role.OPERATOR not in right.roles]
     assert {"POST /api-keys", "PUT /images", "POST /users"} <= set(refused)
     before = await state_of(api)
     async with api.client(key) as client:
@@ -93,9 +93,9 @@ async def test_nothing_that_an_operator_reads_holds_a_key_a_credential_or_a_secr
     secrets |= {"canary-key", "canary-secret", api.key, api.admin_key, hook["token"], hook["secret"]}
     seen = []
     async with api.client(key) as client:
-        for route, roles in RIGHTS.items():
+        for route, right in RIGHTS.items():
             method, _, path = route.partition(" ")
-            if method == "GET" and Role.OPERATOR in roles and "events" not in path:
+            if method == "GET" and Role.OPERATOR in right.roles and "events" not in path:
                 seen.append(await client.get(named(path, api)))
     pages = {route.path for one in PAGES for route in one.routes if isinstance(route, APIRoute)}
     assert {"/", "/page/users/{user_id}"} <= pages

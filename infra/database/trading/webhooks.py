@@ -2,7 +2,7 @@
 
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from hmac import compare_digest
@@ -129,6 +129,12 @@ async def require_room(session: AsyncSession, user_id: str) -> None:
         )
 
 
+async def has_expired(session: AsyncSession, user_id: str, webhook_id: uuid.UUID) -> bool:
+    ended = Webhook.revoked_at.is_(None) & (Webhook.expires_at <= func.clock_timestamp())
+    found = select(Webhook.id).where(Webhook.id == webhook_id, Webhook.user_id == user_id, ended)
+    return await session.scalar(found) is not None
+
+
 async def rotate_secret(
     session: AsyncSession, user_id: str, webhook_id: uuid.UUID, *, overlap_s: float, actor: str
 ) -> tuple[Webhook | None, str]:
@@ -156,19 +162,10 @@ async def rotate_secret(
     return row, secret
 
 
-async def count_made_by(session: AsyncSession, key_id: uuid.UUID) -> int:
-    """Counts the webhooks in use that an API key has made."""
-    made = select(func.count()).select_from(Webhook).where(Webhook.made_by == key_id, _IN_USE)
-    return await session.scalar(made) or 0
-
-
-async def revoke_made_by(session: AsyncSession, key_id: uuid.UUID, *, actor: str) -> int:
-    """Revokes the webhooks that an API key has made; returns how many."""
-    made = select(Webhook.user_id, Webhook.id).where(Webhook.made_by == key_id, _IN_USE)
-    rows = (await session.execute(made)).all()
-    for user_id, webhook_id in rows:
-        await revoke_webhook(session, user_id, webhook_id, actor=actor)
-    return len(rows)
+async def webhooks_made_by(session: AsyncSession, key_ids: Collection[uuid.UUID]) -> list[Webhook]:
+    """Returns the webhooks in use that these API keys have made, the oldest first."""
+    made = select(Webhook).where(Webhook.made_by.in_(key_ids), _IN_USE)
+    return list(await session.scalars(made.order_by(Webhook.created_at, Webhook.id)))
 
 
 async def database_time(session: AsyncSession) -> datetime:

@@ -116,6 +116,29 @@ async def test_a_session_has_the_rights_of_its_key_and_of_nobody_else(
         assert (await user.get("/page/changes?of=orders")).status_code == 403
 
 
+async def test_the_page_of_keys_flags_those_of_before_and_shows_users_their_own(api: ServedApi) -> None:
+    async with browser(api, api.admin_key) as client:  # the test's administrator has a key without scopes
+        shown = (await client.get("/page/keys")).text
+        assert "made before scopes, rotate it" in shown
+        assert "credentials, jobs, keys, read, trade, webhooks" in shown
+    async with browser(api, api.key) as client:
+        page = await client.get("/page/keys")
+        assert page.status_code == 200
+        assert "the first key" in page.text
+        assert "made before scopes" not in page.text
+        assert f'class="brand" href="/page/users/{api.user}"' in page.text
+        assert (await client.get("/page/audit")).status_code == 403
+    async with api.client(api.admin_key) as admin:
+        body = {"role": "operator", "label": "looks", "scopes": ["read"]}
+        key = (await admin.post("/api-keys", json=body)).json()["api_key"]
+    async with browser(api, key) as client:
+        fleet = (await client.get("/")).text
+        assert "/page/users" in fleet
+        assert "/page/audit" not in fleet
+        halt = await client.put("/v1/switches", json=HALT, headers=await csrf(client))
+        assert halt.json()["code"] == "SCOPE_MISSING"
+
+
 async def test_log_out_ends_the_session_and_not_the_key(api: ServedApi) -> None:
     async with browser(api, api.admin_key) as client:
         token = client.cookies[COOKIE]
@@ -123,7 +146,7 @@ async def test_log_out_ends_the_session_and_not_the_key(api: ServedApi) -> None:
         assert (await client.post("/page/logout", headers=await csrf(client))).status_code == 204
         assert COOKIE not in client.cookies
         client.cookies.set(COOKIE, token)  # a copy that somebody kept
-        await until(lambda: api.services.authenticator.remembered(token) is None)
+        await until(lambda: api.services.authenticator.found_before(token) is None)
         assert (await client.get("/v1/audit")).status_code == 401
     async with api.client(api.admin_key) as admin:
         entries = (await admin.get("/audit", params={"action": "page."})).json()["entries"]
@@ -145,7 +168,7 @@ async def test_a_revoked_session_ends_in_all_processes_and_its_key_goes_on(setti
         async with api.client(api.admin_key) as admin:
             [entry] = (await admin.get("/audit", params={"action": "page."})).json()["entries"]
             assert (await admin.delete(f"/api-keys/{entry['data']['id']}")).status_code == 200
-            await until(lambda: other.services.authenticator.remembered(token) is None, 2.0)
+            await until(lambda: other.services.authenticator.found_before(token) is None, 2.0)
             assert (await elsewhere.get("/v1/audit")).status_code == 401
             assert (await admin.get("/audit")).status_code == 200
 
@@ -156,7 +179,7 @@ async def test_a_session_ends_with_its_key_at_once_and_by_itself(api: ServedApi,
         async with browser(api, made["api_key"]) as client, browser(api, api.admin_key) as second:
             assert (await client.get("/v1/audit")).status_code == 200
             assert (await admin.delete(f"/api-keys/{made['id']}")).status_code == 200
-            await until(lambda: api.services.authenticator.remembered(client.cookies[COOKIE]) is None)
+            await until(lambda: api.services.authenticator.found_before(client.cookies[COOKIE]) is None)
             assert (await client.get("/v1/audit")).status_code == 401
             assert (await client.get("/")).headers["location"] == "/page/login"
             async with api.services.database.session() as session:

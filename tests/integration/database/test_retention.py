@@ -36,6 +36,7 @@ ROWS = {
     "values (gen_random_uuid(), 'h' || :n, 'p', 'admin', :at)",
     "webhooks": "(id, token_hash, secret_hash, user_id, account_id, revoked_at) "
     "values (gen_random_uuid(), 't' || :n, 's', 'alice', 'main', :at)",
+    "daily_acts": "(user_id, day, acts) values ('u' || :n, cast(:at as date), 1)",
     "webhook_calls": "(webhook_id, user_id, account_id, state, received_at, completed_at)"
     " values (gen_random_uuid(), 'u', 'a', 'done', :at, :at)",
     "webhook_deliveries": "(webhook_id, digest, at) values (gen_random_uuid(), 'd', :at)",

@@ -3,7 +3,7 @@
 from alembic import op
 
 revision = "0016"
-down_revision = "0012"
+down_revision = "0015"
 
 
 def upgrade() -> None:

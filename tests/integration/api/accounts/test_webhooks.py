@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import httpx
 import pytest
-from sqlalchemy import select
+from sqlalchemy import insert, select, update
 
 from api.webhooks.schemas import Signal
 from infra.database.models import AuditEntry
 from infra.database.trading.models import Webhook, WebhookCall, WebhookDelivery
+from infra.database.trading.webhooks import MAX_WEBHOOKS
+from tests.commands import CommandForker
 from tests.integration.api.accounts.test_portfolio import held as position
 from tests.integration.api.accounts.test_portfolio import holding
-from tests.integration.api.conftest import ServedApi, StartWorker, running_api
+from tests.integration.api.conftest import ServedApi, StartWorker, operator, running_api
 from tests.integration.api.orders.test_intents import broker, sent
 from tests.integration.api.scripted_worker import filled, silent, until
 
@@ -225,6 +228,85 @@ async def test_a_revoked_webhook_takes_nothing_and_is_still_listed(
     assert made["secret"] not in str(told)
     stranger = await user.delete(f"/users/{api.user}/webhooks/{'0' * 32}")
     assert stranger.json()["code"] == "NOT_FOUND"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("PATCH", "", {"label": "again"}),
+        ("POST", "/pause", None),
+        ("POST", "/resume", None),
+        ("POST", "/rotate", {}),
+    ],
+)
+async def test_nothing_changes_a_revoked_webhook(
+    api: ServedApi, user: httpx.AsyncClient, method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    made = await make(api)
+    address = f"/users/{api.user}/webhooks/{made['id']}"
+    await user.delete(address)
+    answer = await user.request(method, f"{address}{path}", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (404, "WEBHOOK_UNKNOWN")
+    assert "revoked" in answer.json()["detail"]
+
+
+async def test_an_expiry_is_taken_away_by_null_and_stays_when_left_out(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
+    made = await make(api)
+    address = f"/users/{api.user}/webhooks/{made['id']}"
+    ends = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+    assert (await user.patch(address, json={"expires_at": ends})).json()["expires_at"]
+    assert (await user.patch(address, json={"label": "x"})).json()["expires_at"]
+    assert (await user.patch(address, json={"expires_at": None})).json()["expires_at"] is None
+    assert (await user.patch(address, json={})).status_code == 422
+
+
+async def test_an_expired_webhook_counts_again_once_it_is_given_a_later_end(
+    api: ServedApi, user: httpx.AsyncClient
+) -> None:
+    made = await make(api)
+    async with api.services.database.session() as session:
+        await session.execute(
+            update(Webhook).where(Webhook.id == UUID(made["id"])).values(expires_at=datetime.now(UTC))
+        )
+    for _ in range(MAX_WEBHOOKS):
+        await make(api)
+    address = f"/users/{api.user}/webhooks/{made['id']}"
+    refused = await user.patch(address, json={"expires_at": None})
+    assert (refused.status_code, refused.json()["code"]) == (409, "WEBHOOK_LIMIT")
+
+
+async def test_a_command_lists_all_webhooks_not_the_first_page_only(
+    api: ServedApi, commands: CommandForker, tmp_path: Path
+) -> None:
+    made = [await make(api) for _ in range(3)]
+    async with api.services.database.session() as session:  # as if 120 more had been made and revoked
+        await session.execute(
+            insert(Webhook),
+            [
+                {
+                    "id": uuid4(),
+                    "token_hash": uuid4().hex,
+                    "secret_hash": "",
+                    "user_id": api.user,
+                    "account_id": "main",
+                    "created_at": datetime.now(UTC) - timedelta(days=1),
+                    "revoked_at": datetime.now(UTC),
+                }
+                for _ in range(120)
+            ],
+        )
+    async with operator(api, commands, tmp_path) as berth:
+        listed = json.loads((await berth("webhooks", "list", api.user, "--json")).out)
+        assert len(listed) == 123
+        assert {hook["id"] for hook in made} == {row["id"] for row in listed[:3]}
+        some = await berth("webhooks", "list", api.user, "--limit", "2")
+        assert "there are more" in some.out
+        change = ("webhooks", "change", api.user, made[0]["id"])
+        ended = await berth(*change, "--expires-at", "2099-12-31T13:30:00+08:00", "--json")
+        assert json.loads(ended.out)["expires_at"]
+        assert json.loads((await berth(*change, "--no-expiry", "--json")).out)["expires_at"] is None
 
 
 async def test_a_webhook_is_made_by_its_user_for_an_account_that_is_there(

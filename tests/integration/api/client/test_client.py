@@ -82,6 +82,31 @@ async def test_the_operations_of_the_client_are_those_of_the_api(
     assert len(worker.popped) == 1
 
 
+async def test_keys_are_made_looked_at_rotated_and_revoked(api: ServedApi, connect: Connect) -> None:
+    async with served(api) as url, connect(url, api.admin_key) as admin:
+        made = await admin(
+            "create_api_key", "bot", user_id=api.user, scopes=["read"], sources=["127.0.0.1"], days=7
+        )
+        assert (made.scopes, made.sources) == (("read",), ("127.0.0.1/32",))
+        assert made.api_key not in repr(made)
+        async with connect(url, made.api_key) as bot:
+            own = await bot("get_own_key")
+            assert (own.id, own.label, own.unrestricted) == (made.id, "bot", False)
+            with pytest.raises(ApiError, match=r"SCOPE_MISSING: .*`trade`"):
+                await bot("place_order", api.user, a_ticket())
+            with pytest.raises(ApiError, match="`keys`"):
+                await bot("rotate_api_key")
+            assert (await bot("revoke_api_key")).revoked_at is not None
+        async with connect(url, api.key) as user:
+            [first] = (await user("list_api_keys")).api_keys
+            rotated = await user("rotate_api_key", overlap_hours=0)
+            assert rotated.scopes == first.scopes
+        async with connect(url, rotated.api_key) as user:
+            assert [key.id for key in (await user("list_api_keys")).api_keys] == [rotated.id]
+            ended = (await user("list_api_keys", api.user, revoked=True)).api_keys
+            assert {made.id, first.id} <= {key.id for key in ended}
+
+
 async def test_orders_whose_answers_are_lost_are_placed_once(
     api: ServedApi, start_worker: StartWorker, connect: Connect
 ) -> None:

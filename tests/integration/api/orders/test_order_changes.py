@@ -13,6 +13,7 @@ import httpx
 import pytest
 from sqlalchemy import select, update
 
+from api.orders.changes import MAX_NOTED_CANCELS
 from infra.database.models import AuditEntry, Order, OrderEventRow
 from infra.database.workers import sessions as worker_sessions
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, running_api
@@ -185,6 +186,19 @@ async def test_a_cancel_without_an_answer_goes_on_after_its_wait(
     await worker.answer(b"", done(worker.asked[0]), worker.asked[0].reply_to)
     assert (await again).json()["state"] == "cancelled"
     assert len(worker.asked) == 1
+
+
+async def test_cancels_of_one_order_do_not_fill_the_audit_trail_and_none_is_refused(
+    api: ServedApi, user: httpx.AsyncClient, start_worker: StartWorker
+) -> None:
+    _, order_id = await working(api, user, start_worker, lambda question: None)
+    for number in range(MAX_NOTED_CANCELS + 5):
+        answer = await user.post(f"/orders/{order_id}/cancel?wait=0", json={"request_id": f"x{number}"})
+        assert answer.status_code == 202, answer.text
+    async with api.services.database.session() as session:
+        noted = select(AuditEntry.id).where(AuditEntry.action == "order.cancel_requested")
+        rows = (await session.scalars(noted.where(AuditEntry.subject == f"order:{order_id}"))).all()
+    assert len(rows) == MAX_NOTED_CANCELS
 
 
 async def test_a_cancel_that_came_to_nothing_is_sent_anew_by_a_repeat_under_the_same_id(
