@@ -32,9 +32,7 @@ async def following(api: ServedApi, url: str, **sent: Any) -> AsyncIterator[Foll
         yield Followed(response)
 
 
-async def tell(
-    api: ServedApi, *order_ids: UUID, state: str = "submitted", reason: str | None = None
-) -> None:
+async def tell(api: ServedApi, *order_ids: UUID, state: str = "submitted", reason: str | None = None) -> None:
     """Records a report of a worker about each order, in one batch as the recorder does."""
     events = [
         OrderEvent(
