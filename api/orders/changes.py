@@ -1,4 +1,8 @@
-"""Cancels and replaces orders. The request goes through the user's queue, behind the order itself."""
+"""Cancels and replaces orders.
+
+A cancel removes an order from the queue if no worker has taken it. Any other change goes through the user's
+queue as a request, behind the order itself.
+"""
 
 import asyncio
 from collections.abc import Sequence

@@ -56,7 +56,7 @@ class EnqueuedBefore(Exception):
 
 
 class RequestFate(StrEnum):
-    """What became of a request whose deadline has passed."""
+    """What became of a request that is overdue or to be cancelled."""
 
     ANSWERED = "answered"  # by a worker, or by the process that withdrew it
     JOURNALED = "journaled"  # a worker was about to call the broker: it may have
@@ -122,7 +122,7 @@ class RequestQueue:
         )
 
     async def overdue(self, order: StoredOrder, answer: Answer) -> tuple[RequestFate, Answer | None]:
-        """Finds what became of an order whose deadline has passed, with its answer if there is one.
+        """Returns the fate of an order that is overdue or cancelled, with its answer if there is one.
 
         An order that is still queued is withdrawn with `answer`; one that never was cannot be queued from now
         on. This holds within one generation of Valkey: after `ABSENT` the caller checks the generation before

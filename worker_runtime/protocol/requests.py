@@ -3,8 +3,9 @@ the messages of the control list.
 
 A request is framed as `deadline ms|request id|MAC|payload`, so that Lua can read the deadline. The MAC is
 made under the user's request key and covers the other parts and the user: who can only write to Valkey can
-neither make a request nor give a genuine one another deadline. All go through one FIFO, so that a cancel
-never overtakes its order. Quantities are lots, prices are decimal strings, times are Unix milliseconds by
+neither make a request nor give a genuine one another deadline. All go through one FIFO, so that no request
+overtakes the order that it means. (To cancel a queued order, the API removes its request with
+`resolve_overdue.lua`.) Quantities are lots, prices are decimal strings, times are Unix milliseconds by
 Valkey's clock.
 """
 

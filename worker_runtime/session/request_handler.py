@@ -1,4 +1,7 @@
-"""Decodes each request, has it carried out, and always answers it, after its events."""
+"""Decodes each request, has it executed, and answers it, after its events.
+
+Forged, replayed and late requests are discarded without an answer.
+"""
 
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
@@ -46,7 +49,7 @@ class RequestHandler:
     def handle(self, item: QueueItem) -> None:
         """Executes one popped request and puts its events and its answer into the send buffer.
 
-        Raises nothing but `OrderPostponed`.
+        Discards what is forged, late or replayed. Raises nothing but `OrderPostponed`.
         """
         frame = self._authenticate(item.raw)
         if frame is None:

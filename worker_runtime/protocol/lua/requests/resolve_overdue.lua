@@ -1,4 +1,5 @@
--- Returns the fate of an order whose deadline has passed, and makes sure that it is never executed later.
+-- Returns the fate of an order that is overdue or cancelled, and makes sure that an order which no worker has
+-- taken is never executed later. A cancel calls it before the deadline.
 --
 -- KEYS[1] seen       trading:user:{user}:seen:<request>
 -- KEYS[2] requests   trading:user:{user}:requests
