@@ -252,7 +252,9 @@ async def running_services(
             stack.push_async_callback(part.close)
         loops: list[Coroutine[Any, Any, None]] = [
             services.message_secrets.compare_with_others(services.valkey),
-            *(services.notifications.run(), services.revocations.run(), services.limits.run()),
+            services.notifications.run(),
+            services.revocations.run(),
+            services.limits.run(),
             services.pool_history.run(),
             log_problems(settings, POSTGRESQL, VALKEY, API_KEYS, BROKER),
         ]

@@ -189,7 +189,10 @@ class ClaimActivities:
                 accounts, rejection = await split_rejected(session, stored, starts=True)
             if accounts:
                 found = await entries.claim_entry(
-                    *(self.client, request.pool, request.claim_id, request.user_id),
+                    self.client,
+                    request.pool,
+                    request.claim_id,
+                    request.user_id,
                     avoid=avoided,
                     refused=refused,
                 )

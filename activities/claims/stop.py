@@ -177,7 +177,9 @@ class StopActivity:
             grace = None if request.grace > 0 else AT_ONCE
             async with beating():
                 await self.ends.end(
-                    *(request.user_id, replace(asked, worker_id=worker_id), request.reason),
+                    request.user_id,
+                    replace(asked, worker_id=worker_id),
+                    request.reason,
                     wait=request.grace,
                     grace=grace,
                 )

@@ -337,8 +337,10 @@ class MarkWatcher:
                 for one in due[start : start + CHUNK]:
                     tag = job_keys.user_tag(one.user_id)
                     pipe.exists(
-                        *(keys.requests(one.user_id), keys.processing(one.user_id)),
-                        *(job_keys.ready(tag), job_keys.beats(tag)),
+                        keys.requests(one.user_id),
+                        keys.processing(one.user_id),
+                        job_keys.ready(tag),
+                        job_keys.beats(tag),
                     )
                 asked += await pipe.execute()
         asking = [one for one, work in zip(due, asked, strict=True) if work]

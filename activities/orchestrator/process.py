@@ -230,7 +230,7 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
     )
     letters = DeadLetters(parts.database)
     exits = ExitWatcher(
-        *(parts.client, parts.database, parts.launcher, temporal), pool=settings.pool, users=parts.users
+        parts.client, parts.database, parts.launcher, temporal, pool=settings.pool, users=parts.users
     )
     alone = settings.launcher == "ecs"
     ends = ends_of(parts)
@@ -243,7 +243,10 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
         EventStream(parts.client, RELAY_GROUP, relay, parts.message_secrets, dead_letters=letters).run,
         (lambda: exits.run_alone(settings.session_database_url)) if alone else exits.run,
         MarkWatcher(
-            *(parts.client, temporal, settings, parts.message_secrets),
+            parts.client,
+            temporal,
+            settings,
+            parts.message_secrets,
             users=parts.users,
             launcher=parts.launcher,
             database=parts.database,

@@ -242,13 +242,17 @@ def lifecycle_activities(parts: OrchestratorResources) -> Activities:
 
 def ends_of(parts: OrchestratorResources) -> EndConfirmer:
     return EndConfirmer(
-        *(parts.client, parts.database, parts.launcher, parts.message_secrets), parts.settings.mark_ttl
+        parts.client, parts.database, parts.launcher, parts.message_secrets, parts.settings.mark_ttl
     )
 
 
 def launch_activities(temporal: Client, parts: OrchestratorResources) -> Activities:
     launching = LaunchActivities(
-        *(parts.client, parts.database, parts.launcher, parts.settings, parts.keys),
+        parts.client,
+        parts.database,
+        parts.launcher,
+        parts.settings,
+        parts.keys,
         PoolSnapshots(temporal),
         parts.users,
     )

@@ -90,8 +90,12 @@ async def get_dead_letter(letter_id: UUID, call: Call) -> DeadLetterView:
     "/{letter_id}/{act}",
     summary="Redrive or dismiss a dead letter",
     responses=problems.responses(
-        *(Forbidden, DeadLetterNotFound, LetterRefused),
-        *(TemporalUnavailable, ValkeyUnavailable, DatabaseUnavailable),
+        Forbidden,
+        DeadLetterNotFound,
+        LetterRefused,
+        TemporalUnavailable,
+        ValkeyUnavailable,
+        DatabaseUnavailable,
     ),
 )
 async def close_dead_letter(

@@ -32,9 +32,15 @@ RETRY_AFTER = 1
 
 #: Why a request may find no worker of its user that could serve it.
 WITHOUT_WORKER = (
-    *(protocol.Parked, protocol.LoginRejected, protocol.LoginLimited, protocol.BrokerUnreachable),
-    *(protocol.WorkerUnavailable, protocol.MemoryShort, errors.ValkeyUnavailable),
-    *(errors.TemporalUnavailable, errors.OrchestratorUnavailable),
+    protocol.Parked,
+    protocol.LoginRejected,
+    protocol.LoginLimited,
+    protocol.BrokerUnreachable,
+    protocol.WorkerUnavailable,
+    protocol.MemoryShort,
+    errors.ValkeyUnavailable,
+    errors.TemporalUnavailable,
+    errors.OrchestratorUnavailable,
 )
 #: Which server an error speaks of, as `/v1/readyz` names it.
 _DEPENDENCIES: dict[type[BerthError], str] = {

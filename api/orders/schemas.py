@@ -85,8 +85,13 @@ class OrderRequest(Body):
     def fingerprint(self) -> str:
         """The same for two bodies that ask for the same order, however the price is written."""
         parts = (
-            *(self.account_id, self.symbol, self.side, str(self.quantity)),
-            *(self.price_type, plain_price(self.price), self.time_in_force),
+            self.account_id,
+            self.symbol,
+            self.side,
+            str(self.quantity),
+            self.price_type,
+            plain_price(self.price),
+            self.time_in_force,
             *special_terms(self.lot, self.condition, self.open_close),
         )
         return sha256("|".join(parts).encode()).hexdigest()

@@ -70,10 +70,15 @@ def whole_of(parts: Sequence[OrderView]) -> OrderView:
     return CloseView.model_construct(
         **{
             **dict(shown),
-            **{"id": parts[0].id, "client_order_id": parts[0].client_order_id, "broker_order_id": None},
-            **{"quantity": sum(part.quantity for part in parts), "filled_quantity": filled},
+            "id": parts[0].id,
+            "client_order_id": parts[0].client_order_id,
+            "broker_order_id": None,
+            "quantity": sum(part.quantity for part in parts),
+            "filled_quantity": filled,
             "average_price": round(spent / lots, 6).normalize() if lots else None,
-            **{"state": state, "final": not waiting, "parts": list(parts)},
+            "state": state,
+            "final": not waiting,
+            "parts": list(parts),
         }
     )
 

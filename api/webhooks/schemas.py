@@ -400,9 +400,15 @@ class Signal(BaseModel):
         It is that of earlier releases for all that they understood.
         """
         said: list[Any] = [
-            *(str(webhook.id), f"{self.time.timestamp():.6f}", self.action.value, self.symbol),
-            *("" if self.quantity is None else self.quantity, self.price_type, plain_price(self.price)),
-            *(self.time_in_force or "", self.id),
+            str(webhook.id),
+            f"{self.time.timestamp():.6f}",
+            self.action.value,
+            self.symbol,
+            "" if self.quantity is None else self.quantity,
+            self.price_type,
+            plain_price(self.price),
+            self.time_in_force or "",
+            self.id,
         ]
         said += special_terms(self.lot, self.condition, self.open_close)
         if self.reduce_only:  # only then, so that digests from before this field stay the same

@@ -138,10 +138,16 @@ def place(
 ) -> CommandAnswer:
     """Place an order, with the key of the user or of an administrator; waits for the broker's answer."""
     body: dict[str, Any] = {
-        **{"client_order_id": request_id, "account_id": account, "symbol": symbol},
-        **{"side": side, "quantity": quantity, "price": price},
-        **{"price_type": "MKP" if range_market else "MKT" if price is None else "LMT"},
-        **{"lot": lot, "condition": condition, "open_close": open_close},
+        "client_order_id": request_id,
+        "account_id": account,
+        "symbol": symbol,
+        "side": side,
+        "quantity": quantity,
+        "price": price,
+        "price_type": "MKP" if range_market else "MKT" if price is None else "LMT",
+        "lot": lot,
+        "condition": condition,
+        "open_close": open_close,
         "time_in_force": time_in_force or ("IOC" if price is None else "ROD"),
     }
     return _order_answer(api.client.place_order(user, _ticket("OrderTicket", **body)))

@@ -29,8 +29,19 @@ BACKFILLED = 20
 REPORT_LIMIT, BACKFILL_LIMIT, USER_LIMIT = 60.0, 20.0, 8.0
 #: Figures in the order in which people read them; JSON of PostgreSQL has one of its own.
 _SHOWN = (
-    *("users", "users_with_worker", "orders", "by_state", "by_code", "lots_ordered", "lots_bought"),
-    *("lots_sold", "claims_failed", "restarts", "attention_raised", "differences", "dead_letters"),
+    "users",
+    "users_with_worker",
+    "orders",
+    "by_state",
+    "by_code",
+    "lots_ordered",
+    "lots_bought",
+    "lots_sold",
+    "claims_failed",
+    "restarts",
+    "attention_raised",
+    "differences",
+    "dead_letters",
 )
 
 

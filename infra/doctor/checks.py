@@ -312,9 +312,24 @@ LIMITS = Check("limits", "ulimit -n, maxclients, max_connections", _limits)
 CALENDAR = Check("calendar", "BERTH_CALENDAR_FILE", _calendar)
 CERTIFICATES = Check("certificates", "the files that they name", _certificates)
 CHECKS = (
-    *(POSTGRESQL, VALKEY, VALKEY_EVICTION, VALKEY_PERSISTENCE, VALKEY_MEMORY, TEMPORAL),
-    *(API_KEYS, ORCHESTRATOR_KEYS, LAUNCHER, BROKER, DELIVERY, WEBHOOKS),
-    *(POOLER, CLOCKS, DISKS, LIMITS, CALENDAR, CERTIFICATES),
+    POSTGRESQL,
+    VALKEY,
+    VALKEY_EVICTION,
+    VALKEY_PERSISTENCE,
+    VALKEY_MEMORY,
+    TEMPORAL,
+    API_KEYS,
+    ORCHESTRATOR_KEYS,
+    LAUNCHER,
+    BROKER,
+    DELIVERY,
+    WEBHOOKS,
+    POOLER,
+    CLOCKS,
+    DISKS,
+    LIMITS,
+    CALENDAR,
+    CERTIFICATES,
 )
 
 

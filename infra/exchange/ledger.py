@@ -183,8 +183,12 @@ class ExchangeLedger:
             "INSERT INTO sessions (session_id, account, person_id, client, opened_ms, address)"
             " VALUES (?, ?, ?, ?, ?, ?)",
             (
-                *(session.session_id, session.account, session.person_id, session.client),
-                *(session.opened_ms, session.address),
+                session.session_id,
+                session.account,
+                session.person_id,
+                session.client,
+                session.opened_ms,
+                session.address,
             ),
         )
 
@@ -222,8 +226,14 @@ class ExchangeLedger:
         self._db.execute(
             f"INSERT INTO incidents ({_INCIDENT_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
             (
-                *(incident.at_ms, incident.kind.value, incident.owner_kind.value, incident.owner),
-                *(incident.account, incident.cause, incident.detail, incident.until_ms),
+                incident.at_ms,
+                incident.kind.value,
+                incident.owner_kind.value,
+                incident.owner,
+                incident.account,
+                incident.cause,
+                incident.detail,
+                incident.until_ms,
             ),
         )
 
@@ -262,12 +272,25 @@ class ExchangeLedger:
         self._db.execute(
             _INSERT_ORDER,
             (
-                *(order.broker_order_id, order.account, order.session_id, order.client, order.tag),
-                *(order.client_note, order.symbol, order.side.value, order.quantity, order.price_type.value),
+                order.broker_order_id,
+                order.account,
+                order.session_id,
+                order.client,
+                order.tag,
+                order.client_note,
+                order.symbol,
+                order.side.value,
+                order.quantity,
+                order.price_type.value,
                 None if order.price is None else str(order.price),
-                *(order.time_in_force.value, order.state.value, order.reason),
-                *(order.received_ms, order.updated_ms),
-                *(order.lot.value, order.condition.value, order.open_close.value),
+                order.time_in_force.value,
+                order.state.value,
+                order.reason,
+                order.received_ms,
+                order.updated_ms,
+                order.lot.value,
+                order.condition.value,
+                order.open_close.value,
             ),
         )
         self.insert_fills(order.broker_order_id, order.fills)
@@ -277,8 +300,12 @@ class ExchangeLedger:
             "UPDATE orders SET state = ?, reason = ?, updated_ms = ?, quantity = ?, price = ?"
             " WHERE broker_order_id = ?",
             (
-                *(order.state.value, order.reason, order.updated_ms, order.quantity),
-                *(None if order.price is None else str(order.price), order.broker_order_id),
+                order.state.value,
+                order.reason,
+                order.updated_ms,
+                order.quantity,
+                None if order.price is None else str(order.price),
+                order.broker_order_id,
             ),
         )
         self.insert_fills(order.broker_order_id, new_fills)

@@ -82,9 +82,18 @@ class DockerDaemon(Server):
         folder = self.directory
         return [
             "dockerd",
-            *("--data-root", str(folder / "data"), "--exec-root", str(folder / "exec")),
-            *("--pidfile", str(folder / "docker.pid"), "--config-file", str(folder / "daemon.json")),
-            *("--host", self.host, "--log-level", "warn"),
+            "--data-root",
+            str(folder / "data"),
+            "--exec-root",
+            str(folder / "exec"),
+            "--pidfile",
+            str(folder / "docker.pid"),
+            "--config-file",
+            str(folder / "daemon.json"),
+            "--host",
+            self.host,
+            "--log-level",
+            "warn",
             *self.network,
         ]
 

@@ -64,13 +64,35 @@ class ValkeyServer(Server):
 
     def command(self) -> Sequence[str]:
         return [
-            *(str(self._binary()), *([str(self._config)] if self.password else [])),
-            *("--bind", HOST, "--port", str(self.port), "--dir", str(self.directory), "--save", ""),
-            *("--appendonly", "yes" if self.durable else "no", "--appendfsync", "everysec"),
+            str(self._binary()),
+            *([str(self._config)] if self.password else []),
+            "--bind",
+            HOST,
+            "--port",
+            str(self.port),
+            "--dir",
+            str(self.directory),
+            "--save",
+            "",
+            "--appendonly",
+            "yes" if self.durable else "no",
+            "--appendfsync",
+            "everysec",
             # As in infra/compose/valkey.conf, where the reasons are.
-            *("--maxmemory", "1gb", "--maxmemory-policy", "noeviction", "--maxmemory-clients", "10%"),
-            *("--min-string-size-avoid-copy-reply", "1073741824"),
-            *("--maxclients", str(self._max_clients()), "--proto-max-bulk-len", "1mb", "--daemonize", "no"),
+            "--maxmemory",
+            "1gb",
+            "--maxmemory-policy",
+            "noeviction",
+            "--maxmemory-clients",
+            "10%",
+            "--min-string-size-avoid-copy-reply",
+            "1073741824",
+            "--maxclients",
+            str(self._max_clients()),
+            "--proto-max-bulk-len",
+            "1mb",
+            "--daemonize",
+            "no",
         ]
 
     @staticmethod
@@ -214,8 +236,20 @@ class PostgresServer(Server):
         quick = () if self.durable else ("-c", "fsync=off", "-c", "full_page_writes=off")
         return [
             self.program("postgres"),
-            *("-D", str(self.data), "-h", HOST, "-p", str(self.port), "-k", ""),
-            *("-c", "max_connections=200", "-c", "shared_buffers=64MB", *quick, *NO_PARAMETERS),
+            "-D",
+            str(self.data),
+            "-h",
+            HOST,
+            "-p",
+            str(self.port),
+            "-k",
+            "",
+            "-c",
+            "max_connections=200",
+            "-c",
+            "shared_buffers=64MB",
+            *quick,
+            *NO_PARAMETERS,
         ]
 
     def answers(self) -> bool:

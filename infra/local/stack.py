@@ -101,8 +101,14 @@ class LocalStack:
         self.jobs = job_fleets(path, self.settings)
         #: In the order in which they start.
         self.servers: tuple[Server, ...] = (
-            *(self.valkey, self.postgres, self.temporal, self.exchange),
-            *(self.node, *self.orchestrators, self.api, *self.jobs),
+            self.valkey,
+            self.postgres,
+            self.temporal,
+            self.exchange,
+            self.node,
+            *self.orchestrators,
+            self.api,
+            *self.jobs,
         )
         for server in self.servers:
             self._register_server(server)

@@ -174,8 +174,10 @@ class RequestQueue:
     async def ring_again(self, user_id: str) -> bool:
         """Like `marked`, and rings if requests wait: a frozen worker may have taken the last ring."""
         names = [
-            *(keys.requests(user_id), keys.doorbell(user_id)),
-            *(keys.mark(user_id), keys.control(user_id)),
+            keys.requests(user_id),
+            keys.doorbell(user_id),
+            keys.mark(user_id),
+            keys.control(user_id),
         ]
         return bool(await valkey.run_script(self._client, scripts.RING_DOORBELL, names, []))
 

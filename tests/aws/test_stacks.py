@@ -301,7 +301,11 @@ def test_the_key_serves_logs_as_cloudwatch_asks(templates: Templates) -> None:
         for action in listed(statement["Action"])
     }
     assert allowed == {
-        *("kms:Encrypt", "kms:Decrypt", "kms:ReEncrypt*", "kms:GenerateDataKey*", "kms:DescribeKey")
+        "kms:Encrypt",
+        "kms:Decrypt",
+        "kms:ReEncrypt*",
+        "kms:GenerateDataKey*",
+        "kms:DescribeKey",
     }
 
 

@@ -59,7 +59,10 @@ class OrderStream:
             "client_order_id": name,
             "account_id": self.trader.account_id,
             "symbol": self._symbol_of(name),
-            **{"side": "buy", "quantity": 1, "price_type": "MKT", "time_in_force": "IOC"},
+            "side": "buy",
+            "quantity": 1,
+            "price_type": "MKT",
+            "time_in_force": "IOC",
         }
         began = time.monotonic()
         try:

@@ -25,16 +25,23 @@ CANARY = "canary-of-the-builder"
 CODE = {"worker_runtime", "workflows", "activities", "api", "infra"}
 #: What may lie in the folder of somebody who builds an image.
 PLANTED = [
-    *(".env", ".git/config", ".berth/keys/master.key", ".secrets/postgres_password", "tests/test_planted.py"),
-    *("infra/.env", "infra/local/.env.production", "api/.berth/keys/signing.key", "worker_runtime/admin.key"),
-    *(
-        "infra/lab/planted.py",
-        "infra/certificate.pem",
-        "activities/.git",
-        "workflows/core",
-        "workflows/core.123",
-    ),
-    *("infra/notes.log", "worker_runtime/.secrets/berth_valkey_url", "infra/aws/terraform.tfstate"),
+    ".env",
+    ".git/config",
+    ".berth/keys/master.key",
+    ".secrets/postgres_password",
+    "tests/test_planted.py",
+    "infra/.env",
+    "infra/local/.env.production",
+    "api/.berth/keys/signing.key",
+    "worker_runtime/admin.key",
+    "infra/lab/planted.py",
+    "infra/certificate.pem",
+    "activities/.git",
+    "workflows/core",
+    "workflows/core.123",
+    "infra/notes.log",
+    "worker_runtime/.secrets/berth_valkey_url",
+    "infra/aws/terraform.tfstate",
 ]
 
 

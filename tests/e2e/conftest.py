@@ -104,7 +104,9 @@ class House:
         """Starts the trader's worker, in the background."""
         return self.threads.submit(
             self.call,
-            *("POST", f"/v1/users/{trader.user_id}/worker/start", trader.api_key),
+            "POST",
+            f"/v1/users/{trader.user_id}/worker/start",
+            trader.api_key,
             params={"wait": 40},  # not before the API gives up
         )
 

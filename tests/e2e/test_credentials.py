@@ -54,8 +54,15 @@ def _signal(house: House, workflow_id: str) -> subprocess.CompletedProcess[str]:
     """`temporal workflow signal`, without a payload, as an operator types it."""
     return subprocess.run(
         [
-            *(TemporalServer.binary(), "workflow", "signal", "--address", house.stack.temporal.address),
-            *("--workflow-id", workflow_id, "--name", "reload_credentials"),
+            TemporalServer.binary(),
+            "workflow",
+            "signal",
+            "--address",
+            house.stack.temporal.address,
+            "--workflow-id",
+            workflow_id,
+            "--name",
+            "reload_credentials",
         ],
         capture_output=True,
         text=True,

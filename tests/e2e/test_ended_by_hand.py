@@ -31,8 +31,14 @@ def end(house: House, how: str, workflow_id: str) -> None:
     if how == "reset":
         temporal(
             house,
-            *("workflow", "reset", "--workflow-id", workflow_id),
-            *("--type", "FirstWorkflowTask", "--reason", "by a test"),
+            "workflow",
+            "reset",
+            "--workflow-id",
+            workflow_id,
+            "--type",
+            "FirstWorkflowTask",
+            "--reason",
+            "by a test",
         )
     else:
         sure = ("--yes",) if how == "delete" else ()

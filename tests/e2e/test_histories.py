@@ -36,8 +36,14 @@ REASON = "release-words-of-a-person"
 SERVERS_OWN = {"Encoded failure", "Activity task timed out", "activity StartToClose timeout"}
 #: What the SDK's core writes into the marker of a local activity, past any codec.
 MARKERS_OWN = {
-    *("seq", "attempt", "activity_id", "activity_type"),
-    *("complete_time", "backoff", "original_schedule_time", "activation_index"),
+    "seq",
+    "attempt",
+    "activity_id",
+    "activity_type",
+    "complete_time",
+    "backoff",
+    "original_schedule_time",
+    "activation_index",
 }
 pytestmark = pytest.mark.drill
 WORKFLOWS = [OrderWorkflow, RolloutWorkflow, UserWorkerWorkflow, WorkerPoolWorkflow]
@@ -212,8 +218,15 @@ def _temporal(house: House, act: str, trader: Trader, *options: str) -> str:
     """What `temporal workflow ACT` prints about the worker of a user."""
     done = subprocess.run(
         [
-            *(TemporalServer.binary(), "workflow", act, "--address", house.stack.temporal.address),
-            *("--workflow-id", f"user-worker-{trader.user_id}", "--output", "json"),
+            TemporalServer.binary(),
+            "workflow",
+            act,
+            "--address",
+            house.stack.temporal.address,
+            "--workflow-id",
+            f"user-worker-{trader.user_id}",
+            "--output",
+            "json",
             *options,
         ],
         capture_output=True,

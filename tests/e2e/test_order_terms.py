@@ -108,7 +108,10 @@ def test_a_contract_is_opened_and_covered_at_a_range_of_the_market(house: House)
         f"/v1{account(trader)}/credentials",
         trader.api_key,
         json={
-            **{"broker": "paper", "broker_type": "futures", "api_key": "key", "secret_key": "secret"},
+            "broker": "paper",
+            "broker_type": "futures",
+            "api_key": "key",
+            "secret_key": "secret",
             "person_id": trader.user_id,
         },
     )

@@ -91,8 +91,10 @@ def test_a_unit_is_asked_for_and_a_hundred_shares_are_no_hundred_lots(house: Hou
     nothing = down.send("buy", quantity="100").json()
     assert (nothing["outcome"], nothing["legs"]) == ("nothing_to_do", [])
     assert sorted(ledger(split)) == [
-        *(("buy", 1, "common"), ("buy", 2, "common")),
-        *(("buy", 100, "intraday_odd"), ("buy", 300, "intraday_odd")),
+        ("buy", 1, "common"),
+        ("buy", 2, "common"),
+        ("buy", 100, "intraday_odd"),
+        ("buy", 300, "intraday_odd"),
     ]
 
 
@@ -210,7 +212,10 @@ def test_symbols_are_those_of_charts_and_what_operators_name(house: House) -> No
     hook = make(house, quantity_unit="lots")
     front = front_contract("TXF", load_calendar(), datetime.now(UTC))
     for sent, symbol in (
-        *(("TWSE:2330", "2330"), ("2330.TW", "2330"), ("TXF1!", front), ("TAIFEX:TXF1!", front)),
+        ("TWSE:2330", "2330"),
+        ("2330.TW", "2330"),
+        ("TXF1!", front),
+        ("TAIFEX:TXF1!", front),
     ):
         assert hook.send("buy", symbol=sent, quantity=1).json()["symbol"] == symbol
     admin = house.stack.admin_key
@@ -260,8 +265,11 @@ def test_a_signal_whose_process_is_killed_is_carried_on_once_and_those_behind_it
         until(partial(_ended, hook, body), "the signal's outcome")
     # What the restart left no time for was refused, and nothing was placed twice.
     whole = [
-        *(("buy", 2, "common"), ("sell", 2, "common"), ("sell", 3, "common")),
-        *(("buy", 3, "common"), ("buy", 4, "common")),
+        ("buy", 2, "common"),
+        ("sell", 2, "common"),
+        ("sell", 3, "common"),
+        ("buy", 3, "common"),
+        ("buy", 4, "common"),
     ]
     refused = [body for body in bodies if hook.post(body).status_code == 409]
     assert ledger(hook) == whole if not refused else ledger(hook)[:2] == whole[:2]

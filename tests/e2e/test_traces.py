@@ -104,8 +104,13 @@ def house(collector: Collector) -> Iterator[House]:
 
 def order(house: House, trader: Trader, trace_id: str, flags: str = "01") -> httpx.Response:
     body = {
-        **{"client_order_id": trace_id, "account_id": trader.account_id, "symbol": "2330", "side": "buy"},
-        **{"quantity": 1, "price_type": "MKT", "time_in_force": "IOC"},
+        "client_order_id": trace_id,
+        "account_id": trader.account_id,
+        "symbol": "2330",
+        "side": "buy",
+        "quantity": 1,
+        "price_type": "MKT",
+        "time_in_force": "IOC",
     }
     headers = {"X-API-Key": trader.api_key, "traceparent": f"00-{trace_id}-{'b' * 16}-{flags}"}
     url = f"{house.stack.api_url}/v1/users/{trader.user_id}/orders"
@@ -160,8 +165,12 @@ def test_a_signal_is_one_trace_to_the_fill_and_none_shows_its_address(
     )
     hook = house.call("POST", path, trader.api_key, json=body).json()
     alert = {
-        **{"secret": hook["secret"], "action": "long_entry", "symbol": "2330", "quantity": 1},
-        **{"price_type": "MKT", "time": datetime.now(UTC).isoformat()},
+        "secret": hook["secret"],
+        "action": "long_entry",
+        "symbol": "2330",
+        "quantity": 1,
+        "price_type": "MKT",
+        "time": datetime.now(UTC).isoformat(),
     }
     taken = house.call("POST", hook["path"], "", json=alert)
     assert taken.is_success, taken.text

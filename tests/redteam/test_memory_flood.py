@@ -66,8 +66,12 @@ class TradingCrowd:
                 body = {
                     "client_order_id": uuid4().hex,
                     "account_id": trader.account_id,
-                    **{"symbol": "2330", "side": "buy", "quantity": 1},
-                    **{"price_type": "MKT", "time_in_force": "IOC", "allow_duplicate": True},
+                    "symbol": "2330",
+                    "side": "buy",
+                    "quantity": 1,
+                    "price_type": "MKT",
+                    "time_in_force": "IOC",
+                    "allow_duplicate": True,
                 }
                 began = time.monotonic()
                 answer = http.post(
@@ -90,8 +94,14 @@ def flood(loot: Loot, kind: str, seconds: float) -> dict[str, float | None]:
     """What the flooder says at its end."""
     found = subprocess.run(
         [
-            *(sys.executable, "-m", "tests.redteam.flooder", loot.config.valkey_url, kind),
-            *(loot.user_id, loot.config.worker_id, str(seconds)),
+            sys.executable,
+            "-m",
+            "tests.redteam.flooder",
+            loot.config.valkey_url,
+            kind,
+            loot.user_id,
+            loot.config.worker_id,
+            str(seconds),
         ],
         check=True,
         capture_output=True,

@@ -35,7 +35,9 @@ async def victim(yard: Yard) -> tuple[str, m.WorkerRef]:
     ref = result.worker
     assert ref is not None
     await yard.renew_mark(
-        *(user, ref.worker_id, ref.epoch),
+        user,
+        ref.worker_id,
+        ref.epoch,
         state="Active",
         last_activity_ms=int((time.time() - USED) * 1000),
     )

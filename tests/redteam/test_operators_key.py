@@ -130,6 +130,6 @@ async def test_what_an_operators_commands_have_no_right_to_is_refused(
         for words in attempts:
             refused = await berth(*words)
             assert (words, refused.code, "may not" in refused.err) == (words, 1, True), refused.err
-        rolled = await berth(*("pool", "rollout", "start", "default", "--version", "2", "--image", image))
+        rolled = await berth("pool", "rollout", "start", "default", "--version", "2", "--image", image)
         assert (rolled.code, "IMAGE_NOT_ALLOWED" in rolled.err) == (1, True), rolled.err
     assert await state_of(api) == before

@@ -11,9 +11,13 @@ from workflows.reports.workflow import DailyReportWorkflow, StatementsWorkflow
 
 #: Names of what `play_statements` gives.
 STATEMENTS = {
-    *("statements_by_the_clock", "statements_started_again", "statements_on_a_holiday"),
-    *("statements_first_pages", "statements_last_pages"),
-    *("daily_report", "daily_report_on_a_holiday"),
+    "statements_by_the_clock",
+    "statements_started_again",
+    "statements_on_a_holiday",
+    "statements_first_pages",
+    "statements_last_pages",
+    "daily_report",
+    "daily_report_on_a_holiday",
 }
 
 

@@ -35,9 +35,18 @@ WORKFLOWS = [
 ]
 #: Of `bulk_scenes.py`, whose scenes are of several runs each.
 BULK = {
-    *("maintenance_cleans_up", "maintenance_batch", "maintenance_held_still"),
-    *("morning_by_the_clock", "morning_started_again", "morning_first_page", "morning_last_page"),
-    *("morning_on_a_holiday", "rollout_done", "rollout_rolled_back", "rollout_aborted", "rollout_renewed"),
+    "maintenance_cleans_up",
+    "maintenance_batch",
+    "maintenance_held_still",
+    "morning_by_the_clock",
+    "morning_started_again",
+    "morning_first_page",
+    "morning_last_page",
+    "morning_on_a_holiday",
+    "rollout_done",
+    "rollout_rolled_back",
+    "rollout_aborted",
+    "rollout_renewed",
 }
 FILES = sorted(HISTORIES.rglob("*.json"))
 

@@ -55,8 +55,16 @@ class WorkerMark:
             [keys.pool_worker(config.pool, config.worker_id)],
             [
                 int(config.mark_ttl * 1000),
-                *("public_key", public_key, "proof", proof, "reserved", config.reserved_claim),
-                *("task", config.task_id, "version", config.version),
+                "public_key",
+                public_key,
+                "proof",
+                proof,
+                "reserved",
+                config.reserved_claim,
+                "task",
+                config.task_id,
+                "version",
+                config.version,
             ],
         )
         if not state:

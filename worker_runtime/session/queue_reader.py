@@ -140,7 +140,10 @@ class RequestQueueReader:
                 keys.switch(user_id),
             ],
             [
-                *(shared_state.epoch, self._worker_id, self._session, shared_state.pop_number),
+                shared_state.epoch,
+                self._worker_id,
+                self._session,
+                shared_state.pop_number,
                 "control" if control_only else "",
             ],
         )
@@ -164,8 +167,11 @@ class RequestQueueReader:
         shared_state = self._shared_state
         user_id = shared_state.user_id
         names = [
-            *(keys.owner(user_id), keys.requests(user_id), keys.processing(user_id)),
-            *(keys.journal(user_id, order_id), keys.pop(user_id)),
+            keys.owner(user_id),
+            keys.requests(user_id),
+            keys.processing(user_id),
+            keys.journal(user_id, order_id),
+            keys.pop(user_id),
         ]
         caller = (shared_state.epoch, self._worker_id, self._session, shared_state.pop_number)
         became: bytes = self._client.run(PUT_BACK, names, [*caller, item])

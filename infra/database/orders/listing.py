@@ -83,8 +83,14 @@ async def orders_of_statement(
     """
     state = case((_WAITS_FOR_A_PERSON, OrderState.NEEDS_ATTENTION.value), else_=Order.state).label("state")
     columns = (
-        *(Order.account_id, Order.symbol, Order.side, Order.quantity),
-        *(state, Order.filled_quantity, Order.average_price, Order.lot),
+        Order.account_id,
+        Order.symbol,
+        Order.side,
+        Order.quantity,
+        state,
+        Order.filled_quantity,
+        Order.average_price,
+        Order.lot,
     )
     rows = await session.execute(
         select(*columns)

@@ -45,7 +45,8 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         Aim("API, for PostgreSQL, p99 (ms)", 500, lambda result: result["api"]["database_p99_ms"]),
         Aim("API, for Valkey, p99 (ms)", 500, lambda result: result["api"]["valkey_p99_ms"]),
         Aim(
-            *("orchestrator, for PostgreSQL, p99 (ms)", 500),
+            "orchestrator, for PostgreSQL, p99 (ms)",
+            500,
             lambda result: result["orchestrator"]["database_p99_ms"],
         ),
         Aim(
@@ -62,7 +63,8 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         Aim("kill -9 to Active again, p50 (s)", 2, lambda result: result["p50_s"]),
         Aim("kill -9 to Active again, p99 (s)", 5, lambda result: result["p99_s"]),
         Aim(
-            *("session stopped to Active again, beyond the pulse timeout, p50 (s)", 1.5),
+            "session stopped to Active again, beyond the pulse timeout, p50 (s)",
+            1.5,
             lambda result: result["in_place"]["frozen"]["p50_s"] - result["pulse_timeout_s"],
         ),
         Aim("replaced because their host stood still", 0, lambda result: result["stall"]["replaced"]),

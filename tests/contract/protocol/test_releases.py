@@ -29,7 +29,9 @@ UNREAD: dict[tuple[str, str], tuple[str, str]] = {
     **{
         ("0.1.0", name): ("MKP", "reported as MKT")
         for name in (
-            *("exchange.ExchangeOrder", "exchange.ExchangeReply", "exchange.OrderChanged"),
+            "exchange.ExchangeOrder",
+            "exchange.ExchangeReply",
+            "exchange.OrderChanged",
             "requests.AccountReport",
         )
     },

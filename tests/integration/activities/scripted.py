@@ -77,8 +77,16 @@ class ScriptedPoolWorker:
     async def renew_entry(self, client: Redis, *, ring: bool = False) -> str:
         """Its state; with `ring`, asks to be taken into the pool if it is not there, as real ones do."""
         words = [
-            *("public_key", self.public_key, "proof", self.proof, "reserved", self.reserved),
-            *("task", self.task_id, "version", self._version),
+            "public_key",
+            self.public_key,
+            "proof",
+            self.proof,
+            "reserved",
+            self.reserved,
+            "task",
+            self.task_id,
+            "version",
+            self._version,
         ]
         entry = keys.pool_worker(POOL, self.worker_id)
         state = await valkey.run_script(client, scripts.ANNOUNCE_WORKER, [entry], [30_000, *words])

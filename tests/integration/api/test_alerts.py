@@ -266,7 +266,7 @@ async def test_each_error_is_told_once_while_who_tells_is_killed(
     async def looker() -> asyncio.subprocess.Process:
         nothing = asyncio.subprocess.DEVNULL
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _LOOKER, valkey_server.url), stdout=nothing, stderr=nothing
+            sys.executable, "-c", _LOOKER, valkey_server.url, stdout=nothing, stderr=nothing
         )
 
     async def end(process: asyncio.subprocess.Process) -> None:

@@ -111,8 +111,12 @@ async def test_the_command_line_sets_lists_and_clears(
 
         made = await cli("set", "email", "--running", "4", "--per-second", "2.5", "--burst", "5", "--json")
         assert json.loads(made) == {
-            **{"type": "email", "running_now": 0, "per_node": None},
-            **{"running": 4, "per_second": 2.5, "burst": 5},
+            "type": "email",
+            "running_now": 0,
+            "per_node": None,
+            "running": 4,
+            "per_second": 2.5,
+            "burst": 5,
         }
         [line] = [line for line in (await cli("list")).splitlines() if line.startswith("email")]
         assert line.split() == ["email", "0", "4", "-", "2.5", "5"]

@@ -97,7 +97,10 @@ class Actors:
 @pytest.fixture
 async def actors(migrated_database: str) -> AsyncIterator[Actors]:
     forker = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _FORKER, migrated_database),
+        sys.executable,
+        "-c",
+        _FORKER,
+        migrated_database,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

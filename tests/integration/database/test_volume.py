@@ -121,8 +121,14 @@ async def end_of_the_data(session: AsyncSession) -> Any:
 
 
 ASKED = (
-    *(ended_long_ago, of_the_broker, positions),
-    *(acts_of_people, acts_of_an_hour, still_needed, lately_claimed, end_of_the_data),
+    ended_long_ago,
+    of_the_broker,
+    positions,
+    acts_of_people,
+    acts_of_an_hour,
+    still_needed,
+    lately_claimed,
+    end_of_the_data,
 )
 
 

@@ -92,7 +92,9 @@ def test_the_roles_script_makes_roles_with_their_passwords_and_the_tables_belong
     assert done.returncode == 0, done.stderr
     roles = "select rolname, rolsuper, rolcreatedb from pg_authid where rolname !~ '^(pg_|post)' order by 1"
     assert _psql(postgres, "-U", "postgres", "-c", roles).stdout.split() == [
-        *("berth|f|f", "berth_owner|f|f", "temporal|f|t")
+        "berth|f|f",
+        "berth_owner|f|f",
+        "temporal|f|t",
     ]
     owner = "select pg_get_userbyid(datdba) from pg_database where datname = 'berth'"
     assert _psql(postgres, "-U", "postgres", "-c", owner).stdout.strip() == "berth_owner"
@@ -127,8 +129,19 @@ def test_prepare_makes_tables_keys_and_an_administrators_key_once(
     prepare(settings, tmp_path / "temporal")
     made = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert {path.name for path in made} == {
-        *("master.key", "master.pub", "signing.key", "launch.key", "budget.key", "message.key"),
-        *("api.key", "admin.key", "webhook.key", "temporal.key", "temporal.jwt", "admin.jwt", "jwks.json"),
+        "master.key",
+        "master.pub",
+        "signing.key",
+        "launch.key",
+        "budget.key",
+        "message.key",
+        "api.key",
+        "admin.key",
+        "webhook.key",
+        "temporal.key",
+        "temporal.jwt",
+        "admin.jwt",
+        "jwks.json",
         "fleet.key",
     }
     assert Path(settings.webhook_key_file).stat().st_mode & 0o777 == 0o600

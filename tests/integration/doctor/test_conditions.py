@@ -57,8 +57,13 @@ async def found(check: Check, settings: Settings, **changes: object) -> CheckRes
 
 
 HEALTHY = (
-    *(checks.VALKEY_EVICTION, checks.VALKEY_PERSISTENCE, checks.VALKEY_MEMORY, checks.CLOCKS),
-    *(checks.DISKS, checks.LIMITS, checks.CERTIFICATES),
+    checks.VALKEY_EVICTION,
+    checks.VALKEY_PERSISTENCE,
+    checks.VALKEY_MEMORY,
+    checks.CLOCKS,
+    checks.DISKS,
+    checks.LIMITS,
+    checks.CERTIFICATES,
 )
 
 

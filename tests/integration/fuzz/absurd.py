@@ -123,7 +123,10 @@ def plausible(**values: list[Any]) -> Known:
         **{name: [1, 2, 3] for name in ("quantity", "filled_quantity", "epoch", "attempt", "sequence", "v")},
         **{name: ["612.5", "0.01"] for name in ("price", "average_price", "cash", "available")},
         **{name: ["2330", "TXFR1"] for name in ("symbol",)},
-        **{"v": [1], "behind_ms": [0], "account_id": ["main"], "reason": ["why", None]},
+        "v": [1],
+        "behind_ms": [0],
+        "account_id": ["main"],
+        "reason": ["why", None],
         **values,
     }
 

@@ -160,7 +160,8 @@ def test_no_log_shows_a_password(stack: LocalStack) -> None:
 
 def test_a_command_on_the_folder_finds_the_password(stack: LocalStack, commands: CommandForker) -> None:
     done = commands.run(
-        *("jobs", "info"),
+        "jobs",
+        "info",
         BERTH_DATA_DIR=str(stack.folder.path),
         BERTH_LOCAL_VALKEY_PORT=str(stack.valkey.port),
     )

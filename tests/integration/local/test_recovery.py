@@ -115,7 +115,9 @@ def test_two_keys_of_one_name_are_refused_before_anything_is_backed_up(
         (folder / "master.key").write_text(folder.name)
     named = environment(migrated_database, NO_VALKEY, tmp_path)
     done = commands.run(
-        *("backup", str(tmp_path / "b"), "--plain-keys"),
+        "backup",
+        str(tmp_path / "b"),
+        "--plain-keys",
         **named,
         BERTH_MESSAGE_KEY_FILE=str(other / "master.key"),
     )
@@ -138,7 +140,9 @@ def test_a_backup_that_was_not_made_does_not_look_like_one(
     assert {path.suffix for path in (tmp_path / "b").iterdir()} == {".partial"}
     (tmp_path / "file").touch()
     done = commands.run(
-        *("backup", str(tmp_path / "file"), "--plain-keys"),
+        "backup",
+        str(tmp_path / "file"),
+        "--plain-keys",
         **environment(services_database, NO_VALKEY, tmp_path),
     )
     assert (done.code, "exists" in done.err) == (1, True)

@@ -115,8 +115,14 @@ class StackOfBefore(LocalStack):
 
     def make_current(self, release: RunningRelease) -> None:
         self.temporal_command(
-            *("worker", "deployment", "set-current-version", "--deployment-name", "berth"),
-            *("--build-id", release.build_id, "--yes"),
+            "worker",
+            "deployment",
+            "set-current-version",
+            "--deployment-name",
+            "berth",
+            "--build-id",
+            release.build_id,
+            "--yes",
         )
 
     def left_on_another(self, release: RunningRelease) -> list[Any]:

@@ -45,8 +45,10 @@ def place(scripts: Scripts, request: str, limit: Any = LIMIT) -> Any:
 
 def claim(scripts: Scripts, claim_id: str) -> Any:
     names = [
-        *(keys.pool_ready(POOL), keys.pool_claim(POOL, claim_id)),
-        *(keys.pool_wait_queue(POOL), keys.pool_last_asked(POOL)),
+        keys.pool_ready(POOL),
+        keys.pool_claim(POOL, claim_id),
+        keys.pool_wait_queue(POOL),
+        keys.pool_last_asked(POOL),
     ]
     words = (claim_id, keys.pool_worker_prefix(POOL), 3600, "u", 30_000, "", LIMIT)
     return scripts.run(CLAIM, names, *words)

@@ -258,7 +258,11 @@ def claim_for(scripts: Scripts, user: str, claim_id: str) -> Any:
             keys.pool_wait_queue(POOL),
             keys.pool_last_asked(POOL),
         ],
-        *(claim_id, keys.pool_worker_prefix(POOL), 3600, user, 30_000),
+        claim_id,
+        keys.pool_worker_prefix(POOL),
+        3600,
+        user,
+        30_000,
     )
 
 

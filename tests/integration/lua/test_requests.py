@@ -68,8 +68,12 @@ def pop(
     return scripts.run(
         POP,
         [
-            *(keys.owner(USER), keys.control(USER), keys.requests(USER), keys.processing(USER)),
-            *(keys.pop(USER), keys.switch(USER)),
+            keys.owner(USER),
+            keys.control(USER),
+            keys.requests(USER),
+            keys.processing(USER),
+            keys.pop(USER),
+            keys.switch(USER),
         ],
         epoch,
         worker,

@@ -50,7 +50,11 @@ def spend(
     granted, wait, count, _ = scripts.run(
         SPEND_BUDGET if at is None else CLOCKED,
         [SINCE, *(keys.budget(OWNER, each.what) for each in windows)],
-        *(call, known, int(fresh), *numbers, *clock),
+        call,
+        known,
+        int(fresh),
+        *numbers,
+        *clock,
     )
     return granted == 1, wait, count
 

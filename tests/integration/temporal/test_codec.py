@@ -188,7 +188,9 @@ async def test_texts_of_failures_are_encrypted_and_codes_are_not(path: Path) -> 
     back = await converter.decode_failure(failure)
     assert isinstance(back, ApplicationError)
     assert (back.message, back.details, str(back.cause)) == (
-        *("outer words", ("detail words",), "ValueError: inner words"),
+        "outer words",
+        ("detail words",),
+        "ValueError: inner words",
     )
 
 

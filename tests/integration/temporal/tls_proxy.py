@@ -27,8 +27,16 @@ from infra.local.process import HOST
 API_KEY = "toasties"
 #: HPACK's codes (RFC 7541, appendix B) of the letters in `Bearer toasties`: client libraries send them so.
 _HUFFMAN = {
-    **{"a": "00011", "c": "00100", "e": "00101", "i": "00110", "o": "00111", "s": "01000", "t": "01001"},
-    **{"r": "101100", " ": "010100", "B": "1011101"},
+    "a": "00011",
+    "c": "00100",
+    "e": "00101",
+    "i": "00110",
+    "o": "00111",
+    "s": "01000",
+    "t": "01001",
+    "r": "101100",
+    " ": "010100",
+    "B": "1011101",
 }
 _HEADERS, _DATA = 1, 0
 _END = 0x4 | 0x1  # END_HEADERS, END_STREAM

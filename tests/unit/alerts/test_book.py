@@ -180,8 +180,14 @@ def test_a_stored_book_with_absurd_times_begins_anew(field: str, at: float) -> N
 @pytest.mark.parametrize(
     "stored",
     [
-        *(b"", b"[]", b'{"sent":[1e300,1e300,1e300,1e300]}', b'{"number":18446744073709551615}'),
-        *(b'{"cursor":"never"}', b'{"cursor":"1-x"}', b'{"cursor":"99999999999999"}', b'{"cursor":""}'),
+        b"",
+        b"[]",
+        b'{"sent":[1e300,1e300,1e300,1e300]}',
+        b'{"number":18446744073709551615}',
+        b'{"cursor":"never"}',
+        b'{"cursor":"1-x"}',
+        b'{"cursor":"99999999999999"}',
+        b'{"cursor":""}',
     ],
 )
 def test_a_stored_book_that_nobody_wrote_begins_anew(stored: bytes) -> None:

@@ -56,9 +56,16 @@ def test_lots_are_whole(quantity: object) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"time": "2026-11-21T01:00:01Z"}, {"id": "2"}, {"action": "sell"}, {"symbol": "2317"}),
-        *({"quantity": 2}, {"reduce_only": True}, {"action": "close"}, {"action": "long_entry"}),
-        *({"action": "position", "position_size": 1}, {"price": "1005.5"}),
+        {"time": "2026-11-21T01:00:01Z"},
+        {"id": "2"},
+        {"action": "sell"},
+        {"symbol": "2317"},
+        {"quantity": 2},
+        {"reduce_only": True},
+        {"action": "close"},
+        {"action": "long_entry"},
+        {"action": "position", "position_size": 1},
+        {"price": "1005.5"},
     ],
 )
 def test_another_signal_is_another_order(changes: dict[str, Any]) -> None:
@@ -118,11 +125,14 @@ def test_what_a_signal_means_is_the_same_after_it_was_stored() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"action": "buy", "quantity": None}, {"action": "long_entry", "quantity": None}),
-        *({"action": "long_entry", "reduce_only": True}, {"reduce_only": "yes"}),
+        {"action": "buy", "quantity": None},
+        {"action": "long_entry", "quantity": None},
+        {"action": "long_entry", "reduce_only": True},
+        {"reduce_only": "yes"},
         {"action": "position"},
         {"action": "position", "position_size": 2, "reduce_only": True},
-        *({"action": "position", "position_size": "1.5"}, {"action": "position", "position_size": "x"}),
+        {"action": "position", "position_size": "1.5"},
+        {"action": "position", "position_size": "x"},
         {"action": "position", "position_size": -2, "market_position": "long"},
         {"action": "position", "position_size": 2, "market_position": "flat"},
         {"action": "position", "position_size": 0, "market_position": "long"},
@@ -137,8 +147,15 @@ def test_what_opens_says_how_much(changes: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("size", "side", "target"),
     [
-        *(("2", "long", 2), ("-2.0", "short", -2), ("2", "short", -2), ("-3", "", -3), (4, "", 4)),
-        *(("0", "flat", 0), (None, "flat", 0), ("0", "", 0), ("2", "Long", 2)),
+        ("2", "long", 2),
+        ("-2.0", "short", -2),
+        ("2", "short", -2),
+        ("-3", "", -3),
+        (4, "", 4),
+        ("0", "flat", 0),
+        (None, "flat", 0),
+        ("0", "", 0),
+        ("2", "Long", 2),
     ],
 )
 def test_a_target_has_its_sign_from_the_size_or_from_the_side(size: object, side: str, target: int) -> None:

@@ -11,8 +11,14 @@ from infra.lab.chaos.orders.shapes import FollowUp
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 
 OWN = {
-    *(FaultTarget.WORKER, FaultTarget.SESSION, FaultTarget.SUPERVISOR, FaultTarget.NODE),
-    *(FaultTarget.API_PROCESS, FaultTarget.API, FaultTarget.ORCHESTRATOR, FaultTarget.BROKER_SESSION),
+    FaultTarget.WORKER,
+    FaultTarget.SESSION,
+    FaultTarget.SUPERVISOR,
+    FaultTarget.NODE,
+    FaultTarget.API_PROCESS,
+    FaultTarget.API,
+    FaultTarget.ORCHESTRATOR,
+    FaultTarget.BROKER_SESSION,
 }
 
 

@@ -233,15 +233,19 @@ def test_text_from_outside_does_not_steer_the_terminal() -> None:
 
 def _shown(**life: Any) -> str:
     lifecycle = {
-        **{
-            "state": "Active",
-            "since": "2026-11-21T01:00:00Z",
-            "worker_id": "w-1",
-            "task_id": "t-1",
-            "epoch": 3,
-        },
-        **{"attempts": 1, "reason": "", "next_step": "ends when idle", "deadline": "2026-11-21T01:30:00Z"},
-        **{"health": "well", "health_at": "2026-11-21T01:00:00Z", "crashes": 0, "last_activity": None},
+        "state": "Active",
+        "since": "2026-11-21T01:00:00Z",
+        "worker_id": "w-1",
+        "task_id": "t-1",
+        "epoch": 3,
+        "attempts": 1,
+        "reason": "",
+        "next_step": "ends when idle",
+        "deadline": "2026-11-21T01:30:00Z",
+        "health": "well",
+        "health_at": "2026-11-21T01:00:00Z",
+        "crashes": 0,
+        "last_activity": None,
         **life,
     }
     written = StringIO()

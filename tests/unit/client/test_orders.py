@@ -28,10 +28,20 @@ def view(state: str = "filled", **changes: Any) -> dict[str, Any]:
         "id": "o-1",
         "client_order_id": TICKET.client_order_id,
         "user_id": "alice",
-        **{"account_id": "main", "symbol": "2330", "side": "buy", "quantity": 1, "price_type": "MKT"},
-        **{"price": None, "time_in_force": "ROD", "state": state, "broker_order_id": None},
+        "account_id": "main",
+        "symbol": "2330",
+        "side": "buy",
+        "quantity": 1,
+        "price_type": "MKT",
+        "price": None,
+        "time_in_force": "ROD",
+        "state": state,
+        "broker_order_id": None,
         "final": state in ("filled", "cancelled", "rejected", "expired"),
-        **{"filled_quantity": 0, "average_price": "1005.5", "code": None, "reason": None},
+        "filled_quantity": 0,
+        "average_price": "1005.5",
+        "code": None,
+        "reason": None,
         "accepted_at": "2026-11-21T01:00:00Z",
         **changes,
     }
@@ -59,7 +69,11 @@ def test_usual_terms_are_not_sent_so_that_an_older_api_takes_the_order(api: Scri
     (asked,) = api.asked
     sent = msgspec.json.decode(asked.content)
     assert sent == {
-        **{"account_id": "main", "symbol": "2330", "side": "buy", "quantity": 1, "price_type": "MKT"},
+        "account_id": "main",
+        "symbol": "2330",
+        "side": "buy",
+        "quantity": 1,
+        "price_type": "MKT",
         "client_order_id": TICKET.client_order_id,
     }
     odd = msgspec.structs.replace(TICKET, lot="odd", client_order_id="mine")

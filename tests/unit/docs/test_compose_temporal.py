@@ -36,8 +36,14 @@ from tests.e2e.conftest import until
 ROOT = Path(__file__).resolve().parents[3]
 #: The YAML names of `config.Authorization` and `config.JWTKeyProvider` in server 1.31.2.
 AUTHORIZATION = {
-    *("jwtKeyProvider", "permissionsClaimName", "permissionsRegex", "authorizer", "claimMapper"),
-    *("authHeaderName", "authExtraHeaderName", "audience"),
+    "jwtKeyProvider",
+    "permissionsClaimName",
+    "permissionsRegex",
+    "authorizer",
+    "claimMapper",
+    "authHeaderName",
+    "authExtraHeaderName",
+    "audience",
 }
 KEY_PROVIDER = {"keySourceURIs", "refreshInterval"}
 #: What `temporal-server start` can be told to run.
@@ -107,7 +113,8 @@ def test_the_ui_is_off_by_default_and_never_without_a_login(services: dict[str, 
     # Its secret is in a file that a person makes; `environment` would win over it.
     assert ui["env_file"] == [{"path": ".secrets/temporal-ui.env", "required": False}]
     assert not {name for name in ui["environment"] if name.startswith("TEMPORAL_AUTH_")} - {
-        *("TEMPORAL_AUTH_ENABLED", "TEMPORAL_AUTH_TYPE"),
+        "TEMPORAL_AUTH_ENABLED",
+        "TEMPORAL_AUTH_TYPE",
     }
 
 

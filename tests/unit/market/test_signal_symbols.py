@@ -24,10 +24,22 @@ def resolved(name: str, at: datetime = BEFORE, **names: str) -> str:
 @pytest.mark.parametrize(
     ("name", "symbol"),
     [
-        *(("2330", "2330"), ("TWSE:2330", "2330"), ("TPEX:6488", "6488"), ("2330.TW", "2330")),
-        *(("6488.TWO", "6488"), (" twse:2330 ", "2330"), ("TWSE_DLY:2330", "2330"), ("TWSE_DL:0050", "0050")),
-        *(("TXFL6", "TXFL6"), ("TXFR1", "TXFR1"), ("TAIFEX:MXFA7", "MXFA7"), ("TXFZ2026", "TXFL6")),
-        *(("TXF1!", "TXFK6"), ("TAIFEX:TXF1!", "TXFK6"), ("txf1!", "TXFK6"), ("TXF2!", "TXFL6")),
+        ("2330", "2330"),
+        ("TWSE:2330", "2330"),
+        ("TPEX:6488", "6488"),
+        ("2330.TW", "2330"),
+        ("6488.TWO", "6488"),
+        (" twse:2330 ", "2330"),
+        ("TWSE_DLY:2330", "2330"),
+        ("TWSE_DL:0050", "0050"),
+        ("TXFL6", "TXFL6"),
+        ("TXFR1", "TXFR1"),
+        ("TAIFEX:MXFA7", "MXFA7"),
+        ("TXFZ2026", "TXFL6"),
+        ("TXF1!", "TXFK6"),
+        ("TAIFEX:TXF1!", "TXFK6"),
+        ("txf1!", "TXFK6"),
+        ("TXF2!", "TXFL6"),
     ],
 )
 def test_a_symbol_is_what_the_exchange_calls_it(name: str, symbol: str) -> None:

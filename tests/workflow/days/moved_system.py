@@ -208,7 +208,10 @@ async def moved_system(
         for worker in _workers(env.client, starter or WorkerStarter(env.client, settings), parts):
             await stack.enter_async_context(worker)
         stream = EventStream(
-            *(parts.client, RELAY_GROUP, Relay(env.client), parts.message_secrets),
+            parts.client,
+            RELAY_GROUP,
+            Relay(env.client),
+            parts.message_secrets,
             dead_letters=DeadLetters(parts.database),
         )
         cutting = WorkerCutOff(parts.client, parts.database, parts.launcher, ends_of(parts))

@@ -150,8 +150,13 @@ class DayOfOrders:
                     "cast(:at as timestamptz), :claimed, :ended, :crashed)"
                 ),
                 {
-                    **{"claim": f"c{self._numbers}", "user": user, "epoch": self._numbers, "at": at},
-                    **{"warm": warm, "crashed": crashed, "ended": at + timedelta(minutes=1)},
+                    "claim": f"c{self._numbers}",
+                    "user": user,
+                    "epoch": self._numbers,
+                    "at": at,
+                    "warm": warm,
+                    "crashed": crashed,
+                    "ended": at + timedelta(minutes=1),
                     "worker": None if warm is None else f"w{self._numbers}",
                     "claimed": None if warm is None else at + timedelta(seconds=took),
                 },
@@ -196,11 +201,19 @@ async def test_figures_are_what_can_be_counted_by_hand(database: Database) -> No
     # What happens on the days without trading is in the report of the next day with it.
     assert reports.report_period(DAYS, NEXT, END)[0] == until
     assert found == {
-        **{"users": 2, "users_with_worker": 2, "orders": 6},
+        "users": 2,
+        "users_with_worker": 2,
+        "orders": 6,
         "by_state": {"filled": 2, "rejected": 1, "needs_attention": 1, "cancelled": 2},
         "by_code": {"BROKER_REJECTED": 1},
-        **{"lots_ordered": 13, "lots_bought": 2, "lots_sold": 1},
-        **{"claims_failed": 1, "restarts": 1, "attention_raised": 1, "differences": 2, "dead_letters": {}},
+        "lots_ordered": 13,
+        "lots_bought": 2,
+        "lots_sold": 1,
+        "claims_failed": 1,
+        "restarts": 1,
+        "attention_raised": 1,
+        "differences": 2,
+        "dead_letters": {},
     }
     submitted, final = seconds["accepted_to_submitted"], seconds["submitted_to_final"]
     assert (submitted["count"], submitted["p50"], submitted["max"]) == (2, 1.0, 1.5)

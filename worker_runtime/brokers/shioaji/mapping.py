@@ -37,15 +37,26 @@ MAX_TAG = 6
 
 _REFUSES_LOGIN = frozenset(
     {
-        *("AuthError", "CaError", "AccountNotSignError", "AccountNotProvideError"),
-        *("ValidationError", "BadRequestError", "ShioajiValueError", "ShioajiTypeError"),
+        "AuthError",
+        "CaError",
+        "AccountNotSignError",
+        "AccountNotProvideError",
+        "ValidationError",
+        "BadRequestError",
+        "ShioajiValueError",
+        "ShioajiTypeError",
     }
 )
 #: Refused before anything left this process (wrong value, no certificate), or by a clear 400 or 422.
 _REFUSES_ORDER = frozenset(
     {
-        *("CaError", "AccountNotSignError", "AccountNotProvideError", "ValidationError", "BadRequestError"),
-        *("ShioajiValueError", "ShioajiTypeError"),
+        "CaError",
+        "AccountNotSignError",
+        "AccountNotProvideError",
+        "ValidationError",
+        "BadRequestError",
+        "ShioajiValueError",
+        "ShioajiTypeError",
     }
 )
 

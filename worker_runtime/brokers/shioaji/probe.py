@@ -12,8 +12,13 @@ from worker_runtime.protocol.errors import OrderRejected
 #: Fields of a trade that say how it stands. None names the person, the account or the broker's branch.
 _ORDER = ("action", "price", "quantity", "price_type", "time_in_force", "order_lot", "order_cond", "octype")
 _STATUS = (
-    *("status", "status_code", "order_quantity", "deal_quantity", "cancel_quantity"),
-    *("modified_price", "msg"),
+    "status",
+    "status_code",
+    "order_quantity",
+    "deal_quantity",
+    "cancel_quantity",
+    "modified_price",
+    "msg",
 )
 
 

@@ -121,7 +121,11 @@ class JobChaosRun:
     async def _start_fleet(self) -> asyncio.subprocess.Process:
         with (self._folder / "runners.log").open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "infra.lab.loadtest_job", "fleet"),
+                sys.executable,
+                "-P",
+                "-m",
+                "infra.lab.loadtest_job",
+                "fleet",
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

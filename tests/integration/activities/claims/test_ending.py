@@ -47,7 +47,9 @@ async def serving_user(yard: Yard) -> tuple[str, ScriptedPoolWorker, m.WorkerRef
 
 async def mark(yard: Yard, user: str, worker: ScriptedPoolWorker, epoch: int) -> str:
     return await yard.renew_mark(
-        *(user, worker.worker_id, epoch),
+        user,
+        worker.worker_id,
+        epoch,
         last_activity_ms=123_000,
         state="Active",
         public_key=worker.public_key.hex(),

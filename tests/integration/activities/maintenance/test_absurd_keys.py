@@ -184,7 +184,7 @@ async def test_what_an_order_a_job_and_a_claim_read_has_bounds(yard: Yard) -> No
     queue, jobs = RequestQueue(yard.client, SECRETS), JobClient(yard.client, SECRETS)
     fields: dict[str, Any] = {"user_id": name, "account_id": "main", "reply_to": "", "generation": "g"}
     await queue.enqueue(QueryAccount(request_id="seen", **fields), 9)
-    ours = (*(keys.mark(name), keys.seen(name, "seen"), keys.response(name, "r")), job_keys.result(tag, "r"))
+    ours = (keys.mark(name), keys.seen(name, "seen"), keys.response(name, "r"), job_keys.result(tag, "r"))
     for key in ours:
         await swell(yard, key, LARGE)
     entries_of = [keys.pool_worker(POOL, one.worker_id) for one in (worker, claimed)]

@@ -278,7 +278,11 @@ while True:
 @pytest.mark.parametrize("where", ["between", "within"])
 async def test_a_leader_that_is_stopped_loses_its_place(yard: Yard, where: str) -> None:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", _STUCK, yard.settings.database_url, where),
+        sys.executable,
+        "-c",
+        _STUCK,
+        yard.settings.database_url,
+        where,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -248,8 +248,21 @@ async def test_commands_make_list_rotate_and_revoke_keys_with_scopes(
 ) -> None:
     async with operator(api, commands, tmp_path) as berth:
         made = await berth(
-            *("api-keys", "create", "--role", "user", "--user", api.user, "--label", "bot"),
-            *("--scope", "read", "--scope", "trade", "--source", "127.0.0.0/8", "--json"),
+            "api-keys",
+            "create",
+            "--role",
+            "user",
+            "--user",
+            api.user,
+            "--label",
+            "bot",
+            "--scope",
+            "read",
+            "--scope",
+            "trade",
+            "--source",
+            "127.0.0.0/8",
+            "--json",
         )
         key = json.loads(made.out)
         assert (key["scopes"], key["sources"]) == (["read", "trade"], ["127.0.0.0/8"])

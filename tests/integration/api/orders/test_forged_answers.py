@@ -64,8 +64,15 @@ def withdrawn_by_a_worker(order: PlaceOrder) -> bytes:
 
 
 FORGERIES = [
-    *(unsigned, without_mac, by_a_stranger, by_another_users_worker, of_another_epoch),
-    *(by_a_worker_as_a_service, altered, about_another_order, withdrawn_by_a_worker),
+    unsigned,
+    without_mac,
+    by_a_stranger,
+    by_another_users_worker,
+    of_another_epoch,
+    by_a_worker_as_a_service,
+    altered,
+    about_another_order,
+    withdrawn_by_a_worker,
 ]
 
 

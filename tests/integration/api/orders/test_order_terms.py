@@ -89,7 +89,9 @@ async def test_the_terms_arrive_and_are_shown_everywhere(
     [order] = worker.popped
     assert order.v == 2
     assert (order.lot, order.condition, order.open_close) == (
-        *(body["lot"], body["condition"], body["open_close"]),
+        body["lot"],
+        body["condition"],
+        body["open_close"],
     )
     again = await place(user, api, **terms)
     assert (again.status_code, again.json()["id"]) == (200, body["id"])
@@ -100,7 +102,9 @@ async def test_the_terms_arrive_and_are_shown_everywhere(
     exported = await user.get(f"/users/{api.user}/orders.csv")
     [row] = csv.DictReader(io.StringIO(exported.text))
     assert (row["lot"], row["condition"], row["open_close"]) == (
-        *(body["lot"], body["condition"], body["open_close"]),
+        body["lot"],
+        body["condition"],
+        body["open_close"],
     )
     async with api.services.database.session() as session:
         stored = await recording.get_order(session, UUID(body["id"]))
@@ -118,7 +122,9 @@ async def test_an_order_without_them_is_what_it_was(
     worker = await start_worker(api.user)
     first = await place(user, api)
     assert (first.json()["lot"], first.json()["condition"], first.json()["open_close"]) == (
-        *("common", "cash", "auto"),
+        "common",
+        "cash",
+        "auto",
     )
     assert worker.popped[0].v == 1
     named = await place(user, api, lot="common", condition="cash", open_close="auto")

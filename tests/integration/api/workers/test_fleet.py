@@ -240,7 +240,9 @@ async def test_operators_see_orchestrators_and_queues_that_none_serves(
     assert "berth-lifecycle" in found[ours]["reason"]
     assert found["temporal"]["state"] == "up"
     assert found["queue berth-launch"] == {
-        **{"state": "down", "ms": None, "seen_at": None},
+        "state": "down",
+        "ms": None,
+        "seen_at": None,
         "reason": "no orchestrator serves it",
     }
     assert "queue berth-lifecycle" not in found

@@ -23,7 +23,9 @@ BERTH = str(Path(sys.executable).with_name("berth"))
 
 async def started(*words: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(BERTH, "worker", *words),
+        BERTH,
+        "worker",
+        *words,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={"PATH": "/usr/bin:/bin", "NO_COLOR": "1"},

@@ -51,7 +51,10 @@ async def test_a_worker_becomes_ready_by_what_run_task_gives_it(
         }
         with (tmp_path / "worker.log").open("wb") as log:
             worker = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "worker_runtime"),
+                sys.executable,
+                "-P",
+                "-m",
+                "worker_runtime",
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -6,9 +6,28 @@ import subprocess
 import sys
 
 _FORBIDDEN = {
-    *("temporalio", "fastapi", "sqlalchemy", "boto3", "pydantic", "redis", "uvicorn", "structlog"),
-    *("asyncio", "ssl", "logging", "subprocess", "multiprocessing", "concurrent", "http", "email"),
-    *("workflows", "activities", "api", "infra", "shioaji", "cryptography"),
+    "temporalio",
+    "fastapi",
+    "sqlalchemy",
+    "boto3",
+    "pydantic",
+    "redis",
+    "uvicorn",
+    "structlog",
+    "asyncio",
+    "ssl",
+    "logging",
+    "subprocess",
+    "multiprocessing",
+    "concurrent",
+    "http",
+    "email",
+    "workflows",
+    "activities",
+    "api",
+    "infra",
+    "shioaji",
+    "cryptography",
 }
 
 

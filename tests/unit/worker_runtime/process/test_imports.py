@@ -8,9 +8,27 @@ import sys
 import pytest
 
 _FORBIDDEN = (
-    *("temporalio", "fastapi", "sqlalchemy", "boto3", "pydantic", "redis", "uvicorn", "structlog"),
-    *("asyncio", "ssl", "logging", "subprocess", "multiprocessing", "concurrent", "http", "email"),
-    *("workflows", "activities", "api", "infra", "shioaji"),
+    "temporalio",
+    "fastapi",
+    "sqlalchemy",
+    "boto3",
+    "pydantic",
+    "redis",
+    "uvicorn",
+    "structlog",
+    "asyncio",
+    "ssl",
+    "logging",
+    "subprocess",
+    "multiprocessing",
+    "concurrent",
+    "http",
+    "email",
+    "workflows",
+    "activities",
+    "api",
+    "infra",
+    "shioaji",
 )
 
 

@@ -64,9 +64,16 @@ def announce(config: WorkerConfig, identity: SimulatedIdentity) -> SimulatedCall
         [keys.pool_worker(config.pool, config.worker_id)],
         [
             int(config.mark_ttl * 1000),
-            *("public_key", identity.public_key, "proof", identity.proof),
-            *("reserved", config.reserved_claim),
-            *("task", config.task_id, "version", config.version),
+            "public_key",
+            identity.public_key,
+            "proof",
+            identity.proof,
+            "reserved",
+            config.reserved_claim,
+            "task",
+            config.task_id,
+            "version",
+            config.version,
         ],
     )
 
