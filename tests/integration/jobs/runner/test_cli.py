@@ -266,4 +266,4 @@ def test_a_configuration_that_others_can_read_or_that_is_none_is_refused(
 def test_an_unreachable_valkey_is_one_sentence() -> None:
     done = CliRunner().invoke(app, ["jobs", "info"], env={"BERTH_VALKEY_URL": "redis://127.0.0.1:1/0"})
     assert done.exit_code == 1
-    assert done.output.startswith("error: Valkey: ConnectionError")
+    assert done.output.startswith("error: Valkey cannot be reached.")
