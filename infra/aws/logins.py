@@ -1,4 +1,4 @@
-"""Logins that AWS makes, and references to them that CloudFormation resolves: no template holds a password."""
+"""Logins that AWS makes, and references to them that CloudFormation resolves."""
 
 from aws_cdk import Fn, RemovalPolicy
 from aws_cdk import aws_secretsmanager as secrets

@@ -1,8 +1,8 @@
-"""Valkey: a server of our own on one host, with a user for each worker, or ElastiCache, which has no such users.
+"""Valkey: on a host of our own, with a user for each worker, or ElastiCache, which has no such users.
 
-A host of our own is replaced by its Auto Scaling group. Its data are on a volume of their own, which one host
-at a time can hold, so that there are never two servers. Clients follow the name of a load balancer, which ends
-their TLS with a certificate of ACM and begins another one to the host.
+The Auto Scaling group replaces a host that is lost. The data are on a volume that one host at a time can
+attach, so there are never two servers. Clients follow the name of a load balancer, which ends their TLS with
+a certificate of ACM and opens a TLS connection of its own to the host.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,6 @@ from aws_cdk import aws_iam as iam
 from aws_cdk import aws_kms as kms
 from aws_cdk import aws_route53 as route53
 from aws_cdk import aws_route53_targets as route53_targets
-from aws_cdk import aws_secretsmanager as secrets
 from constructs import Construct
 
 from infra.aws.hosts import log_group
@@ -29,9 +28,9 @@ from infra.aws.network import VALKEY, Network
 from infra.aws.stages import AwsStage
 from infra.valkey.worker_users import COMMANDS
 
-#: The rights of all workers on ElastiCache, where nobody may make Valkey users by ACL SETUSER: the commands of
-#: a worker's own user on every key, and scripts that the orchestrators have loaded. No EVAL, with which an
-#: endless loop blocks everybody. No KEYS, SCAN, FLUSHALL, CONFIG, CLIENT, ACL or MONITOR.
+#: The rights of all workers on ElastiCache, where nobody may make Valkey users by ACL SETUSER: the commands
+#: of a worker's own user on every key, and scripts that the orchestrators have loaded. No EVAL, with which
+#: an endless loop blocks everybody. No KEYS, SCAN, FLUSHALL, CONFIG, CLIENT, ACL or MONITOR.
 WORKER_ACCESS = " ".join(
     ("on", "~*", "&*", "-@all", *(f"+{command}" for command in COMMANDS), "+subscribe", "+evalsha")
 )
@@ -172,7 +171,7 @@ def server_config() -> str:
 
 
 class ValkeyHost(Construct):
-    """One host with Valkey in a container, its volume with hourly snapshots, and the name that clients follow."""
+    """Runs Valkey on one host: its volume with hourly snapshots, and the name that clients follow."""
 
     def __init__(
         self,
@@ -318,7 +317,7 @@ class ValkeyHost(Construct):
         return group
 
     def _start(self, images: ecr.IRepository) -> ec2.UserData:
-        """What a new host does: packages, the volume, a certificate of its own, the image, Valkey."""
+        """Return what a new host does: packages, the volume, a certificate of its own, the image, Valkey."""
         region, volume = self._stage.region, self._volume.volume_id
         image = f"{images.repository_uri}:{VALKEY_IMAGE}"
         registry = f"{Aws.ACCOUNT_ID}.dkr.ecr.{region}.{Aws.URL_SUFFIX}"
@@ -329,9 +328,9 @@ class ValkeyHost(Construct):
             # A host that does not become one ends itself, and its group starts another one.
             "trap 'sleep 60; shutdown --poweroff now' ERR",
             "dnf install --assumeyes awscli-2 docker openssl xfsprogs",
-            # The volume. Until the former host has ended it has it: there are never two servers.
-            f"token=$(curl --fail --silent --request PUT --header 'X-aws-ec2-metadata-token-ttl-seconds: 300' "
-            f"{metadata}/api/token)",
+            # The former host keeps the volume until it has ended, so this loop waits for its end.
+            "token=$(curl --fail --silent --request PUT "
+            f"--header 'X-aws-ec2-metadata-token-ttl-seconds: 300' {metadata}/api/token)",
             f'host=$(curl --fail --silent --header "X-aws-ec2-metadata-token: $token" '
             f"{metadata}/meta-data/instance-id)",
             f"volume={volume}",
@@ -370,8 +369,8 @@ class ValkeyHost(Construct):
             # The first host of a stage is there before its image is pushed.
             f"until aws ecr get-login-password --region {region} | docker login --username AWS "
             f"--password-stdin {registry} && docker pull {image}; do sleep 10; done",
-            # A mount of a folder that is missing fails: without its volume no server starts. In bridge mode the
-            # container reaches no credentials of its host, which are one hop away.
+            # A mount of a folder that is missing fails: without its volume no server starts. In bridge mode
+            # the container reaches no credentials of its host, which are one hop away.
             f"docker run --detach --name valkey --restart always --publish {VALKEY}:{VALKEY} "
             f"--user {VALKEY_UID}:{VALKEY_UID} "
             "--cap-drop ALL --security-opt no-new-privileges --read-only --tmpfs /tmp "
