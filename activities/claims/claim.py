@@ -133,7 +133,7 @@ class ClaimActivities:
         return result
 
     async def _assign(self, request: m.ClaimRequest) -> _ClaimedWorker:
-        """Passes over entries that may not be claimed, so that whoever wrote them blocks nobody."""
+        """Skips invalid pool entries, so that a forged one cannot block claims."""
         avoid = await self._canaries.to_avoid(request.pool, request.failed)
         refused: set[str] = set()
         while len(refused) < ENTRIES_TRIED:
@@ -271,7 +271,7 @@ class ClaimActivities:
     async def _to_end_first(
         self, request: m.ClaimRequest, assigned: worker_sessions.AssignmentResult
     ) -> m.WorkerRef | None:
-        """A worker that may be logged in and has to end before another one starts (one-owner)."""
+        """Returns the former worker that must end first, or None (one-owner)."""
         other = assigned.unended
         claim_id, pool = (other or request).claim_id, (other or request).pool
         own, task_id = (other or assigned).worker_id or "", (other or assigned).task_id or ""

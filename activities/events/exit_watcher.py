@@ -30,8 +30,8 @@ from workflows.worker_pool import messages as pm
 
 #: Ends that are not the worker's own doing: somebody asked for it, or its host or node went away.
 NO_CRASH = frozenset({STOPPED, HOST_RESTARTED, HOST_LOST, LOST})
-#: Nor are these: answers to a SIGTERM, of a host that shuts down, for example; and the end of a worker whose
-#: orchestrator died before the login.
+#: These exit codes are planned too: SIGTERM, of a host that shuts down for example, or the orchestrator
+#: died before the login.
 _NO_CRASH_CODES = frozenset({ExitCode.OK, ExitCode.SHUTDOWN_TIMEOUT, ExitCode.CLAIM_REFUSED})
 #: Seconds between two tries while the launcher, Valkey, PostgreSQL or Temporal is away.
 RETRY = 1.0

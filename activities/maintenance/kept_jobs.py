@@ -1,7 +1,7 @@
 """Compares the jobs that PostgreSQL keeps with Valkey: notes how they ended, enqueues again what is lost.
 
-A job that may run twice is enqueued as soon as Valkey does not know it. Any other one waits for its timeout
-first: a run of before the flush has ended by then, and its runner has left the result
+A job that may run twice is enqueued as soon as Valkey does not know it. A job that must not run twice is
+enqueued after its timeout, when any earlier run has ended and its runner has left the result
 (`finish_and_claim.lua`). Settings of queues that Valkey has lost are written back before any job.
 """
 
@@ -39,8 +39,8 @@ MOST = 500
 #: a login that is refused is not asked about for ever.
 EAGER = 600.0
 
-#: What a producer does when its job has failed for good, by the beginning of the job's id, up to the hyphen.
-#: It may be called again. All others are content with the list of dead letters.
+#: Failure handlers by job id prefix, up to the hyphen. One may be called again. Jobs without one only get an
+#: entry in the list of dead letters.
 ON_FAILED = {"statement": note_failed_statement}
 
 log = structlog.get_logger()

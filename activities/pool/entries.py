@@ -19,7 +19,7 @@ from workflows.user_worker import messages as m
 
 #: Seconds after which a user who does not ask again leaves the line; six times the wait of `POOL_EXHAUSTED`.
 LINE_PATIENCE = 30.0
-#: Events that are taken at a worker's end at once; a rest has its turn with the others.
+#: Events that are taken at a worker's end at once. The rest waits for the next round.
 LAST_EVENTS = 1000
 LAST_EVENT_BYTES = 4 * 1024 * 1024
 #: Bytes of one worker's events that are taken in a round: 2 MB a second of a flood. An order makes four

@@ -23,11 +23,11 @@ from worker_runtime.protocol.order_terms import ODD_LOTS, SHARES_PER_LOT, OpenCl
 
 #: The broker of tests and of trying things out: its market never closes, and it takes any symbol.
 PAPER = "paper"
-#: Seconds that an account's limits are remembered: a change of them holds for all processes after that.
+#: Seconds to cache an account's limits; a change takes effect after this time.
 REMEMBERED = 5.0
 #: Accounts remembered.
 MAX_REMEMBERED = 10_000
-#: With fewer orders left of the day than this, they are counted anew with each order.
+#: Do not cache when fewer orders than this remain today.
 RECOUNT_BELOW = 500
 
 
@@ -56,7 +56,7 @@ class PreTradeChecks:
         refuse_mixed_terms(order, futures=usage.broker_type == Market.FUTURES)
         lot = self._symbol(order, usage)
         self._open(order, usage)
-        if order.reduce_only:  # who wants out is not held back by a limit of what goes in
+        if order.reduce_only:  # limits apply only to orders that can increase a position
             return UNBOUND
         self._quantity(order, usage)
         most_price = self._notional(order, usage, lot)
@@ -104,7 +104,10 @@ class PreTradeChecks:
         own = usage.limits.max_quantity
         most = self._settings.check_max_quantity if own is None else own
         if new.quantity > most and new.lot not in ODD_LOTS:
-            raise errors.QuantityLimit(f"{new.quantity} lots; one order of this account may have {most}")
+            raise errors.QuantityLimit(
+                f"Quantity {new.quantity} is above this account's limit of {most} lots per order. Reduce it,"
+                " or ask an operator to raise the limit."
+            )
 
     def _notional(self, order: CheckedTerms, usage: AccountUsage, lot: Decimal | None) -> Decimal | None:
         """Returns the price up to which a market order is within the limit."""
@@ -116,7 +119,10 @@ class PreTradeChecks:
             return min(round(most / (order.quantity * lot), 6), most)
         value = (order.price or 0) * order.quantity * lot
         if value > most or not most:
-            raise errors.NotionalLimit(f"{value:f} TWD; one order of this account may have {most:f}")
+            raise errors.NotionalLimit(
+                f"{value:f} TWD is above this account's limit of {most:f} TWD per order. Reduce the"
+                " quantity, or ask an operator to raise the limit."
+            )
         return None
 
     def _max_orders(self, usage: AccountUsage) -> int:
@@ -133,7 +139,10 @@ class PreTradeChecks:
                 session, new.user_id, new.account_id, new.trading_day
             )
         if placed >= most:
-            raise errors.DailyOrderLimit(f"{placed} orders today; this account may place {most}")
+            raise errors.DailyOrderLimit(
+                f"{placed} orders are placed today, and this account's limit is {most}. Ask an"
+                " operator to raise the limit."
+            )
 
 
 #: Shares of an odd lot, and lots at the closing price (articles 2 and 4 of the regulations below).
@@ -166,7 +175,7 @@ def refuse_mixed_terms(new: CheckedTerms, *, futures: bool) -> None:
     if new.lot == OrderLot.COMMON:
         return
     if not (limit and of_day):
-        raise errors.PriceTypeRule(f"an order with lot {new.lot} is a limit order of the day (LMT, ROD)")
+        raise errors.PriceTypeRule(f"Orders with lot `{new.lot}` must be LMT and ROD.")
     if new.lot in ODD_LOTS and new.condition != OrderCondition.CASH:
         raise errors.OrderTermsRule("odd lots cannot be bought on margin or sold short")
     if new.quantity > (most := _MOST[OrderLot(new.lot)]):

@@ -55,7 +55,7 @@ _AS_STORED = OrderView.model_fields.keys() - {"id", "final", "code", "accepted_a
 
 
 def view_of(row: StoredOrder) -> OrderView:
-    """The order as PostgreSQL has it."""
+    """Returns the order as PostgreSQL has it."""
     code, reason = _reason_of(row.reason_code, row.reason)
     final = row.state in FINAL_ORDER_STATES
     attention = None if final else row.attention
@@ -73,7 +73,7 @@ def view_of(row: StoredOrder) -> OrderView:
 
 
 def apply_answer(order: OrderView, answer: Answer) -> OrderView:
-    """The order after this answer; unchanged if it has come as far by itself."""
+    """Returns the order after this answer; unchanged if it has come as far by itself."""
     outcome, answer_code = outcome_of(answer, order.id)
     ahead = rank(outcome.state) - rank(order.state)
     if order.final or ahead < 0 or (ahead == 0 and outcome.filled_quantity <= order.filled_quantity):
@@ -98,7 +98,7 @@ def apply_answer(order: OrderView, answer: Answer) -> OrderView:
 
 
 def failure_of(order: OrderView) -> BerthError | None:
-    """Why the order never reached the broker; None if it did, may have, or still can."""
+    """Returns why the order never reached the broker; None if it did, may have, or still can."""
     if not order.final or order.code is None or order.code == OrderRejected.code:
         return None
     return from_code(order.code, order.reason or "")

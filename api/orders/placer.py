@@ -54,7 +54,7 @@ class PendingOrder:
     deadline: float
     #: Instant of its request on `time.monotonic`, seconds.
     began: float
-    #: The order, further than its row, of a repeat: its request may have been enqueued before.
+    #: For a repeat: the order with its latest answer applied. Its request may have been enqueued before.
     seen: schemas.OrderView | None = None
 
     @property
@@ -81,7 +81,7 @@ class PlacementResult:
 
     @classmethod
     def of(cls, order: schemas.OrderView, answer: Answer | None = None) -> Self:
-        """Of a new one. `answer`: knows when another try makes sense, which is not written down."""
+        """Builds a new order's result. Takes `retry_after` from `answer`, because it is not stored."""
         failure = failure_of(order)
         failed = answer.failure.error() if answer is not None and answer.failure is not None else None
         if failure is not None and failed is not None:
@@ -171,7 +171,7 @@ class PendingOrders:
     async def _enqueue(self, pending: PendingOrder) -> QueuedRequest:
         """Queues the order. If the answer was lost, it asks again: a server queues an order id only once.
 
-        Not of a server that came after the order was accepted: it may not know of the first time. Raises
+        Does not retry on a server that is newer than the order: it may not know the first attempt. Raises
         `EnqueuedBefore`, and `RedisError` if it is not certain that the order was queued.
         """
         until = time.monotonic() + min(ENQUEUE_PATIENCE_S, pending.left)
@@ -232,7 +232,7 @@ class PendingOrders:
         return view_of(row)
 
     async def _withdraw(self, user_id: str, queued: QueuedRequest, answer: Answer) -> bool:
-        """Repeats what may have happened without our hearing of it: the script bears that."""
+        """Retries after a lost reply. The script is idempotent."""
         for _ in range(WITHDRAW_TRIES - 1):
             try:
                 return await self.queue.withdraw(user_id, queued.frame, answer)
@@ -258,7 +258,7 @@ _TERMS = tuple(schemas.OrderRequest.model_fields.keys() - {"allow_duplicate"})
 
 @dataclass(frozen=True, kw_only=True)
 class OrderLeg:
-    """What an order is that stands for more than its body says."""
+    """Describes an order that is one leg of a larger request."""
 
     #: Of what was asked for; a repeat is known by it.
     fingerprint: str
@@ -304,8 +304,9 @@ class OrderPlacer:
         not_after: float | None = None,
         session: AsyncSession | None = None,
     ) -> PendingOrder | PlacementResult:
-        """Accepts an order without sending it; with `session` in its transaction. A repeat that needs no
-        sending is answered.
+        """Writes the order without sending it, in `session`'s transaction if given.
+
+        Returns the stored result for a repeat that need not be sent.
 
         `not_after`: an instant on `time.monotonic` after which the order must not be sent any more.
         Raises `ClientOrderIdReused`, `CheckFailed`, what `accept_order` refuses, and before anything is

@@ -66,10 +66,10 @@ _LOCATION = {"Location": {"schema": {"type": "string"}, "description": "Where th
 async def place_order(user_id: UserId, body: schemas.OrderRequest, call: Call, wait: Wait = None) -> Response:
     """Places one order, and starts the user's worker if there is none.
 
-    Answered as an order whatever the broker says of it, also when it rejects it. Answered as a problem when
-    the order did not reach the broker; if it exists nevertheless, it stands in the member `order`: `rejected`
-    and `expired` are final, so take a new client order id to try again; with any other state repeat the
-    same request to learn the outcome. A repeat never places a second order.
+    Returns the order if it reached the broker, even if rejected, or if the outcome is not known yet.
+    Otherwise returns a problem; its member `order` holds the order, if one exists: `rejected` and `expired`
+    are final, so take a new client order id to try again; with any other state repeat the same request to
+    learn the outcome. A repeat never places a second order.
     """
     call.require_user(user_id)
     seconds = call.services.settings.order_wait if wait is None else wait

@@ -73,7 +73,8 @@ class OrderRequest(Body):
     condition: Condition = OrderCondition.CASH
     open_close: OpenCloseType = OpenClose.AUTO
     allow_duplicate: bool = Field(
-        default=False, description="The same order a moment ago was no mistake: place this one, too."
+        default=False,
+        description="Place the order even if an identical one was placed within the duplicate window.",
     )
 
     @model_validator(mode="after")
@@ -131,7 +132,7 @@ class OrderView(View):
     reason: str | None
     reduce_only: bool = Field(default=False, description="It can only make a position smaller.")
     origin: str | None = Field(
-        default=None, description="What was asked for, when that was more than this order."
+        default=None, description="The request that created this order, if it was not a plain order."
     )
     attention: str | None = Field(default=None, description="Why a person has to look at it.")
     accepted_at: datetime
@@ -153,8 +154,8 @@ RequestId = Annotated[
     Field(
         pattern=r"^[A-Za-z0-9._:-]+$",
         max_length=64,
-        description="Your own id of this request, unique for the order. A repeat does nothing anew, "
-        "but for a cancel that came to nothing.",
+        description="Your own id of this request, unique for the order. A repeat has no effect, "
+        "except that a failed cancel is sent again.",
     ),
 ]
 

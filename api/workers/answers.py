@@ -1,8 +1,9 @@
 """Receives the answers of workers: one reader a process, a channel for each user, one future a request.
 
 A worker may publish what it likes, but it knows its own user's channel only, whose name nobody can guess. A
-channel that brings more than anybody waits for is left for a while. Its user's answers are found by their
-keys then, up to a second later (`AnswerWaiter`); nobody else's are held up.
+channel may bring more than anybody waits for. The listener unsubscribes from a flooding channel for 600 s.
+Its user's answers are found by their keys then, up to a second later (`AnswerWaiter`); nobody else's are held
+up.
 
 A published message can be lost while the connection is down. So after every (re)connect the listener reads
 the response keys of all pending requests; a key stays for 60 s.
@@ -66,7 +67,7 @@ class _Channel:
 
 
 class AnswerChannels:
-    """Of one process. Only its event loop may call."""
+    """Manages this process's channels. Call it from the event loop only."""
 
     def __init__(self) -> None:
         self._prefix = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -310,7 +311,7 @@ class AnswerWaiter:
         *,
         marked: bool,
     ) -> BerthError | None:
-        """Until the answer is there or `until` (time.monotonic) has passed; or why there will be no worker.
+        """Waits for the answer until `until` (time.monotonic). Returns an error if no worker can be started.
 
         `marked`: a worker is taken to be there until the first check.
         """

@@ -61,7 +61,7 @@ class OrderTicket(Struct, frozen=True, kw_only=True, omit_defaults=True):
     condition: OrderCondition = "cash"
     #: Of futures.
     open_close: OpenClose = "auto"
-    #: The same order a moment ago was no mistake: place this one, too.
+    #: Place the order even if an identical one was placed within the duplicate window.
     allow_duplicate: bool = False
     #: Unique for the user. Letters, digits and `._:-`, at most 64.
     client_order_id: str = field(default_factory=make_id)
@@ -109,7 +109,7 @@ class OrderSnapshot(Struct, frozen=True, kw_only=True):
     reason: str | None
     #: It can only make a position smaller.
     reduce_only: bool = False
-    #: What was asked for, when that was more than this order.
+    #: The request that created this order, if it was not a plain order.
     origin: str | None = None
     #: Why a person has to look at it.
     attention: str | None = None

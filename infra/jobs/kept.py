@@ -81,8 +81,9 @@ class KeptJobs:
     async def enqueue(
         self, job: Job, *, user_id: str = "", digest: str = "", without_database: bool = False
     ) -> bool:
-        """Keeps a job and puts it on its queue; false if it is known. One of the fleet runs once, also if it
-        has ended; a user's own runs again once its result is gone.
+        """Keeps a job and puts it on its queue; false if it is known.
+
+        A fleet job's id runs once, while its row is kept. A user's id can run again after its result expires.
 
         `digest` stands for the request if the caller chose the id. `without_database`: while PostgreSQL is
         away (for 2 s) it is only queued. Raises `JobIdReused`, `MalformedMessage`, `DatabaseUnavailable`.

@@ -50,7 +50,7 @@ class Window:
         """Returns begin and end (exclusive) of the window on this day in Unix seconds, or None.
 
         On a day with changed hours, a window of trading days that begins before the exchange moves with the
-        opening, and one that holds at the usual close ends as much earlier as the exchange closes. One that
+        opening. One that spans the usual close ends earlier by as much as the exchange closes early. One that
         begins after the usual close does not hold then.
         """
         if day.weekday() not in self.weekdays:

@@ -24,9 +24,9 @@ from worker_runtime.protocol.requests import Frame, Request, parse_frame, sign_r
 CLOCKS = 1.0
 #: Milliseconds for which a request id is remembered after its deadline.
 SEEN_AFTER_DEADLINE = 3_600_000
-#: What `enqueue.lua` says of an order whose client order id is another one's.
+#: Reply of `enqueue.lua`: another order uses this client order id.
 ANOTHER = 2
-#: What it says of an order that it refused because memory is short.
+#: Reply of `enqueue.lua`: the order was refused, because memory is short.
 REFUSED = 3
 #: Milliseconds for which an order is known by its client order id: repeats come within a day.
 CLIENT_ID_KEPT = 86_400_000
@@ -86,8 +86,8 @@ class RequestQueue:
         """Queues a request once, with a deadline `ttl` seconds from now by Valkey's clock.
 
         The deadline is signed, so it is set here and not by the script; no clock of this host matters.
-        `order`: of which this is the request. Raises `EnqueuedBefore` and, for an order that was not queued
-        before while memory is short, `MemoryShort`.
+        `order`: the order that the request places. Raises `EnqueuedBefore` and, for an order that was not
+        queued before while memory is short, `MemoryShort`.
         """
         user = request.user_id
         link = self._link()
@@ -150,14 +150,14 @@ class RequestQueue:
         await self._client.set(key, self._answers.sign(user_id, answer), ex=keys.ANSWER_TTL, nx=True)
 
     async def may_be_stale(self, accepted_at: datetime) -> bool:
-        """Whether the server may hold older data than an order of this time.
+        """Returns True if the server may hold older data than an order of this time.
 
         Then its queue and journal do not prove that no worker has had the order.
         """
         return accepted_at.timestamp() < await valkey.server_known_since(self._client) + CLOCKS
 
     async def deadline_passed(self, user_id: str, request_id: str) -> bool:
-        """Whether the deadline of a request has passed by Valkey's clock, so that no worker will begin it."""
+        """Returns True if the request's deadline has passed by Valkey's clock: no worker will begin it."""
         return int(await self._client.pttl(keys.seen(user_id, request_id))) <= SEEN_AFTER_DEADLINE
 
     async def generation(self) -> str:

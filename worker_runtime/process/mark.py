@@ -113,7 +113,7 @@ class WorkerMark:
         return "ok", lease_end_of(sent, config.mark_ttl)
 
     def _valid_until_ms(self, client: Valkey) -> int:
-        """Until when metadata count that are written now: Unix ms by Valkey's clock."""
+        """Returns until when metadata count that are written now: Unix ms by Valkey's clock."""
         if boot_ns() >= self._clock_due:
             seconds, micros = client.execute("TIME")
             self._clock_ms = int(seconds) * 1000 + int(micros) // 1000 - boot_ns() // NS_PER_MS

@@ -26,7 +26,7 @@ from worker_runtime.protocol.launch import ExitCode, WorkerConfig
 from worker_runtime.protocol.messages import WorkerEventKind
 from worker_runtime.protocol.worker_reports import sign_event
 
-#: Seconds until a renewal is tried again that failed, or found the owner key missing.
+#: Seconds before a renewal is retried that failed or found no owner key.
 _RETRY = 1.0
 #: Seconds after which the event of a missing owner key is repeated: the first may have been lost with the
 #: key.

@@ -90,7 +90,7 @@ class WorkerUnavailable(BerthError, code="WORKER_UNAVAILABLE", retryable=True):
 
 
 class PoolExhausted(WorkerUnavailable, code="POOL_EXHAUSTED"):
-    """All workers that there may be are in use; who asks again soon keeps his place in the line."""
+    """All workers that there may be are in use; retry within 30 s to keep your place in the queue."""
 
     #: Seconds after which to ask again.
     PAUSE: ClassVar[float] = 5.0
@@ -204,7 +204,7 @@ class PriceTypeRule(CheckFailed, code="PRICE_TYPE_RULE"):
 
 
 class OrderTermsRule(CheckFailed, code="ORDER_TERMS_RULE"):
-    """The market does not take this lot, condition, open or close type so, or together."""
+    """The market does not accept this combination of lot, condition and open/close type."""
 
 
 class DuplicateOrder(CheckFailed, code="DUPLICATE_ORDER", status=409):

@@ -99,8 +99,9 @@ class RequestHandler:
     def answer_leftover(self, item: bytes, generation: str | None = None, now_ms: int = 0) -> None:
         """Answers an item that a former worker popped and left. It is never executed again.
 
-        Anybody can leave a genuine one again: one that is too old by the present `generation` and time (None:
-        this session popped it) has to be an order that is open by our books. The sweeper settles others.
+        Items can be replayed. So it answers an outdated item only if our books list the order as open;
+        outdated is what is too old by the present `generation` and time (None: this session popped it). The
+        sweeper settles others.
         """
         frame = self._authenticate(item)
         if frame is None:
@@ -143,15 +144,15 @@ class RequestHandler:
         return frame
 
     def _is_replay(self, request: Request, item: QueueItem) -> bool:
-        """Whether a genuine request may have been pushed again, which is then discarded: after its deadline,
-        an order of another generation of Valkey, or a change for the second time.
+        """Returns True, and discards the request, if it may have been pushed again: it is late, an order of
+        another generation of Valkey, or a change that came before.
 
         An order that this session knows gets its first answer again, and one that it has itself put back may
         end in its hands. Within the deadline, an order is recognised by this worker's memory (also across a
         restart of its session), by the journal, by the open orders in the claim, and by the broker's list at
-        the login. What remains: whoever deletes the journal entry and the event SUBMITTING within
-        milliseconds, and kills the worker, and pushes the order again before its deadline, gets it submitted
-        twice by the user's next worker where the broker's list is late.
+        the login. Remaining risk: an attacker who can delete the journal entry and the event SUBMITTING
+        within milliseconds, kill the worker, and push the order again before its deadline, can cause a second
+        submission by the user's next worker where the broker's list is late.
         """
         if isinstance(request, PlaceOrder) and self.submitter.knows(request.order_id):
             return False

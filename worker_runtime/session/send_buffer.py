@@ -81,8 +81,7 @@ class SendBuffer:
         """Notes that an order is about to be submitted. Submit it only when `flush` has returned true and
         `journaled` is set.
 
-        An order without an entry certainly never left, in the same generation; one with an entry of another
-        session may have left before."""
+        Within one generation, no entry means never sent; another session's entry means maybe sent."""
         self.journaled = False
         key = keys.journal(self._shared_state.user_id, order_id)
         self._put("SET", key, str(wall_ms()), "NX", "GET", "EX", JOURNAL_TTL)

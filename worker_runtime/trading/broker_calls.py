@@ -58,15 +58,15 @@ class BrokerCalls:
     _spent_ns: int = field(default=0, init=False)
 
     def ensure_session(self, account_id: str, item: QueueItem, *, listed: bool = True) -> Broker:
-        """A live session of the account. Raises if there is none until the request's deadline; no order has
-        been sent then."""
+        """Returns a live session of the account. Raises if there is none until the request's deadline; no
+        order has been sent then."""
         self.call_timeout(item)
         return self.broker_sessions.ensure_session(
             account_id, item.seconds_left(), at_most=self.broker_timeout, listed=listed
         )
 
     def has_other_session(self, account_id: str) -> bool:
-        """Whether another account of the user has a session."""
+        """Returns True if another account of the user has a session."""
         return self.broker_sessions.has_other_session(account_id)
 
     def session(self, account_id: str) -> AccountSession:
@@ -74,7 +74,10 @@ class BrokerCalls:
         return self.broker_sessions.session(account_id)
 
     def call_timeout(self, item: QueueItem) -> float:
-        """Seconds that a broker call may take now. Raises `Fenced`, `LeaseLost` or `DeadlineExceeded`."""
+        """Returns the seconds that a broker call may take now.
+
+        Raises `Fenced`, `LeaseLost` or `DeadlineExceeded`.
+        """
         if self.shared_state.fenced:
             raise Fenced
         lease = self.lease.usable()
@@ -87,11 +90,11 @@ class BrokerCalls:
 
     @property
     def grant_is_fresh(self) -> bool:
-        """Whether what `spend_budget` granted last may still be sent."""
+        """True if what `spend_budget` granted last may still be sent."""
         return self.rate_limiter.grant_is_fresh()
 
     def add_measures(self, answer: Answer) -> Answer:
-        """The answer to the present request, with the time that the broker took."""
+        """Adds to the answer to the present request the time that the broker took."""
         spent_us, self._spent_ns = self._spent_ns // 1000, 0
         if not spent_us:
             return answer

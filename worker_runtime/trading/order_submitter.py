@@ -48,7 +48,7 @@ SWITCH_WAIT = 10.0
 #: Deadlines are whole milliseconds.
 _ROUNDING = SECOND // 100
 #: Nanoseconds after which PostgreSQL knows of an unknown outcome: the recorder needs milliseconds, an API
-#: that waits writes it after 2 s. Shorter than the proof takes that the broker does not have the order.
+#: that waits writes it after 2 s. Must be shorter than the time to prove that the broker lacks the order.
 _RECORDED_AFTER = 5 * SECOND
 
 
@@ -100,7 +100,10 @@ def pass_switch(
     while True:
         send_buffer.read_switch()
         if not send_buffer.flush():
-            raise WorkerUnavailable("Valkey did not record the submission; it was not made")
+            raise WorkerUnavailable(
+                "The request was not sent to the broker, because Valkey could not record it. Try again with a"
+                " new id."
+            )
         if isinstance(request, PlaceOrder) and not send_buffer.journaled:
             raise OutcomeUnknown("a submission of the order was begun before")
         if send_buffer.switch_is_stale:
@@ -119,8 +122,7 @@ def pass_switch(
 
 
 class UnknownOutcomes:
-    """One session's orders of unknown outcome, which block orders that were accepted before anybody knew of
-    it.
+    """Tracks orders of unknown outcome. Each blocks orders that were accepted before PostgreSQL knew of it.
 
     PostgreSQL refuses new orders in a symbol with an unknown order, but cannot refuse those that were in the
     queue by then: the worker does, by the same rule and under the same code. It leaves later orders alone,
@@ -175,11 +177,11 @@ class OrderSubmitter:
     switch_wait: float = SWITCH_WAIT
 
     def knows(self, order_id: str) -> bool:
-        """Whether this session has an outcome of the order."""
+        """Returns True if this session has an outcome of the order."""
         return self.tracker.known_outcome(order_id) is not None
 
     def had_open(self, order_id: str) -> bool:
-        """Whether our books had the order as open, or this worker has begun to submit it."""
+        """Returns True if our books had the order as open, or this worker has begun to submit it."""
         return order_id in self.tracker or order_id in self.shared_state.submissions
 
     def submit_order(self, order: PlaceOrder, item: QueueItem) -> OrderResult:
@@ -220,8 +222,8 @@ class OrderSubmitter:
         return self._settle(order, state, reason)
 
     def settle_leftover(self, order: PlaceOrder) -> OrderResult:
-        """The outcome of an order that a former worker popped and left. It may have been submitted, so it is
-        unknown unless the broker's list has said otherwise."""
+        """Settles an order that a former worker popped and left. It may have been submitted, so it is unknown
+        unless the broker's list has said otherwise."""
         known = self.tracker.known_outcome(order.order_id)
         if known is not None and known.outcome.state is not OrderState.UNKNOWN:
             return known
@@ -245,7 +247,7 @@ class OrderSubmitter:
         check_switch(item.switch, order)
 
     def _may_be_a_copy(self, order: PlaceOrder, item: QueueItem) -> bool:
-        """Whether an earlier worker of this user may have executed the order already.
+        """Returns True if an earlier worker of this user may have executed the order already.
 
         A server that was promoted or restarted may have lost its last writes, among them the pop of the
         order. This worker knows what it has submitted itself; its predecessor, which ended before the claim,
@@ -258,8 +260,8 @@ class OrderSubmitter:
         return before and accepted < item.server_since_ns + _CLOCK_DIFFERENCE
 
     def _ensure_session(self, order: PlaceOrder, item: QueueItem) -> Broker:
-        """A broker session for the order. Raises `OrderPostponed` if it is worth waiting for one, unless
-        orders of other accounts, which have a session, would wait with it."""
+        """Returns a broker session for the order. Raises `OrderPostponed` if it is worth waiting for one,
+        unless orders of other accounts, which have a session, would wait with it."""
         try:
             return self.broker_calls.ensure_session(order.account_id, item)
         except BrokerMaintenance:

@@ -203,7 +203,7 @@ class OrderTracker:
         fills = list(reported.fills)
         if fill is not None and all(fill.fill_id != known.fill_id for known in fills):
             fills.append(fill)
-        # Those that were told come first: an earlier one that was missed counts together with them.
+        # Sort reported fills first, so that a late fill adds to their total.
         fills.sort(key=lambda one: f"{entry.order.order_id}:fill:{one.fill_id}" not in self._sent_ids)
         final = reported.state in FINAL_ORDER_STATES
         for number, known in enumerate(fills, 1):

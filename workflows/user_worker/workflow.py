@@ -283,8 +283,8 @@ class UserWorkerWorkflow:
     async def _replace(self, reason: str, *, outage: bool, over: bool = False) -> None:
         """A new worker for one that died in service. Its end is confirmed first (one-owner).
 
-        An end that somebody asked for is no crash, nor one that an earlier run has settled (`over`). One that
-        the infrastructure caused makes the next start wait, and parks nobody.
+        A planned stop is not a crash. Neither is an end that an earlier run handled (`over`). One that the
+        infrastructure caused makes the next start wait, and parks nobody.
         """
         life = self._life
         planned = life.ended_as_planned or over

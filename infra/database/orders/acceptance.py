@@ -49,10 +49,10 @@ class NewOrder(CheckedTerms):
 
 
 class OrderBounds(NamedTuple):
-    """What the checks leave to others, kept with the order."""
+    """Holds the limits that SQL and the worker enforce later, kept with the order."""
 
-    #: Seconds in which a second order for the same is refused, unless the first one came to nothing;
-    #: negative: this one is not, but those after it are.
+    #: Duplicate window in seconds; 0: no check; negative: accept this order, refuse later duplicates. An
+    #: order that ended unfilled has no duplicates.
     window: float = 0.0
     #: For the worker (see `PlaceOrder`).
     price_band: Decimal | None = None
@@ -86,8 +86,8 @@ _TAG = " || ".join(
     f"substr('0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ', cast(number.tag / {36**place} % 36 as int) + 1, 1)"
     for place in reversed(range(6))
 )
-#: Nine for each second of the day: an order's number is never below this, so that none comes twice after an
-#: earlier state of the database was restored (unless an account has more than nine orders a second).
+#: Lower bound of today's tag number, so a restored database reuses none: nine for each second of the day (an
+#: account with more than nine orders a second may reuse some).
 _BY_CLOCK = (
     "cast(least(greatest(9 * extract(epoch from clock_timestamp() at time zone 'Asia/Taipei'"
     " - :trading_day), 1), 777600) as bigint)"
@@ -212,7 +212,7 @@ async def accept_order_alone(
     try:
         accepted = await _accept_alone(database, new, bounds, values)
     except BerthError as error:
-        # Also a refusal says nothing of the first attempt: the server may still be at it.
+        # A refusal does not settle the first attempt, which may still be running.
         raise OutcomeUnconfirmed(error.detail) from error
     return replace(accepted, new=True) if accepted.order.id == values["id"] else accepted
 
@@ -256,9 +256,12 @@ async def _repeat_or_refusal(session: AsyncSession, new: NewOrder, window: float
         refusal = await find_refusal(session, new, new.unknown_blocks)
         twin = select(OrderTwin.client_order_id).where(*of_this)
         if window > 0 and refusal is None and (other := await session.scalar(twin)) is not None:
-            raise DuplicateOrder(f"{other} asked for the same less than {window:g} s ago")
+            raise DuplicateOrder(
+                f"Order {other} is identical and less than {window:g} s old. Set `allow_duplicate` to place"
+                " this one too."
+            )
         # None: what blocked the order was settled since.
-        raise refusal or SymbolBlocked("another order had to be settled; it is now: place the order again")
+        raise refusal or SymbolBlocked("What blocked this order is settled now. Place the order again.")
     first: Order = row[0]
     same_request = first.fingerprint == new.fingerprint
     if not same_request:  # this order is refused, and is no twin of a later one

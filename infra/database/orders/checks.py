@@ -99,8 +99,8 @@ async def find_refusal(session: AsyncSession, order: CheckedTerms, unknown_block
     blocking = await session.scalar(FIRST_UNSETTLED, wanted | {"unknown_blocks": unknown_blocks})
     if blocking is not None:
         return SymbolBlocked(
-            f"the outcome of order {blocking} in this account is unknown; Berth asks the broker about it,"
-            " at once after `recheck`, and what stays unknown an operator settles with `resolve`"
+            f"The outcome of order {blocking} in this account is unknown. Berth asks the broker about it."
+            " Call `recheck` to ask now, or ask an operator to call `resolve`."
         )
     difference = await blocking_difference(session, user_id, account_id)
     if difference is not None:

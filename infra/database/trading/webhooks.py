@@ -92,7 +92,7 @@ async def find_webhook(session: AsyncSession, token: str) -> Webhook | None:
 
 
 def has_secret(webhook: Webhook, secret: str) -> bool:
-    """Compares in constant time, with the secret before as long as that counts."""
+    """Compares in constant time. Also accepts the previous secret until it expires."""
     given = _hash(secret)
     until = webhook.previous_secret_until
     previous = webhook.previous_secret_hash if until is not None and until > datetime.now(UTC) else None

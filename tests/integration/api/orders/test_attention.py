@@ -44,7 +44,7 @@ async def test_an_unknown_order_blocks_its_symbol_and_says_which_it_is(
     refused = await user.post(f"/users/{api.user}/orders", json=an_order(2))
     assert (refused.status_code, refused.json()["code"]) == (409, "SYMBOL_BLOCKED")
     assert order["id"] in refused.json()["detail"]
-    assert "what stays unknown an operator settles with `resolve`" in refused.json()["detail"]
+    assert "ask an operator to call `resolve`" in refused.json()["detail"]
     async with api.client(api.admin_key) as admin:
         assert (await admin.get("/attention")).json()["orders"] == []
         listed = (await admin.get("/attention?unknown=true&limit=1")).json()

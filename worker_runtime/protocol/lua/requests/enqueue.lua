@@ -14,7 +14,7 @@
 -- ARGV[7] ms that KEYS[5] is remembered: longer than PostgreSQL may lack an order that it had
 -- ARGV[8] thousandths of the server's memory beyond which nothing new is taken, or '': cancels and queries pass
 --
--- Of two orders with one client order id the first counts: PostgreSQL was restored and has lost it.
+-- The first order with a client order id wins, even if PostgreSQL lost it in a restore.
 -- A request that was seen before also rings if any waits, because its ring may have gone to a frozen worker.
 -- Returns {1 if enqueued or 0 if seen before, the item as queued, 1 if there is a mark, else 0}, {2, 'request id|tag'
 -- of the first order, the same}, or {3, '', the same} if it was refused because memory is short: nothing was written.
