@@ -343,12 +343,13 @@ class ValkeyHost(Construct):
             f"install --directory --mode=0755 {VOLUME_FOLDER}",
             f'echo "$disk {VOLUME_FOLDER} xfs nofail,x-systemd.before=docker.service 0 2" >> /etc/fstab',
             f"mount {VOLUME_FOLDER}",
+            f"xfs_growfs {VOLUME_FOLDER}",  # of a volume that has been made larger
             f"install --directory --mode=0700 {VOLUME_FOLDER}/data",
             f"chown {VALKEY_UID}:{VALKEY_UID} {VOLUME_FOLDER}/data",
             # The configuration. The certificate is for the load balancer, which checks no names.
             "install --directory --mode=0755 /etc/berth-valkey /etc/berth-valkey/secrets",
-            f"maxmemory=$(awk '/^MemTotal:/ {{printf \"%d\", $2 * 1024 * {MEMORY_PERCENT} / 100}}' "
-            "/proc/meminfo)",
+            "memory=$(awk '/^MemTotal:/ {print $2}' /proc/meminfo)",  # KiB
+            f"maxmemory=$((memory * 1024 * {MEMORY_PERCENT} / 100))",
             "cat > /etc/berth-valkey/valkey.conf <<'END'",
             *server_config().splitlines(),
             "END",

@@ -173,7 +173,17 @@ class HostRun(ScriptRun):
         self.disk = folder / "disks" / "nvme-Amazon_Elastic_Block_Store_vol0123"
         self.disk.parent.mkdir()
         self.disk.touch()
-        for name in ("dnf", "sleep", "chown", "mount", "mkfs.xfs", "sysctl", "systemctl", "shutdown"):
+        for name in (
+            "dnf",
+            "sleep",
+            "chown",
+            "mount",
+            "mkfs.xfs",
+            "xfs_growfs",
+            "sysctl",
+            "systemctl",
+            "shutdown",
+        ):
             self.program(name)
         self.program("blkid", f"exit {0 if has_file_system else 2}")
         self.program("curl", CURL)
