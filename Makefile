@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 #: Processes of the tests, each with servers of its own: more than cores, since most tests wait most of the time.
 #: tests/groups.py says what they get as a unit, and in which order. One that dies ends the run: pytest-xdist
 #: never ends a run in which it replaced one.
-JOBS ?= 4
+JOBS ?= 3
 #: The broker's SDK: `fallback` takes the newest release allowed, or none, when the index no longer has the pinned
 #: one; `pinned` fails then; `none` leaves it out (infra/images/install_shioaji.py).
 SHIOAJI ?= fallback

@@ -43,6 +43,8 @@ async def api(settings: Settings, own_valkey: ValkeyServer) -> AsyncIterator[Ser
 
 
 async def fill(admin: Redis, _server: ValkeyServer) -> None:
+    # A tenth of one byte for all clients would end their connections, too.
+    await reply_of(admin.config_set("maxmemory-clients", "0"))
     await reply_of(admin.config_set("maxmemory", "1"))
 
 
@@ -62,6 +64,7 @@ async def take_disk(admin: Redis, server: ValkeyServer) -> None:
 
 async def give_disk(admin: Redis, _server: ValkeyServer) -> None:
     await reply_of(admin.config_set("stop-writes-on-bgsave-error", "no"))
+    await reply_of(admin.config_set("save", ""))  # else its end would wait for a snapshot
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,8 @@ async def test_its_answer_is_said_by_orders_readiness_metrics_and_the_doctor(
 
         await mend(admin, own_valkey)
         assert (await user.get("/readyz")).json()["dependencies"]["valkey"]["state"] == "up"
-        assert (await user.post(orders, json=an_order(3))).status_code == 201
+        placed = await user.post(orders, json=an_order(3))
+        assert placed.status_code == 201, placed.text
     await worker.stop()
 
 

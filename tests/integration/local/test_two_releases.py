@@ -17,10 +17,9 @@ import pytest
 
 from infra.database.migrate import migrate
 from infra.local.components import ApiComponent, ChildComponent
-from infra.local.process import free_port
+from infra.local.process import free_port, inherited_environment
 from infra.local.servers import TemporalServer
 from infra.local.stack import DATABASE, LocalStack
-from infra.vault import keyring
 from infra.vault.secret_versions import create_versions
 from tests import needs
 from tests.e2e.conftest import VERIFY, House, Trader, until
@@ -98,8 +97,31 @@ class StackOfBefore(LocalStack):
         self.postgres.create_database(DATABASE)
         scripts = Path(self.old.python_path) / "infra" / "database" / "migrations"
         assert asyncio.run(migrate(self.settings.database_url, scripts))[1] == SCHEMA_BEFORE
-        self.admin_key = keyring.ensure_admin_key(self.folder.keys / "admin.key", self.settings)
+        self.admin_key = self._make_admin_key(self.folder.keys / "admin.key")
         return DATABASE
+
+    def _make_admin_key(self, path: Path) -> str:
+        """Has the release before make the key: its table lacks columns that this release fills."""
+        code = (
+            "import sys; from pathlib import Path; from infra.settings import Settings;"
+            " from infra.vault import keyring; keyring.ensure_admin_key(Path(sys.argv[1]), Settings())"
+        )
+        own = {
+            "PYTHONPATH": self.old.python_path,
+            "BERTH_DATA_DIR": str(self.settings.data_dir),
+            "BERTH_DATABASE_URL": self.settings.database_url,
+            "BERTH_API_SECRET_FILE": str(self.settings.api_secret_file),
+        }
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code, str(path)],
+            env=inherited_environment() | own,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        return path.read_text().strip()
 
     def temporal_command(self, *words: str) -> Any:
         """What Temporal's own program answers, as in the runbook."""
