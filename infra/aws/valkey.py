@@ -170,6 +170,14 @@ def server_config() -> str:
     return text
 
 
+def volume_name(stage: AwsStage) -> str:
+    """Return the volume's name in the stack: another one for another zone or snapshot.
+
+    CloudFormation changes neither of a volume that exists; by another name it makes a new one.
+    """
+    return f"Volume{stage.valkey_zone or ''}{stage.valkey_snapshot.removeprefix('snap-')}"
+
+
 class ValkeyHost(Construct):
     """Runs Valkey on one host: its volume with hourly snapshots, and the name that clients follow."""
 
@@ -193,7 +201,7 @@ class ValkeyHost(Construct):
         subnet = network.vpc.select_subnets(subnet_group_name="hosts").subnets[stage.valkey_zone]
         self._volume = ec2.Volume(
             self,
-            "Volume",
+            volume_name(stage),
             availability_zone=subnet.availability_zone,
             size=Size.gibibytes(stage.valkey_gib),
             snapshot_id=stage.valkey_snapshot or None,

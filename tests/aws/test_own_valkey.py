@@ -2,13 +2,15 @@
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
-from infra.aws.valkey import server_config
+from infra.aws.stages import STAGES
+from infra.aws.valkey import server_config, volume_name
 from infra.local.servers import ValkeyServer
 from tests.aws.templates import Templates, listed, text_of
 from tests.aws.test_scripts import ScriptRun, text_without_references
@@ -97,6 +99,19 @@ def test_there_is_never_a_second_server_and_no_deployment_replaces_it(own: Templ
     assert volume["Properties"]["MultiAttachEnabled"] is False
     kept = "Snapshot" if own.stage == "production" else "Delete"
     assert volume["DeletionPolicy"] == volume["UpdateReplacePolicy"] == kept
+
+
+def test_another_zone_or_snapshot_makes_another_volume_and_a_larger_size_does_not() -> None:
+    """CloudFormation refuses a change of either ("Updates are not supported"), and changes the size."""
+    now = STAGES[1]
+    changes: list[dict[str, Any]] = [
+        {"valkey_zone": 1},
+        {"valkey_snapshot": "snap-0a1b"},
+        {"valkey_zone": 1, "valkey_snapshot": "snap-0a1b"},
+    ]
+    names = {volume_name(replace(now, **change)) for change in changes}
+    assert len(names | {volume_name(now)}) == 4
+    assert volume_name(replace(now, valkey_gib=now.valkey_gib * 2)) == volume_name(now)
 
 
 def test_its_volume_is_saved_each_hour_for_two_days(own: Templates) -> None:
