@@ -115,4 +115,4 @@ def test_a_runner_whose_valkey_is_away_is_unhealthy(
 ) -> None:
     monkeypatch.setenv("BERTH_VALKEY_URL", f"redis://127.0.0.1:{free_port()}/0")
     assert health.main(["runner", "fleet"]) == 1
-    assert "runner fleet: Valkey: ConnectionError" in capsys.readouterr().err
+    assert "runner fleet: Valkey cannot be reached." in capsys.readouterr().err
