@@ -6,6 +6,7 @@ repositories, `berth-<stage>-servers` what runs.
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 # Debian's Node is older than the one that jsii wants; what it says about that is no error.
@@ -34,6 +35,10 @@ _FLAGS = {
 }
 
 
+def text_parameter(stack: Stack, name: str, what: str, pattern: str) -> str:
+    return CfnParameter(stack, name, description=what, allowed_pattern=pattern).value_as_string
+
+
 class BaseStack(Stack):
     """VPC, keys, PostgreSQL, Valkey, secrets, repositories."""
 
@@ -42,7 +47,22 @@ class BaseStack(Stack):
         super().__init__(app, name, env=Environment(region=stage.region), description="Berth: what lasts")
         self.key = data_key(self, stage)
         self.network = Network(self, stage, self.key)
-        self.storage = Storage(self, stage, self.network, self.key)
+        valkey_name = valkey_certificate = ""
+        if stage.own_valkey:
+            valkey_name = text_parameter(
+                self, "ValkeyName", "Name of our Valkey, inside the VPC", r"[a-z0-9.-]+"
+            )
+            valkey_certificate = text_parameter(
+                self, "ValkeyCertificate", "ARN of the certificate for that name", r"arn:aws.*:acm:.+"
+            )
+        self.storage = Storage(
+            self,
+            stage,
+            self.network,
+            self.key,
+            valkey_name=valkey_name,
+            valkey_certificate=valkey_certificate,
+        )
         for image, repository in self.storage.images.items():
             CfnOutput(self, f"{image.title()}Repository", value=repository.repository_uri)
         self.egress = [
@@ -107,7 +127,7 @@ class ServersStack(Stack):
         CfnOutput(self, "AdminKey", value=f"berth/{stage.name}/admin")
 
     def _parameter(self, name: str, what: str, pattern: str) -> str:
-        return CfnParameter(self, name, description=what, allowed_pattern=pattern).value_as_string
+        return text_parameter(self, name, what, pattern)
 
     def _access_logs(self, stage: AwsStage) -> s3.Bucket:
         return s3.Bucket(
@@ -131,7 +151,7 @@ REASONS = {
     "AwsSolutions-AEC6": "another port hides nothing: the security group admits our own hosts only",
     "AwsSolutions-EC23": "the API is public: port 443 of its load balancer",
     "AwsSolutions-AS3": "ECS changes the number of hosts all day; alarms say when something is wrong",
-    "AwsSolutions-ELB2": "access logs hold webhooks' tokens, in their paths; the API logs requests itself",
+    "AwsSolutions-ELB2": "the API's would hold webhooks' tokens, in their paths; Valkey's is inside the VPC",
     "AwsSolutions-S1": "the bucket of access logs is the place where such logs go",
     "AwsSolutions-SQS3": "these two are dead-letter queues themselves",
 }
@@ -150,6 +170,10 @@ WILDCARDS: dict[str, tuple[str, ...]] = {
         "/^Resource::arn:<AWS::Partition>:ecs:.*:(task|container-instance)\\/<HostsCluster[A-Z0-9]+>\\/\\*$/",
         "/^Resource::arn:<AWS::Partition>:ecs:.*:task-definition\\/berth-[a-z]+-worker:\\*$/",
         "/^Resource::arn:<AWS::Partition>:autoscaling:.*:autoScalingGroup:\\*:.*<HostsWorkersGroupASG[A-Z0-9]+>$/",
+    ),
+    "instances and snapshots that do not exist yet; attaching and deleting needs the tag of this Valkey": (
+        "/^Resource::arn:<AWS::Partition>:ec2:<AWS::Region>:<AWS::AccountId>:instance\\/\\*$/",
+        "/^Resource::arn:<AWS::Partition>:ec2:<AWS::Region>::snapshot\\/\\*$/",
     ),
 }
 
@@ -174,10 +198,10 @@ def explain(stack: Stack, stage: AwsStage) -> None:
     NagSuppressions.add_stack_suppressions(stack, found)
 
 
-def build(folder: Path) -> App:
+def build(folder: Path, stages: Sequence[AwsStage] = STAGES) -> App:
     """All stages, not yet synthesised."""
     app = App(outdir=str(folder), analytics_reporting=False, context=_FLAGS)
-    for stage in STAGES:
+    for stage in stages:
         base = BaseStack(app, stage)
         servers = ServersStack(app, stage, base)
         for stack in (base, servers):
@@ -187,9 +211,9 @@ def build(folder: Path) -> App:
     return app
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str], stages: Sequence[AwsStage] = STAGES) -> int:
     folder = Path(words[0] if words else "infra/aws/cdk.out").absolute()
-    assembly = build(folder).synth()
+    assembly = build(folder, stages).synth()
     found = [
         f"{stack.stack_name}: {message.entry.data}"
         for stack in assembly.stacks

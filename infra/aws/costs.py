@@ -17,13 +17,18 @@ USERS = (100, 1_000, 10_000)
 # An hour.
 API_HOST, WORKER_HOST = 0.124, 0.152
 BALANCER, NAT, ENDPOINT = 0.0243, 0.062, 0.014
-#: With a standby in the second zone: PostgreSQL (m6g) and Valkey (m7g), by their sizes.
+#: With a standby in the second zone: PostgreSQL (m6g) and ElastiCache (m7g), by their sizes.
 DATABASE = {"large": 0.426, "xlarge": 0.852, "4xlarge": 3.408}
-VALKEY = {"large": 0.312, "xlarge": 0.622, "4xlarge": 2.480}
+ELASTICACHE = {"large": 0.312, "xlarge": 0.622, "4xlarge": 2.480}
+#: One host of our own (m6i), and what its load balancer asks for each 3,000 open connections.
+VALKEY_HOST = {"large": 0.124, "xlarge": 0.248, "4xlarge": 0.992}
+BALANCER_UNIT = 0.006
 # A month.
-DISK_GIB, DATABASE_GIB, SECRET, KEY, ALARM, METRIC = 0.096, 0.276, 0.40, 1.0, 0.10, 0.30
+DISK_GIB, SNAPSHOT_GIB, DATABASE_GIB, SECRET, KEY, ALARM, METRIC = 0.096, 0.05, 0.276, 0.40, 1.0, 0.10, 0.30
+#: Of Valkey's volume, as in `stages.py`.
+VALKEY_GIB = 50
 #: How many of them `production` has; CloudWatch's own metrics cost nothing.
-SECRETS, KEYS, ALARMS, METRICS = 21, 2, 21, 7
+SECRETS, KEYS, ALARMS, METRICS = 20, 2, 21, 7
 #: Folders of keys that the tasks other than the API's follow, and an API task; a call each `PERIOD` seconds.
 FOLDERS, FOLDERS_API, SECRET_CALLS_10_000 = 21, 4, 0.05
 # A GiB: through NAT, out to the internet, and into logs.
@@ -59,6 +64,16 @@ class CostLoad:
         return "large" if self.users <= 300 else "xlarge" if self.users <= 3_000 else "4xlarge"
 
 
+def own_valkey(load: CostLoad) -> float:
+    """USD a month of a host with its volume, hourly snapshots as large as two volumes, and the balancer.
+
+    Each busy user's worker has four connections.
+    """
+    units = 4 * load.users * load.busy / 3_000
+    hourly = VALKEY_HOST[load.size] + BALANCER + BALANCER_UNIT * units
+    return hourly * HOURS + VALKEY_GIB * (DISK_GIB + 2 * SNAPSHOT_GIB)
+
+
 def costs(load: CostLoad) -> dict[str, float]:
     """USD a month, by what it is for."""
     busy, quiet = (
@@ -77,7 +92,7 @@ def costs(load: CostLoad) -> dict[str, float]:
         "API, orchestrators, jobs": API_HOST * api_hosts * HOURS,
         "disks of hosts": disks * DISK_GIB,
         "PostgreSQL": DATABASE[load.size] * HOURS + stored * DATABASE_GIB,
-        "Valkey": VALKEY[load.size] * HOURS,
+        "Valkey on a host of our own": own_valkey(load),
         "Temporal Cloud": TEMPORAL_PLAN + actions / 1e6 * TEMPORAL_MILLION,
         "network": (BALANCER + 2 * NAT + 2 * 5 * ENDPOINT) * HOURS
         + load.users * (load.nat * NAT_GIB + load.egress * EGRESS_GIB),
@@ -100,6 +115,8 @@ def table() -> str:
     lines.append("| **all** |" + "".join(f" **{total:,.0f}** |" for total in sums))
     each = zip(sums, USERS, strict=True)
     lines.append("| a user |" + "".join(f" {total / users:,.2f} |" for total, users in each))
+    managed = ", ".join(f"{ELASTICACHE[CostLoad(users=users).size] * HOURS:,.0f}" for users in USERS)
+    lines += ["", f"ElastiCache with a standby, in place of Valkey on a host of our own: {managed}."]
     return "\n".join(lines)
 
 

@@ -1,9 +1,8 @@
 """What lasts: the KMS keys, PostgreSQL, Valkey, the secrets, and the repositories of the images."""
 
-from aws_cdk import CfnDeletionPolicy, Duration, Fn, RemovalPolicy, SecretValue
+from aws_cdk import Duration, RemovalPolicy, SecretValue
 from aws_cdk import aws_ec2 as ec2
 from aws_cdk import aws_ecr as ecr
-from aws_cdk import aws_elasticache as elasticache
 from aws_cdk import aws_iam as iam
 from aws_cdk import aws_kms as kms
 from aws_cdk import aws_rds as rds
@@ -11,9 +10,10 @@ from aws_cdk import aws_secretsmanager as secrets
 from constructs import Construct
 
 from infra.aws.hosts import log_group
-from infra.aws.network import POSTGRES, VALKEY, Network
+from infra.aws.logins import password, password_of
+from infra.aws.network import POSTGRES, Network
 from infra.aws.stages import AwsStage
-from infra.valkey.worker_users import COMMANDS
+from infra.aws.valkey import ValkeyHost, add_elasticache
 
 #: Where a host puts the authorities of RDS, and where containers see them.
 RDS_AUTHORITIES = "/run/rds/authorities.pem"
@@ -33,13 +33,6 @@ FOLDERS = {
     "temporal": "keys and logins of our own Temporal cluster",
     "admin": "the first administrator's API key",
 }
-#: The rights of all workers here, where nobody may make Valkey users by ACL SETUSER: the commands of a
-#: worker's own user on every key, and scripts that the orchestrators have loaded. No EVAL, with which an
-#: endless loop blocks everybody. No KEYS, SCAN, FLUSHALL, CONFIG, CLIENT, ACL or MONITOR.
-WORKER_ACCESS = " ".join(
-    ("on", "~*", "&*", "-@all", *(f"+{command}" for command in COMMANDS), "+subscribe", "+evalsha")
-)
-SERVICE_ACCESS = "on ~* &* +@all -@dangerous +info +keys +client|id"
 
 
 def data_key(scope: Construct, stage: AwsStage) -> kms.Key:
@@ -58,7 +51,17 @@ def data_key(scope: Construct, stage: AwsStage) -> kms.Key:
 
 
 class Storage(Construct):
-    def __init__(self, scope: Construct, stage: AwsStage, network: Network, key: kms.Key) -> None:
+    def __init__(
+        self,
+        scope: Construct,
+        stage: AwsStage,
+        network: Network,
+        key: kms.Key,
+        *,
+        valkey_name: str,
+        valkey_certificate: str,
+    ) -> None:
+        """`valkey_name`, `valkey_certificate`: of a Valkey of our own (`ValkeyHost`)."""
         super().__init__(scope, "Storage")
         self._stage = stage
         self._network = network
@@ -84,8 +87,24 @@ class Storage(Construct):
             for name, what in FOLDERS.items()
         }
         self.database, self.database_owner_url, self.database_url = self._database()
-        self.valkey, self.valkey_url, self.worker_valkey_url = self._valkey()
+        #: Of the images that are built here, and of Valkey's.
         self.images = {name: self._repository(name) for name in ("server", "worker")}
+        if stage.own_valkey:
+            self.images["valkey"] = self._repository("valkey")
+            host = ValkeyHost(
+                self,
+                stage,
+                network,
+                key,
+                self.images["valkey"],
+                name=valkey_name,
+                certificate=valkey_certificate,
+            )
+            self.valkey = host.parts
+        else:
+            self.valkey = add_elasticache(self, stage, network, key)
+        self.valkey_url = self._url("ValkeyUrl", self.valkey.url)
+        self.worker_valkey_url = self._url("WorkerValkeyUrl", self.valkey.worker_url)
 
     def _database(self) -> tuple[rds.DatabaseInstance, secrets.Secret, secrets.Secret]:
         """Two addresses: of the role that owns the tables, for `prepare`, and of the servers' role, which
@@ -94,85 +113,12 @@ class Storage(Construct):
         servers = self._password("DatabaseLogin", "berth")
         database = postgres(self, "Database", self._stage, self._network, self._key, owner, "berth")
         address = f"{database.db_instance_endpoint_address}:{POSTGRES}/berth?sslrootcert={RDS_AUTHORITIES}"
-        owners_url = f"postgresql+asyncpg://berth_owner:{_password_of(owner)}@{address}"
-        servers_url = f"postgresql+asyncpg://berth:{_password_of(servers)}@{address}"
+        owners_url = f"postgresql+asyncpg://berth_owner:{password_of(owner)}@{address}"
+        servers_url = f"postgresql+asyncpg://berth:{password_of(servers)}@{address}"
         return (
             database,
             self._url("DatabaseOwnerUrl", owners_url),
             self._url("DatabaseUrl", servers_url),
-        )
-
-    def _valkey(self) -> tuple[elasticache.CfnReplicationGroup, secrets.Secret, secrets.Secret]:
-        """One shard with TLS and logins. No cluster: our scripts use keys of several slots."""
-        logins = {name: self._password(f"Valkey{name.title()}", name) for name in ("service", "worker")}
-        access = {"service": SERVICE_ACCESS, "worker": WORKER_ACCESS}
-        users = []
-        for name, login in logins.items():
-            user = elasticache.CfnUser(
-                self,
-                f"Valkey{name.title()}User",
-                engine="valkey",
-                user_id=f"berth-{self._stage.name}-{name}",
-                user_name=name,
-                access_string=access[name],
-                authentication_mode={"Type": "password", "Passwords": [_password_of(login)]},
-            )
-            users.append(user)
-        group = elasticache.CfnUserGroup(
-            self,
-            "ValkeyUsers",
-            engine="valkey",
-            user_group_id=f"berth-{self._stage.name}",
-            user_ids=[user.ref for user in users],
-        )
-        parameters = elasticache.CfnParameterGroup(
-            self,
-            "ValkeyParameters",
-            cache_parameter_group_family="valkey8",
-            description="Berth: never evict",
-            properties={"maxmemory-policy": "noeviction"},
-        )
-        subnets = elasticache.CfnSubnetGroup(
-            self,
-            "ValkeySubnets",
-            description="Berth",
-            subnet_ids=self._network.vpc.select_subnets(subnet_group_name="data").subnet_ids,
-        )
-        standby = self._stage.standby
-        valkey = elasticache.CfnReplicationGroup(
-            self,
-            "Valkey",
-            replication_group_description=f"Berth, {self._stage.name}",
-            engine="valkey",
-            engine_version="8.1",
-            cache_node_type=self._stage.valkey_class,
-            num_node_groups=1,
-            replicas_per_node_group=1 if standby else 0,
-            automatic_failover_enabled=standby,
-            multi_az_enabled=standby,
-            cluster_mode="disabled",
-            cache_parameter_group_name=parameters.ref,
-            cache_subnet_group_name=subnets.ref,
-            security_group_ids=[self._network.valkey.security_group_id],
-            port=VALKEY,
-            transit_encryption_enabled=True,
-            transit_encryption_mode="required",
-            at_rest_encryption_enabled=True,
-            kms_key_id=self._key.key_arn,
-            user_group_ids=[group.ref],
-            snapshot_retention_limit=1,
-            auto_minor_version_upgrade=False,
-        )
-        if self._stage.keep_data:
-            valkey.cfn_options.deletion_policy = CfnDeletionPolicy.SNAPSHOT
-            valkey.cfn_options.update_replace_policy = CfnDeletionPolicy.SNAPSHOT
-        place = f"{valkey.attr_primary_end_point_address}:{VALKEY}/0"
-        # Amazon's own authorities signed its certificate: those of the system know them.
-        urls = {name: f"rediss://{name}:{_password_of(login)}@{place}" for name, login in logins.items()}
-        return (
-            valkey,
-            self._url("ValkeyUrl", urls["service"]),
-            self._url("WorkerValkeyUrl", urls["worker"]),
         )
 
     def _repository(self, name: str) -> ecr.Repository:
@@ -200,26 +146,6 @@ class Storage(Construct):
             secret_string_value=SecretValue.unsafe_plain_text(url),
             removal_policy=self._stage.removal,
         )
-
-
-def password(scope: Construct, name: str, user: str, policy: RemovalPolicy) -> secrets.Secret:
-    """A login made by AWS. Its password is letters and digits, because it stands in addresses."""
-    return secrets.Secret(
-        scope,
-        name,
-        generate_secret_string=secrets.SecretStringGenerator(
-            secret_string_template=f'{{"username": "{user}"}}',
-            generate_string_key="password",
-            exclude_punctuation=True,
-            password_length=40,
-        ),
-        removal_policy=policy,
-    )
-
-
-def _password_of(login: secrets.Secret) -> str:
-    """A reference that CloudFormation resolves."""
-    return Fn.join("", ["{{resolve:secretsmanager:", login.secret_arn, ":SecretString:password}}"])
 
 
 def postgres(

@@ -151,11 +151,14 @@ class Alarms(Construct):
             below=5 * 1024**3,
             what="PostgreSQL has less than 5 GiB left",
         )
+        valkey = storage.valkey
         self._alarm(
-            "valkey-memory",
-            self._valkey_metric(storage, "DatabaseMemoryUsagePercentage"),
-            above=75,
-            what="Valkey is filling up; it evicts nothing and refuses writes when it is full",
+            "valkey",
+            valkey.alarm_metric,
+            above=valkey.alarm_above,
+            below=valkey.alarm_below,
+            without_figures=valkey.alarm_without_figures,
+            what=valkey.alarm_text,
         )
         workers = [
             cloudwatch.Metric(
@@ -197,10 +200,7 @@ class Alarms(Construct):
                     ),
                     self._graph("Reserved of the hosts, %", *workers),
                     self._graph(
-                        "PostgreSQL and Valkey, %",
-                        database.metric_cpu_utilization(),
-                        self._valkey_metric(storage, "EngineCPUUtilization"),
-                        self._valkey_metric(storage, "DatabaseMemoryUsagePercentage"),
+                        "PostgreSQL and Valkey, %", database.metric_cpu_utilization(), *valkey.graphs
                     ),
                 ],
             ],
@@ -215,7 +215,10 @@ class Alarms(Construct):
         above: float | None = None,
         below: float | None = None,
         times: int = 1,
+        without_figures: bool = False,
     ) -> None:
+        """`without_figures`: whether a metric that has none is an alarm, too."""
+        missing = cloudwatch.TreatMissingData
         over = above is not None
         comparison = cloudwatch.ComparisonOperator
         alarm = cloudwatch.Alarm(
@@ -227,22 +230,11 @@ class Alarms(Construct):
             threshold=above if above is not None else below or 0,
             comparison_operator=comparison.GREATER_THAN_THRESHOLD if over else comparison.LESS_THAN_THRESHOLD,
             evaluation_periods=times,
-            treat_missing_data=cloudwatch.TreatMissingData.NOT_BREACHING,
+            treat_missing_data=missing.BREACHING if without_figures else missing.NOT_BREACHING,
         )
         alarm.add_alarm_action(self._call)
         alarm.add_ok_action(self._call)
         self._shown.append(alarm)
-
-    @staticmethod
-    def _valkey_metric(storage: Storage, name: str) -> cloudwatch.Metric:
-        """Of the first node: there is one shard."""
-        return cloudwatch.Metric(
-            namespace="AWS/ElastiCache",
-            metric_name=name,
-            dimensions_map={"CacheClusterId": f"{storage.valkey.ref}-001"},
-            statistic="Maximum",
-            period=Duration.minutes(1),
-        )
 
     @staticmethod
     def _graph(title: str, *metrics: cloudwatch.IMetric) -> cloudwatch.GraphWidget:

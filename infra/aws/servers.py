@@ -280,6 +280,7 @@ def add_orchestrators(servers: Servers, workers: WorkerTasks, events: sqs.IQueue
                 "orchestrator_key_dir": "/keys/private",
                 "webhook_key_file": "/keys/webhook/webhook.key",
                 "pool_target": stage.pool_target,
+                "valkey_users": storage.valkey.has_users,
                 "egress_address": egress,
                 "launcher": "ecs",
                 "ecs_region": stage.region,

@@ -53,14 +53,24 @@ class AwsStage:
     worker_hosts_warm: int = 1
     pool_target: int = 30
 
-    #: PostgreSQL and Valkey; both stand in two zones where `standby` is set.
+    #: PostgreSQL and ElastiCache; both stand in two zones where `standby` is set.
     database_class: str = "m6g.large"
     database_gib: int = 100
     database_gib_most: int = 1000
     #: Days back to which PostgreSQL can be restored, to the second.
     restore_days: int = 14
-    valkey_class: str = "cache.m7g.large"
     standby: bool = True
+    #: Valkey: a host of our own, where each worker has a Valkey user, or ElastiCache, where all workers share
+    #: one (docs/how-to/deploy-on-aws.md#valkey).
+    own_valkey: bool = True
+    valkey_host: str = "m6i.large"
+    valkey_gib: int = 50
+    #: Which of the zones the host is in, and the snapshot that its volume begins with; '': it begins empty.
+    #: Another value of either makes another volume.
+    valkey_zone: int = 0
+    valkey_snapshot: str = ""
+    #: Of ElastiCache.
+    valkey_class: str = "cache.m7g.large"
     #: Whether a deletion of the stack leaves the data.
     keep_data: bool = True
     log_days: int = 90
@@ -84,6 +94,8 @@ STAGES = (
         database_gib=20,
         database_gib_most=100,
         restore_days=7,
+        valkey_host="t3.small",
+        valkey_gib=10,
         valkey_class="cache.t4g.small",
         standby=False,
         keep_data=False,

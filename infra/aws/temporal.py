@@ -17,8 +17,9 @@ from aws_cdk import aws_route53_targets as route53_targets
 from aws_cdk import aws_s3 as s3
 from constructs import Construct
 
-from infra.aws.data import password, postgres
+from infra.aws.data import postgres
 from infra.aws.hosts import log_group
+from infra.aws.logins import password
 from infra.aws.network import POSTGRES, TEMPORAL, Network
 from infra.aws.servers import Servers
 from infra.aws.tasks import environment, image_of

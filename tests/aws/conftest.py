@@ -20,12 +20,15 @@ collect_ignore_glob = [] if find_spec("aws_cdk") else ["test_*.py"]
 @pytest.fixture(scope="session")
 def synthesised(tmp_path_factory: pytest.TempPathFactory) -> Templates:
     from infra.aws.app import main
+    from infra.aws.stages import STAGES, AwsStage
 
+    # Production's other choice of a Valkey.
+    elasticache = AwsStage(name="elasticache", temporal_cloud=True, cidr="10.82.0.0/16", own_valkey=False)
     folder = tmp_path_factory.mktemp("cdk.out")
-    assert main([str(folder)]) == 0, "cdk-nag or CDK itself found something"
+    assert main([str(folder)], (*STAGES, elasticache)) == 0, "cdk-nag or CDK itself found something"
     return Templates(folder)
 
 
-@pytest.fixture(params=["staging", "production"])
+@pytest.fixture(params=["staging", "production", "elasticache"])
 def templates(request: pytest.FixtureRequest, synthesised: Templates) -> Templates:
     return synthesised.of(request.param)

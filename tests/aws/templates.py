@@ -25,17 +25,21 @@ class Templates:
             self._read[name] = json.loads((self.folder / f"{name}.template.json").read_text("utf-8"))
         return self._read[name]
 
-    def resources(self, kind: str) -> dict[str, Resource]:
-        """Logical id → properties, of both stacks."""
+    def resources(self, kind: str, parts: tuple[str, ...] = ("base", "servers")) -> dict[str, Resource]:
+        """Logical id → properties, of both stacks or of `parts`."""
         return {
             name: one.get("Properties", {})
-            for part in ("base", "servers")
+            for part in parts
             for name, one in self.template(part)["Resources"].items()
             if one["Type"] == kind
         }
 
     def only(self, kind: str) -> Resource:
         [found] = self.resources(kind).values()
+        return found
+
+    def only_in(self, kind: str, part: str) -> Resource:
+        [found] = self.resources(kind, (part,)).values()
         return found
 
     def task(self, family: str) -> Resource:

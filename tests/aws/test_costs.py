@@ -13,6 +13,7 @@ from infra.aws.costs import (
     METRICS,
     SECRETS,
     USERS,
+    VALKEY_GIB,
     CostLoad,
     costs,
     table,
@@ -31,6 +32,7 @@ def test_what_is_counted_is_there(synthesised: Templates) -> None:
     production = synthesised.of("production")
     kinds = ("AWS::SecretsManager::Secret", "AWS::KMS::Key", "AWS::CloudWatch::Alarm")
     assert tuple(len(production.resources(kind)) for kind in kinds) == (SECRETS, KEYS, ALARMS)
+    assert production.only("AWS::EC2::Volume")["Size"] == VALKEY_GIB
     filters = production.resources("AWS::Logs::MetricFilter").values()
     assert len({one["MetricTransformations"][0]["MetricName"] for one in filters}) == METRICS
 

@@ -24,6 +24,9 @@ WITHOUT_RESOURCE = {
     "ecs:DiscoverPollEndpoint",
     "ecs:ListTasks",
     "autoscaling:DescribeAutoScalingGroups",
+    "ec2:DescribeVolumes",
+    "ec2:DescribeSnapshots",
+    "ec2:DescribeTags",
 }
 
 

@@ -66,8 +66,9 @@ def host_run(folder: Path) -> ScriptRun:
 
 
 def host_scripts(templates: Templates) -> dict[str, str]:
-    """The start script of each kind of host."""
-    found = (one["LaunchTemplateData"] for one in templates.resources("AWS::EC2::LaunchTemplate").values())
+    """The start script of each kind of host of the cluster."""
+    launch = templates.resources("AWS::EC2::LaunchTemplate", ("servers",)).values()
+    found = (one["LaunchTemplateData"] for one in launch)
     return {one["InstanceType"]: text_without_references(one["UserData"]["Fn::Base64"]) for one in found}
 
 

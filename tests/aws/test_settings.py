@@ -140,7 +140,6 @@ LEFT_OUT = {
     "AWS has no pooler": {"database_direct_url"},
     "the command line": {"api_url", "api_key_file", "backup_recipients"},
     "a new system's histories begin encrypted": {"temporal_codec_reads_clear"},
-    "ElastiCache has no ACL SETUSER": {"valkey_users"},
 }
 #: The paper exchange, and groups whose defaults hold on AWS, too: bells, tiers, what is kept how long.
 PREFIXES_LEFT_OUT = (

@@ -6,7 +6,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from infra.aws.data import SERVICE_ACCESS, WORKER_ACCESS
+from infra.aws.valkey import SERVICE_ACCESS, WORKER_ACCESS
 from infra.local.servers import ValkeyServer
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
