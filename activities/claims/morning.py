@@ -10,7 +10,7 @@ from temporalio.exceptions import ApplicationError
 from activities.heartbeat import beating
 from infra.database.engine import Database
 from infra.database.orders import listing as recent_users
-from infra.market.calendar import TAIPEI, Calendar, Market
+from infra.market.calendar import HOME_ZONE, Calendar
 from worker_runtime.protocol.errors import BerthError
 from workflows.morning import messages as mo
 
@@ -32,7 +32,7 @@ class MorningActivities:
     @activity.defn
     async def plan_morning(self, request: mo.PlanMorning) -> mo.MorningPlan:
         try:
-            now = datetime.fromtimestamp(request.at, TAIPEI) if request.at else datetime.now(TAIPEI)
+            now = datetime.fromtimestamp(request.at, HOME_ZONE) if request.at else datetime.now(HOME_ZONE)
             day = date.fromisoformat(request.day) if request.day else now.date()
         except ValueError as error:
             raise ApplicationError(str(error), type="INVALID_DAY", non_retryable=True) from None
@@ -41,7 +41,7 @@ class MorningActivities:
             what = "has no evening session" if request.evening else "is no trading day"
             return mo.MorningPlan(day=day.isoformat(), reason=f"{day} {what}")
         first = first_recent_day(self._calendar, day, request.days)
-        since = datetime.combine(first, time(), TAIPEI)
+        since = datetime.combine(first, time(), HOME_ZONE)
         async with self._database.session() as session:
             counted = await recent_users.count_recent_users(session, since, evening=request.evening)
         groups = _groups(bells, counted)
@@ -75,12 +75,14 @@ class MorningActivities:
         return mo.Connected(ok=True)
 
 
-def _groups(bells: dict[Market, datetime], counted: dict[str, int]) -> tuple[mo.BellGroup, ...]:
+def _groups(bells: dict[str, datetime], counted: dict[str, int]) -> tuple[mo.BellGroup, ...]:
     """The users by their first bell. Markets that begin together are one group: its logins share a window."""
     at = {market: bell.timestamp() for market, bell in bells.items()}
     if len(set(at.values())) == 1:
         return (mo.BellGroup(bell=min(at.values()), users=sum(counted.values())),)
-    groups = [mo.BellGroup(bell=at[one], users=counted.get(one, 0), market=one.value) for one in at]
+    groups = [
+        mo.BellGroup(bell=bell, users=counted.get(market, 0), market=market) for market, bell in at.items()
+    ]
     return tuple(sorted(groups, key=lambda group: group.bell))
 
 

@@ -10,7 +10,7 @@ from decimal import Decimal
 
 from msgspec.structs import replace
 
-from worker_runtime.brokers.port import Listing, OnOrderChanged, OrderTerms
+from worker_runtime.brokers.port import BrokerOrderTerms, Listing, OnOrderChanged
 from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, OrderChanged, Position
 from worker_runtime.protocol.errors import (
     LoginLimited,
@@ -79,7 +79,7 @@ class FakeMarket:
         if sum(session.account == account for session in self.sessions) >= _CONNECTIONS:
             raise LoginLimited(f"{_CONNECTIONS} connections are open")
 
-    def take(self, account: str, order: OrderTerms) -> BrokerOrder:
+    def take(self, account: str, order: BrokerOrderTerms) -> BrokerOrder:
         with self._lock:
             new = BrokerOrder(
                 broker_order_id=f"K{len(self.taken) + 1}",
@@ -175,7 +175,7 @@ class FakeBroker:
         self._market.check(self.account, credentials)
         self._market.sessions.append(self)
 
-    def place(self, order: OrderTerms, timeout: float) -> BrokerOrder:
+    def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         self._check()
         taken = self._market.take(self.account, order)
         if self.account in self._market.drop_next:

@@ -8,7 +8,7 @@ from runpy import run_path
 
 import pytest
 
-from infra.market.calendar import TAIPEI, CalendarUnreadable, Market, load_calendar
+from infra.market.calendar import HOME_ZONE, CalendarUnreadable, Market, load_calendar
 from worker_runtime.protocol.order_terms import OrderLot
 
 STOCK, FUTURES = Market.STOCK, Market.FUTURES
@@ -17,7 +17,7 @@ holiday_table = _script["holiday_table"]
 
 
 def at(text: str) -> datetime:
-    return datetime.fromisoformat(text).replace(tzinfo=TAIPEI)
+    return datetime.fromisoformat(text).replace(tzinfo=HOME_ZONE)
 
 
 @pytest.mark.parametrize(
