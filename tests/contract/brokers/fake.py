@@ -49,6 +49,8 @@ class FakeMarket:
         self.reject_next: dict[str, str] = {}
         #: Accounts whose session breaks right after their next order was taken.
         self.drop_next: set[str] = set()
+        #: Accounts whose next order is taken and never answered.
+        self.silence_next: set[str] = set()
         self._accounts: dict[str, Credentials] = {}
         self._prices: dict[str, Decimal] = {}
         self._lock = threading.RLock()
@@ -177,11 +179,17 @@ class FakeBroker:
 
     def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         self._check()
+        if timeout <= 0:
+            raise OrderRejected("no time was left to send the order; it was not sent")
         taken = self._market.take(self.account, order)
         if self.account in self._market.drop_next:
             self._market.drop_next.discard(self.account)
             self._market.sessions.remove(self)
             raise OutcomeUnknown("the connection was lost")
+        if self.account in self._market.silence_next:
+            self._market.silence_next.discard(self.account)
+            time.sleep(timeout)
+            raise OutcomeUnknown("no answer in time")
         if taken.state is OrderState.REJECTED:
             raise OrderRejected(taken.reason or "")
         return taken
