@@ -50,6 +50,8 @@ class MessageSecrets:
 
     def job_keys(self, tag: str) -> Keys:
         """Of the jobs of this tag and their results: of a user's own his request keys."""
+        if tag.startswith("app:"):
+            return self._keys(b"application_jobs", tag.removeprefix("app:").encode())
         fleet = tag == job_keys.FLEET_TAG
         return self._keys(b"jobs") if fleet else self.request_keys(tag.removeprefix("user:"))
 

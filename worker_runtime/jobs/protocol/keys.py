@@ -1,7 +1,8 @@
 """All Valkey keys of the job queue.
 
 The keys of one set of queues carry one hash tag, so that a script may touch them together on a cluster:
-`jobs` for the fleet's shared queues, `user:<id>` for a user's own jobs. The scripts build the same names from
+`jobs` for the fleet's shared queues, `user:<id>` for a user's own jobs, `app:<name>` for an application's own
+types. The scripts build the same names from
 the key of the settings (`queue_lib.lua`).
 
 | key | type | lives | holds |
@@ -47,6 +48,11 @@ def user_tag(user_id: str) -> str:
 def tag_of(user_id: str) -> str:
     """The tag of a user's own jobs; without a user that of the fleet."""
     return user_tag(user_id) if user_id else FLEET_TAG
+
+
+def application_tag(application: str) -> str:
+    """The tag of an application's own types."""
+    return f"app:{application}"
 
 
 def _key(tag: str, *parts: str) -> str:
