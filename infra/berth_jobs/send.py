@@ -26,7 +26,7 @@ import httpx
 import msgspec
 
 from . import api_calls
-from .api_calls import RETRY_FOR_S, Call, JobCall, EnqueueOptions, JobRequest, JobSnapshot
+from .api_calls import RETRY_FOR_S, Call, EnqueueOptions, JobCall, JobRequest, JobSnapshot
 from .connections import (
     APPLICATION_VARIABLE,
     Connection,

@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from .api_calls import JobFailure, EnqueueOptions, JobRequest, JobSnapshot
+from .api_calls import EnqueueOptions, JobFailure, JobRequest, JobSnapshot
 from .connections import pop_fake, push_fake
 from .context import JobContext, use_context
 from .declaration import JobFunction, declared_jobs, encode_value
