@@ -56,6 +56,7 @@ from infra.settings import EcsSettings, Settings
 from infra.temporal.connection import RETRY, connect_orchestrator, watch_connection
 from infra.temporal.schedules import make_schedules
 from infra.temporal.starter import WorkerStarter
+from infra.valkey.job_users import JobUsers
 
 log = structlog.get_logger()
 
@@ -179,7 +180,7 @@ async def _serve(temporal: Client, parts: OrchestratorResources, stopping: async
         queues = hosted_queues(temporal, starter, parts)
         workers = [make_worker(temporal, hosted, deployment, settings.stop_grace) for hosted in queues]
         versioned = [hosted.name for hosted in queues if hosted.workflows]
-        promotion = Promotion(deployment, wanted=settings.promote, queues=versioned)
+        promotion = Promotion(deployment, promotes=settings.promote, queues=versioned)
         loops = _loops(temporal, starter, parts)
         if _hosts_workflows(settings):
             mover = WorkflowMover(
@@ -250,6 +251,7 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
             users=parts.users,
             launcher=parts.launcher,
             database=parts.database,
+            job_users=JobUsers(parts.client, parts.message_secrets) if parts.users else None,
         ).run,
         lambda: watch_connection(temporal, settings),
         lambda: parts.message_secrets.compare_with_others(parts.client),

@@ -17,7 +17,7 @@ from infra.database.trading.limits import AccountUsage
 from infra.market import calendar, instruments
 from infra.settings import Settings
 from worker_runtime.protocol import errors
-from worker_runtime.protocol.broker_record import MarketRule, Plugin, terms_of
+from worker_runtime.protocol.broker_record import MarketRule, Plugin
 from worker_runtime.protocol.installed_brokers import market_of
 from worker_runtime.protocol.order_terms import ODD_LOTS, OpenClose, OrderLot
 
@@ -75,14 +75,14 @@ class PreTradeChecks:
         until, usage = self._known.get(name, (0.0, None))
         if until > now:
             return usage
-        found = await self._database.read(trading_limits.account_usage, *name)
-        if found is None or self._max_orders(found) - found.tags < RECOUNT_BELOW:
+        usage = await self._database.read(trading_limits.account_usage, *name)
+        if usage is None or self._max_orders(usage) - usage.tags < RECOUNT_BELOW:
             self._known.pop(name, None)
-            return found
+            return usage
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
-        self._known[name] = (now + REMEMBERED, found)
-        return found
+        self._known[name] = (now + REMEMBERED, usage)
+        return usage
 
     def _symbol(self, new: CheckedTerms, plugin: Plugin, market: MarketRule) -> Decimal | None:
         """Returns the value of one of the order's quantity at a price of 1."""
@@ -112,10 +112,10 @@ class PreTradeChecks:
 
     def _quantity(self, new: CheckedTerms, usage: AccountUsage) -> None:
         own = usage.limits.max_quantity
-        most = self._settings.check_max_quantity if own is None else own
-        if new.quantity > most and new.lot not in ODD_LOTS:
+        limit = self._settings.check_max_quantity if own is None else own
+        if new.quantity > limit and new.lot not in ODD_LOTS:
             raise errors.QuantityLimit(
-                f"Quantity {new.quantity} is above this account's limit of {most} lots per order. Reduce it,"
+                f"Quantity {new.quantity} is above this account's limit of {limit} lots per order. Reduce it,"
                 " or ask an operator to raise the limit."
             )
 
@@ -124,15 +124,15 @@ class PreTradeChecks:
     ) -> Decimal | None:
         """Returns the price up to which a market order is within the limit."""
         own = usage.limits.max_notional
-        most = self._settings.check_max_notional or None if own is None else own
-        if most is None or lot is None:
+        limit = self._settings.check_max_notional or None if own is None else own
+        if limit is None or lot is None:
             return None
-        if order.price is None and most:
-            return min(round(most / (order.quantity * lot), 6), most)
+        if order.price is None and limit:
+            return min(round(limit / (order.quantity * lot), 6), limit)
         value = (order.price or 0) * order.quantity * lot
-        if value > most or not most:
+        if value > limit or not limit:
             raise errors.NotionalLimit(
-                f"{value:f} {currency} is above this account's limit of {most:f} {currency} per order."
+                f"{value:f} {currency} is above this account's limit of {limit:f} {currency} per order."
                 " Reduce the quantity, or ask an operator to raise the limit."
             )
         return None
@@ -142,17 +142,17 @@ class PreTradeChecks:
         return self._settings.check_daily_orders if own is None else own
 
     async def _day(self, new: CheckedTerms, usage: AccountUsage) -> None:
-        most = self._max_orders(usage)
-        if usage.tags < most:
+        limit = self._max_orders(usage)
+        if usage.tags < limit:
             return
         # Repeats of a client order id use tags, too: only orders count.
         async with self._database.session(autocommit=True) as session:
             placed = await trading_limits.count_orders_of_day(
                 session, new.user_id, new.account_id, new.trading_day
             )
-        if placed >= most:
+        if placed >= limit:
             raise errors.DailyOrderLimit(
-                f"{placed} orders are placed today, and this account's limit is {most}. Ask an"
+                f"{placed} orders are placed today, and this account's limit is {limit}. Ask an"
                 " operator to raise the limit."
             )
 
