@@ -17,7 +17,7 @@ from infra.database.trading.limits import AccountUsage
 from infra.market import calendar, instruments
 from infra.settings import Settings
 from worker_runtime.protocol import errors
-from worker_runtime.protocol.broker_record import MarketRule, Plugin
+from worker_runtime.protocol.broker_record import MarketRule, Plugin, terms_of
 from worker_runtime.protocol.installed_brokers import market_of
 from worker_runtime.protocol.order_terms import ODD_LOTS, OpenClose, OrderLot
 
