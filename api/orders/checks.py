@@ -60,6 +60,7 @@ class PreTradeChecks:
         if order.reduce_only:  # limits apply only to orders that can increase a position
             return UNBOUND
         self._quantity(order, usage)
+        refuse_quantity(order, market)
         most_price = self._notional(order, usage, lot, market.currency)
         if is_new:
             await self._day(order, usage)
@@ -165,6 +166,12 @@ def refuse_mixed_terms(new: CheckedTerms, market: MarketRule) -> None:
         raise refusal
     if new.reduce_only and new.open_close in (OpenClose.NEW, OpenClose.DAY_TRADE):
         raise errors.OrderTermsRule(f"{new.open_close} opens a position, and this order closes one")
+    if new.lot != OrderLot.COMMON:  # for common lots the account's own limit comes first
+        refuse_quantity(new, market)
+
+
+def refuse_quantity(new: CheckedTerms, market: MarketRule) -> None:
+    """Raises `OrderTermsRule` for more than the market takes in one order of this lot, or less."""
     rule = market.lots[OrderLot(new.lot)]
     if not rule.min_quantity <= new.quantity <= rule.max_quantity:
         raise errors.OrderTermsRule(

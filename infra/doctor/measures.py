@@ -194,8 +194,8 @@ def open_files_limit() -> int:
 
 
 def calendar_end(calendar: Calendar) -> float:
-    """Returns the Unix time after whose day holidays are unknown."""
-    day = calendar.known_until + timedelta(days=1)
+    """Returns the Unix time after whose day the holidays of a market are unknown."""
+    day = calendar.first_end + timedelta(days=1)
     return datetime.combine(day, time_of_day(), HOME_ZONE).timestamp()
 
 

@@ -93,6 +93,13 @@ class Calendar:
     changed: Mapping[date, Hours | None] = field(default_factory=dict)
     #: By the `broker_type` of their accounts. All have the same zone.
     markets: Mapping[str, MarketRule] = field(default_factory=_home_markets)
+    #: The last known day of each installed market whose table of holidays ends, as `broker/market`.
+    ends: Mapping[str, date] = field(default_factory=dict)
+
+    @property
+    def first_end(self) -> date:
+        """The last day on which the holidays of all installed markets are known."""
+        return min((self.known_until, *self.ends.values()))
 
     @property
     def known_until(self) -> date:
@@ -207,14 +214,17 @@ class MarketCalendars:
                 )
         first = next(iter(home.record.markets))
         days = {day: text for day, text in content.items() if isinstance(text, str)}
-        self.home = Calendar(**_table(home.holidays.get(first)), changed=_parse_changes(changes, days))
+        self.home = Calendar(
+            **_table(home.holidays.get(first)),
+            changed=_parse_changes(changes, days),
+            ends=self._ends(),
+        )
 
     def find(self, broker: str, market: str) -> Calendar | None:
         """Return the calendar of a broker's market; None if the broker or its market is not installed."""
         return self._by_market.get((broker, market))
 
-    def ends(self) -> dict[str, date]:
-        """Return the last day that is known, for each market whose holidays end, as `broker/market`."""
+    def _ends(self) -> dict[str, date]:
         return {
             f"{broker}/{market}": calendar.known_until
             for (broker, market), calendar in self._by_market.items()
