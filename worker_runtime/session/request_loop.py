@@ -9,7 +9,7 @@ from worker_runtime.process.clock import Backoff, wall_ms
 from worker_runtime.process.replacement import WorkerExit
 from worker_runtime.process.shared_state import Lease, WorkerActivity
 from worker_runtime.process.valkey import ValkeyFailed
-from worker_runtime.protocol.exchange import OrderChanged
+from worker_runtime.protocol.broker_reports import OrderChanged
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import PlaceOrder, WorkerEventKind
 from worker_runtime.session.control import ControlHandler, SessionParts
@@ -172,9 +172,9 @@ class RequestLoop:
             while not self._stopping() and self._lease.usable() > 0:
                 if self._leftovers_due:
                     self._answer_leftovers()
-                left = self._postponed.put_back()
-                if left is not None:
-                    self._request_handler.answer_leftover(left)
+                returned = self._postponed.put_back()
+                if returned is not None:
+                    self._request_handler.answer_leftover(returned)
                 self._check_switch_server()
                 held = self._postponed.on or not self.broker_sessions.loaded or not self._switch_is_current
                 item = self._queue_reader.pop(control_only=held)

@@ -14,8 +14,8 @@ from threading import Thread
 from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease
+from worker_runtime.protocol.broker_reports import OrderChanged
 from worker_runtime.protocol.errors import BerthError, BrokerError, LeaseLost
-from worker_runtime.protocol.exchange import OrderChanged
 from worker_runtime.trading.account_session import AccountSession, OpenedAccount
 
 
@@ -84,7 +84,11 @@ class LoginAttempts:
     def close(self, *brokers: Broker | None) -> None:
         """Closes broker sessions, all at once: a broker that does not answer costs a second, and the lease's
         margin does not grow with the number of accounts. Never raises."""
-        closing = [Thread(target=self._close, args=(one,), daemon=True) for one in brokers if one is not None]
+        closing = [
+            Thread(target=self._close, args=(broker,), daemon=True)
+            for broker in brokers
+            if broker is not None
+        ]
         for thread in closing:
             thread.start()
         for thread in closing:

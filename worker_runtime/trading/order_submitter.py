@@ -12,6 +12,7 @@ from worker_runtime.brokers.port import Broker
 from worker_runtime.process.clock import NS_PER_MS, SECOND, wall_ms
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
+from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import (
     AccountBlocked,
     BerthError,
@@ -28,7 +29,6 @@ from worker_runtime.protocol.errors import (
     TradingHalted,
     WorkerUnavailable,
 )
-from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import Failure, OrderEvent, OrderOutcome, OrderState, PlaceOrder
 from worker_runtime.protocol.order_terms import may_be_same_contract
 from worker_runtime.protocol.requests import ReplaceOrder, SwitchState, UserSwitch
@@ -72,14 +72,14 @@ def check_switch(switch: UserSwitch, order: PlaceOrder | ReplaceOrder) -> None:
 
 def check_price(request: PlaceOrder | ReplaceOrder, broker: Broker) -> None:
     """Raises `PriceBand` or `NotionalLimit`. Without a reference price nothing is refused."""
-    most = request.most_price if isinstance(request, PlaceOrder) else None
-    if request.price_band is None and most is None:
+    most_price = request.most_price if isinstance(request, PlaceOrder) else None
+    if request.price_band is None and most_price is None:
         return
     reference = broker.reference_price(request.symbol)
     if not reference:
         return
     if request.price is None:
-        if most is not None and reference > most:
+        if most_price is not None and reference > most_price:
             raise NotionalLimit(f"at the reference price {reference} it is above the account's limit")
     elif request.price_band is not None and abs(request.price - reference) > reference * request.price_band:
         raise PriceBand(f"{request.price} is over {request.price_band:.1%} off the reference {reference}")
@@ -310,7 +310,7 @@ class OrderSubmitter:
             wait=self.switch_wait,
         )
 
-        def place(timeout: float) -> ExchangeOrder:
+        def place(timeout: float) -> BrokerOrder:
             self.tracker.mark_submitting(order)
             self.shared_state.submissions.add(order.order_id)
             return broker.place(order, timeout)
