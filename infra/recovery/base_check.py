@@ -6,11 +6,10 @@ is unpacked.
 
 import hashlib
 import json
-import os
 import tarfile
 import threading
-from contextlib import suppress
-from typing import IO, Any
+from queue import Queue
+from typing import IO, Any, cast
 
 from infra.recovery.encryption import BackupFailed, Readable
 from infra.recovery.log_follower import SEGMENT
@@ -22,27 +21,32 @@ _CHUNK = 1024 * 1024
 class BaseCheck:
     """Passes the bytes of `source` on, and reads the same ones as an archive.
 
-    Call `finish` after the last one.
+    Call `finish` after the last one, or `abandon`.
     """
 
     def __init__(self, source: Readable) -> None:
         self._source = source
-        reader, writer = os.pipe()
-        self._writer: IO[bytes] = os.fdopen(writer, "wb")
+        #: What was read and not yet passed on.
+        self._rest = memoryview(b"")
+        self._feed = _Feed()
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._look, args=(os.fdopen(reader, "rb"),), daemon=True)
+        self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
     def read(self, size: int = -1, /) -> bytes:
-        data = self._source.read(size)
-        with suppress(BrokenPipeError):  # the look has ended with an error, which `finish` raises
-            self._writer.write(data)
-        return data
+        """Return up to `size` bytes. In large pieces to the look: each costs a switch between threads."""
+        if not self._rest:
+            data = self._source.read(_CHUNK)
+            if data:
+                self._feed.put(data)
+            self._rest = memoryview(data)
+        end = len(self._rest) if size < 0 else size
+        passed, self._rest = bytes(self._rest[:end]), self._rest[end:]
+        return passed
 
     def abandon(self) -> None:
         """Ends the look, whatever it has found."""
-        with suppress(BrokenPipeError):
-            self._writer.close()
+        self._feed.put(b"")
         self._thread.join()
 
     def finish(self) -> None:
@@ -51,20 +55,48 @@ class BaseCheck:
         if self._error is not None:
             raise BackupFailed(f"the base backup is not whole: {self._error}") from None
 
-    def _look(self, stream: IO[bytes]) -> None:
-        with stream:
-            try:
-                check_base(stream)
-            except (tarfile.TarError, ValueError, KeyError, OSError) as error:
-                self._error = error
+    def _look(self) -> None:
+        try:
+            check_base(self._feed)
+        except (tarfile.TarError, ValueError, KeyError, OSError) as error:
+            self._error = error
+        self._feed.drain()
 
 
-def check_base(stream: IO[bytes]) -> None:
+class _Feed:
+    """A stream from one thread to another, of a few pieces at once."""
+
+    def __init__(self) -> None:
+        self._pieces: Queue[bytes] = Queue(maxsize=4)
+        self._rest = b""
+        self._over = False
+
+    def put(self, data: bytes) -> None:
+        """Adds a piece; an empty one ends the stream."""
+        self._pieces.put(data)
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Return `size` bytes, and fewer at the end."""
+        while not self._over and (size < 0 or len(self._rest) < size):
+            piece = self._pieces.get()
+            self._over = not piece
+            self._rest += piece
+        end = len(self._rest) if size < 0 else size
+        data, self._rest = self._rest[:end], self._rest[end:]
+        return data
+
+    def drain(self) -> None:
+        """Takes what comes until the end."""
+        while not self._over:
+            self._over = not self._pieces.get()
+
+
+def check_base(stream: Readable) -> None:
     """Reads an archive to its end. Raises ValueError, KeyError or `tarfile.TarError` if it is not whole."""
     files: dict[str, tuple[int, str]] = {}
     segments: dict[str, int] = {}
     text = b""
-    with tarfile.open(fileobj=stream, mode="r|", bufsize=_CHUNK) as archive:
+    with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r|", bufsize=_CHUNK) as archive:
         for member in archive:
             name = member.name.removeprefix("./")
             content = archive.extractfile(member) if member.isfile() else None

@@ -17,7 +17,7 @@ from infra.vault.secret_versions import create_versions
 from tests.commands import CommandForker
 from worker_runtime.protocol import keys
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 NO_VALKEY = "redis://127.0.0.1:1/0"
 

@@ -190,7 +190,7 @@ def test_the_key_comes_in_a_header(document: dict[str, Any]) -> None:
 
 
 def test_what_a_user_asks_of_a_user_may_not_be_theirs(document: dict[str, Any]) -> None:
-    """Whether somebody else exists is not told: such a question is answered 404, by its query as by its path."""
+    """Whether somebody else exists is not told: the answer is 404, for a query as for a path."""
     for route, right in RIGHTS.items():
         method, _, path = route.partition(" ")
         operation = document["paths"].get(f"/v1{path}", {}).get(method.lower(), {})
