@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from worker_runtime.jobs.own_types.config import OwnTypesConfig
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import webhook_signing
 from worker_runtime.jobs.protocol.catalog import PROVIDER_QUEUES
@@ -105,6 +106,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     failed_ttl: Annotated[int, msgspec.Meta(ge=1)] = FAILED_TTL
     #: The runner ends after this long without a job; 0: never. Then something else must hear the doorbell.
     idle_exit: _Seconds = 0.0
+    #: With it the runner runs the types of an application, and none of Berth's.
+    own: OwnTypesConfig | None = None
     #: Without these the runner does not know the types of jobs that need them.
     webhook: WebhookOutlet | None = None
     mail: MailOutlet | None = None

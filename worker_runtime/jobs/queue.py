@@ -194,7 +194,7 @@ class JobQueue:
         return _fates(self._reap(self.identity.runner_id, b"", 0))
 
     def _reap(self, runner_id: str, beat: bytes, crashes: int) -> Any:
-        kept = RESULT_KEPT if self.tag == job_keys.FLEET_TAG else RESULT_TTL
+        kept = RESULT_TTL if self.tag.startswith("user:") else RESULT_KEPT
         return self._run(job_scripts.REAP, runner_id, beat, crashes, MAX_CRASHES, kept, self.failed_ttl)
 
     def write_progress(self, job_id: str, fence: int, progress: bytes) -> bool:

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from worker_runtime.jobs.child_pool import RunningJobs
+from worker_runtime.jobs.child_pool import ChildPool, JobChild, RunningJobs
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.executor import JobExecutor
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -25,6 +25,7 @@ from worker_runtime.process.doorbell import Doorbell, WakePipe
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.valkey import Valkey, ValkeyFailed
+from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
@@ -95,11 +96,12 @@ class JobRunner:
 
     def __init__(self, config: RunnerConfig, registry: JobRegistry, log: Log) -> None:
         self._config = config
+        self._registry = registry
         self._log = log
         self._selector = selectors.DefaultSelector()
         self._runs = RunningJobs(config.kill_grace)
         self._registration = RunnerRegistration(config, self._runs, log, self._recover_held, self._lost)
-        self._executor = JobExecutor(config, registry, self._selector, self._runs, self._registration, log)
+        self._executor = JobExecutor(config, registry, self._runs, self._registration, log, self._make_pool)
         self._doorbell = self._listener(self._on_ring)
         self._mailbox = self._listener(self._on_mail)
         self._pending_ends = self._executor.pending_ends
@@ -111,6 +113,25 @@ class JobRunner:
         #: The runner has been idle for long. It ends unless one more claim finds a job.
         self._last_claim = False
 
+    def _make_pool(self, on_packet: Callable[[JobChild], None], on_ended: Callable[[], None]) -> ChildPool:
+        config, registry = self._config, self._registry
+        if config.own is None:
+            return ChildPool(registry, self._selector, on_packet, config.recycle)
+        # Here, not above: other runners have no fork server, and do not pay for it.
+        from worker_runtime.jobs.own_types.pool import ForkServerPool, OwnTypeRegistry
+
+        assert isinstance(registry, OwnTypeRegistry)  # noqa: S101 - `main` builds it for such a runner
+        return ForkServerPool(
+            registry,
+            self._selector,
+            on_packet,
+            config.recycle,
+            own=config.own,
+            log=self._log,
+            on_ended=on_ended,
+            on_ready=self._on_reconnect,
+        )
+
     def _listener(self, on_element: Callable[[bytes], None]) -> QueueListener:
         client = Valkey(self._config.valkey_url)
         return QueueListener(client, self._selector, self._log, on_element, self._on_reconnect)
@@ -121,6 +142,14 @@ class JobRunner:
         signals = WakePipe()
         signals.on_signals(_SIGNALS, lambda: None)
         self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(signals))
+        if self._config.own is not None:
+            kernel.forbid_dumps()  # jobs of the same user must not read the keys from this memory
+        try:
+            self._executor.pool.open()
+        except BerthError as error:
+            self._log.error("job_types_unusable", code=error.code, reason=error.detail)
+            self._executor.pool.close()
+            return ExitCode.BAD_CONFIG
         gc.collect()
         gc.freeze()  # the children's garbage collectors leave these pages alone, so they stay shared
         while not self._ended():
@@ -135,6 +164,7 @@ class JobRunner:
         self._mailbox.run_due()
         self._doorbell.run_due()
         self._check_idleness()
+        self._executor.run_due()
         self._executor.start_or_release_prefetched()
         self._finish_and_claim()
         self._pending_ends.log_written()
@@ -157,6 +187,7 @@ class JobRunner:
             self._doorbell.seconds_until_due(),
             self._runs.seconds_until_due(),
             self._prefetched.seconds_until_due(),
+            self._executor.seconds_until_due(),
         ]
         if self._config.idle_exit:
             due.append(self._idle_since + self._config.idle_exit - time.monotonic())
