@@ -308,9 +308,11 @@ class JobRun:
 class RunningJobs:
     """All runs, by their fences. A kill is TERM to the child's whole group, then KILL."""
 
-    def __init__(self, grace: float) -> None:
-        """`grace`: seconds between TERM and KILL."""
+    def __init__(self, grace: float, ttl: int = RUNNER_TTL, margin: int = _BEYOND_TIMEOUT) -> None:
+        """`grace`: seconds between TERM and KILL. `ttl`, `margin`: of the runner's entry, see `entry_ttl`."""
         self._grace = grace
+        self._ttl = ttl
+        self._margin = margin
         self._by_fence: dict[int, JobRun] = {}
 
     def __len__(self) -> int:
@@ -381,9 +383,9 @@ class RunningJobs:
         self._by_fence.clear()
 
     def entry_ttl(self) -> int:
-        """Seconds that the runner's entry has to live."""
+        """Seconds that the runner's entry has to live: it outlives its longest job's timeout."""
         longest = max((run.job.timeout for run in self._by_fence.values()), default=0.0)
-        return max(RUNNER_TTL, math.ceil(longest) + _BEYOND_TIMEOUT)
+        return max(self._ttl, math.ceil(longest) + self._margin)
 
     def _terminate(self, run: JobRun, reason: str) -> None:
         run.kill_reason = reason

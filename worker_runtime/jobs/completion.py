@@ -162,6 +162,8 @@ class PendingRunEnds:
         """Takes the queue's answers to all ends of `to_write`."""
         for end, outcome in zip(self._open, outcomes, strict=True):
             end.outcome = outcome
+            if outcome == JobStatus.FAILED and end.job is not None and end.job.on_failed:
+                self._registration.renew_soon()  # which enqueues the handler
         self._written += self._open
         self._open = []
 

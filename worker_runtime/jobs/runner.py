@@ -17,6 +17,7 @@ from worker_runtime.jobs.child_pool import ChildPool, JobChild, RunningJobs
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.executor import JobExecutor
 from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.manifest import PackageConflict
 from worker_runtime.jobs.queue import ClaimBatch, ClaimedJob
 from worker_runtime.jobs.registration import RunnerRegistration
 from worker_runtime.jobs.types.job_registry import JobRegistry, build_registry
@@ -99,7 +100,7 @@ class JobRunner:
         self._registry = registry
         self._log = log
         self._selector = selectors.DefaultSelector()
-        self._runs = RunningJobs(config.kill_grace)
+        self._runs = RunningJobs(config.kill_grace, config.runner_ttl, config.timeout_margin)
         self._registration = RunnerRegistration(config, self._runs, log, self._recover_held, self._lost)
         self._executor = JobExecutor(config, registry, self._runs, self._registration, log, self._make_pool)
         self._doorbell = self._listener(self._on_ring)
@@ -146,15 +147,34 @@ class JobRunner:
             kernel.forbid_dumps()  # jobs of the same user must not read the keys from this memory
         try:
             self._executor.pool.open()
+            self._announce_types()
         except BerthError as error:
-            self._log.error("job_types_unusable", code=error.code, reason=error.detail)
-            self._executor.pool.close()
-            return ExitCode.BAD_CONFIG
+            return self._refuse_to_run(error)
         gc.collect()
         gc.freeze()  # the children's garbage collectors leave these pages alone, so they stay shared
-        while not self._ended():
-            self._run_once()
+        try:
+            while not self._ended():
+                self._run_once()
+        except PackageConflict as error:
+            return self._refuse_to_run(error)
         return self._shut_down()
+
+    def _announce_types(self) -> None:
+        """Has the registration announce the application's types."""
+        if self._config.own is None:
+            return
+        from worker_runtime.jobs.own_types.announcement import Announcement
+        from worker_runtime.jobs.own_types.pool import ForkServerPool
+
+        pool = self._executor.pool
+        assert isinstance(pool, ForkServerPool)  # noqa: S101 - see `_make_pool`
+        self._registration.announcement = Announcement(self._config, pool.manifest, self._log)
+
+    def _refuse_to_run(self, error: BerthError) -> ExitCode:
+        self._log.error("job_types_unusable", code=error.code, reason=error.detail)
+        self._executor.pool.close()
+        self._sign_off(last_try=True)
+        return ExitCode.BAD_CONFIG
 
     def _run_once(self) -> None:
         if not self._registration.reachable:

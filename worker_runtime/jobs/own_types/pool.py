@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
+from berth_jobs.manifest import BadManifest, ManifestType, read_manifest
 
 from worker_runtime.jobs.child_pool import ChildPool, JobChild, JobRun, NotForked, OutputCapture, make_ends
 from worker_runtime.jobs.own_types.config import OwnTypesConfig
@@ -70,45 +71,25 @@ class OwnTypesUnusable(BerthError, code="OWN_JOB_TYPES_UNUSABLE"):
     """The application's code cannot be imported, or declares no jobs."""
 
 
-class OwnOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options that matter to a runner, from a manifest."""
-
-    memory: int
-    secrets: tuple[str, ...] = ()
-    concurrency: int = 1
-
-
-class OwnType(msgspec.Struct, frozen=True, kw_only=True):
-    """One type of a manifest."""
-
-    name: str
-    version: int
-    options: OwnOptions
-
-
-class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    types: tuple[OwnType, ...]
-
-
 class OwnTypeRegistry(JobRegistry):
     """The application's types, without their code: it is in the fork server only."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.types: dict[tuple[str, int], OwnType] = {}
+        self.types: dict[tuple[str, int], ManifestType] = {}
 
     def load(self, manifest: bytes) -> None:
         """Raises `OwnTypesUnusable`."""
         try:
-            found = msgspec.json.decode(manifest, type=_Manifest).types
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise OwnTypesUnusable(f"the manifest does not fit: {error}") from None
-        self.types = {(kind.name, kind.version): kind for kind in found}
+            found = read_manifest(manifest)
+        except BadManifest as error:
+            raise OwnTypesUnusable(str(error)) from None
+        self.types = {(kind.name, kind.version): kind for kind in found.types}
 
     def check(self, job: Job) -> None:
         self.type_of(job)
 
-    def type_of(self, job: Job) -> OwnType:
+    def type_of(self, job: Job) -> ManifestType:
         """Raises `UnknownJob`."""
         found = self.types.get((job.name, job.type_version))
         if found is None:
@@ -278,7 +259,7 @@ class ForkServerPool(ChildPool):
     def _kill_server(self, reason: str) -> None:
         if self._server is not None:
             self.log.error("fork_server_killed", reason=reason, children=len(self._all))
-            self._server.kill()  # SIGCHLD follows
+            os.kill(self._server.pid, signal.SIGKILL)  # not `Popen.kill`, which may reap it; SIGCHLD follows
 
     def _read_control(self) -> None:
         while self._control is not None:
@@ -352,7 +333,7 @@ class ForkServerPool(ChildPool):
             self._control.close()
             self._control = None
         if self._server is not None:
-            self._server.kill()
+            os.kill(self._server.pid, signal.SIGKILL)
 
     def _send(self, message: ToServer, descriptors: tuple[int, ...] = ()) -> None:
         """Raises `NotForked` if the server is gone, or does not read."""
@@ -411,7 +392,7 @@ class ForkServerPool(ChildPool):
         if _parent(child.process_id) != self._server.pid:
             return False
         limit = self.registry.type_of(run.job).options.memory * max(1, child.running)
-        return _resident_of_tree(child.process_id) > self._baseline + limit
+        return bool(_resident_of_tree(child.process_id) > self._baseline + limit)
 
     def reap(self) -> list[tuple[JobChild, int]]:
         """The children that have ended; collects the fork server and strays, too."""

@@ -36,4 +36,5 @@ def shop(
     application.start()
     yield application
     application.close()
-    shutil.rmtree(folder)
+    if "BERTH_KEEP" not in os.environ:
+        shutil.rmtree(folder)

@@ -207,7 +207,10 @@ def spend(ledger: str, until: str = "") -> None:
 @job
 def leave_behind() -> int:
     """Starts a process in a session of its own, whose parent ends."""
-    script = "import subprocess,sys; p=subprocess.Popen(['sleep','300'],start_new_session=True); print(p.pid)"
+    script = (
+        "import subprocess; out = subprocess.DEVNULL;"
+        "print(subprocess.Popen(['sleep', '300'], stdout=out, stderr=out, start_new_session=True).pid)"
+    )
     started = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
     return int(started.stdout)
 
