@@ -103,7 +103,7 @@ def attacked(request: pytest.FixtureRequest, short_directory: Path) -> Iterator[
     own = OwnTypesConfig(
         application="shop",
         modules=("own_attacks",),
-        path=(str(Path(__file__).parent),),
+        path=(str(Path(__file__).parent / "packages"),),
         secrets={"STRIPE_KEY": secret},
         hidden=(str(key_file.parent),),
     )
