@@ -91,13 +91,15 @@ class JobNotFound(Refused):
     """There is no job with this id, or its result has expired."""
 
 
-_BY_STATUS: dict[int, type[Refused]] = {404: JobNotFound, 413: JobTooLarge}
+_BY_STATUS: dict[int, type[Refused]] = {413: JobTooLarge}
 _BY_CODE: dict[str, type[Refused]] = {
+    "APPLICATION_NOT_FOUND": UnknownJobType,
     "INVALID_REQUEST": InvalidArguments,
     "JOB_ARGUMENTS_INVALID": InvalidArguments,
     "JOB_ID_REUSED": JobIdReused,
     "JOB_TYPE_UNKNOWN": UnknownJobType,
     "JOB_TOO_LARGE": JobTooLarge,
+    "NOT_FOUND": JobNotFound,
 }
 
 

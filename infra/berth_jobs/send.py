@@ -20,13 +20,13 @@ import time
 import typing
 from collections.abc import Coroutine, Iterable
 from datetime import datetime, timedelta
-from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 
 import httpx
 import msgspec
 
 from . import api_calls
-from .api_calls import RETRY_FOR_S, Call, JobCall, JobOptions, JobRequest, JobSnapshot
+from .api_calls import RETRY_FOR_S, Call, JobCall, JobRequest, JobSnapshot, OptionValues, SendOptions
 from .connections import (
     APPLICATION_VARIABLE,
     Connection,
@@ -48,7 +48,7 @@ class _Sender:
 
     def __init__(self, application: str, retry_for_s: float) -> None:
         self._application = application
-        self._options = JobOptions()
+        self._options = SendOptions()
         self._retry_for_s = retry_for_s
 
     def type_name(self, job: JobFunction[..., Any] | str) -> str:
@@ -71,9 +71,8 @@ class _Sender:
     def _prepare(
         self, job: JobFunction[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any], **changes: Any
     ) -> JobCall:
-        options = msgspec.structs.replace(self._options, **changes)
-        if not options.job_id:
-            options = msgspec.structs.replace(options, job_id=api_calls.new_job_id())
+        job_id = self._options.job_id or api_calls.new_job_id()
+        options = msgspec.structs.replace(self._options, job_id=job_id, **changes)
         if isinstance(job, str):
             if args:
                 raise TypeError(f"name the arguments of {job}: enqueue({job!r}, name=value)")
@@ -84,18 +83,6 @@ class _Sender:
         except msgspec.ValidationError as error:
             raise _invalid_arguments(str(error)) from None
         return JobCall(type=name, args=msgspec.Raw(arguments), options=options, result_type=_result_type(job))
-
-    def _replaced_options(
-        self,
-        job_id: str | None,
-        priority: int | None,
-        delay: float | timedelta | None,
-        group: str | None,
-    ) -> JobOptions:
-        changes: dict[str, Any] = {"job_id": job_id, "priority": priority, "group": group}
-        changes["delay"] = None if delay is None else api_calls.seconds_of(delay)
-        given = {name: value for name, value in changes.items() if value is not None}
-        return msgspec.structs.replace(self._options, **given)
 
     @overload
     def call(self, job: JobFunction[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> JobCall: ...
@@ -223,22 +210,14 @@ class Producer(_Sender):
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    def with_options(
-        self,
-        *,
-        job_id: str | None = None,
-        priority: int | None = None,
-        delay: float | timedelta | None = None,
-        group: str | None = None,
-    ) -> Producer:
-        """Return a producer that enqueues with these options, over the same connections.
+    def with_options(self, **options: Unpack[OptionValues]) -> Producer:
+        """Return a producer that enqueues with these options (`OptionValues`), over the same connections.
 
-        `job_id`: the same call with the same id is done once. `priority`: 0 to 9, higher runs earlier.
-        `delay`: seconds until the job may run. `group`: jobs of one group run one after the other.
+        Raises `ValueError` for an option that no job can have.
         """
         other = Producer.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._options = self._replaced_options(job_id, priority, delay, group)
+        other._options = api_calls.options_with(self._options, options)
         return other
 
     @overload
@@ -285,7 +264,7 @@ class Producer(_Sender):
 
         Raises `ValueError`, and what `enqueue` raises.
         """
-        return self._enqueue(self._prepare(job, args, kwargs, delay=api_calls.seconds_of(delay)))
+        return self._enqueue(self._prepare(job, args, kwargs, delay_s=api_calls.seconds_of(delay)))
 
     @overload
     def enqueue_at(
@@ -312,7 +291,7 @@ class Producer(_Sender):
 
         `when` has a time zone. Raises `ValueError`, and what `enqueue` raises.
         """
-        return self._enqueue(self._prepare(job, args, kwargs, delay=api_calls.seconds_until(when)))
+        return self._enqueue(self._prepare(job, args, kwargs, delay_s=api_calls.seconds_until(when)))
 
     def enqueue_many(self, calls: Iterable[JobCall]) -> list[SentJob[Any]]:
         """Enqueue jobs in their order, some hundreds with one request. `calls` come from `call`.
@@ -428,18 +407,14 @@ class AsyncProducer(_Sender):
     async def __aexit__(self, *failure: object) -> None:
         await self.aclose()
 
-    def with_options(
-        self,
-        *,
-        job_id: str | None = None,
-        priority: int | None = None,
-        delay: float | timedelta | None = None,
-        group: str | None = None,
-    ) -> AsyncProducer:
-        """Return a producer that enqueues with these options (as `Producer.with_options`)."""
+    def with_options(self, **options: Unpack[OptionValues]) -> AsyncProducer:
+        """Return a producer that enqueues with these options (`OptionValues`), over the same connections.
+
+        Raises `ValueError` for an option that no job can have.
+        """
         other = AsyncProducer.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._options = self._replaced_options(job_id, priority, delay, group)
+        other._options = api_calls.options_with(self._options, options)
         return other
 
     @overload
@@ -483,7 +458,7 @@ class AsyncProducer(_Sender):
         self, delay: float | timedelta, job: JobFunction[..., Any] | str, /, *args: Any, **kwargs: Any
     ) -> AsyncSentJob[Any]:
         """Enqueue a job that may run after `delay` seconds, as `Producer.enqueue_in`."""
-        return await self._enqueue(self._prepare(job, args, kwargs, delay=api_calls.seconds_of(delay)))
+        return await self._enqueue(self._prepare(job, args, kwargs, delay_s=api_calls.seconds_of(delay)))
 
     @overload
     async def enqueue_at(
@@ -507,7 +482,7 @@ class AsyncProducer(_Sender):
         self, when: datetime, job: JobFunction[..., Any] | str, /, *args: Any, **kwargs: Any
     ) -> AsyncSentJob[Any]:
         """Enqueue a job that may run from `when` on, as `Producer.enqueue_at`."""
-        return await self._enqueue(self._prepare(job, args, kwargs, delay=api_calls.seconds_until(when)))
+        return await self._enqueue(self._prepare(job, args, kwargs, delay_s=api_calls.seconds_until(when)))
 
     async def enqueue_many(self, calls: Iterable[JobCall]) -> list[AsyncSentJob[Any]]:
         """Enqueue jobs in their order, as `Producer.enqueue_many`."""

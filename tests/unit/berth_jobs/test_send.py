@@ -119,7 +119,7 @@ def test_options_are_sent_and_the_producer_keeps_none(api: ScriptedApi) -> None:
     api.run(both, resize)
     api.run(resize)
     first, second = (body["options"] for body in api.bodies())
-    assert {**first, "job_id": ""} == {"job_id": "", "priority": 9, "group": "cart-1", "delay": 120.0}
+    assert {**first, "job_id": ""} == {"job_id": "", "priority": 9, "group": "cart-1", "delay_s": 120.0}
     assert list(second) == ["job_id"]
 
 
@@ -130,8 +130,26 @@ def test_a_job_may_run_later_or_at_a_time(api: ScriptedApi) -> None:
     api.run(lambda producer: producer.enqueue_at(tomorrow, "shop/resize_image", image_id=7))
     yesterday = datetime.now(UTC) - timedelta(days=1)
     api.run(lambda producer: producer.enqueue_at(yesterday, "shop/resize_image", image_id=7))
-    delays = [body["options"]["delay"] for body in api.bodies()]
+    delays = [body["options"]["delay_s"] for body in api.bodies()]
     assert delays == [2.5, pytest.approx(86_400, abs=60), 0]
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ({"priority": 10}, "priority: Expected `int` <= 9"),
+        ({"max_attempts": 0}, "max_attempts: Expected `int` >= 1"),
+        ({"timeout": -1}, "timeout: a number of seconds"),
+        ({"result_ttl": timedelta(days=15)}, "result_ttl: Expected `int` <= 1209600"),
+        ({"queue": "no queue"}, "queue: Expected `str` matching"),
+        ({"colour": "red"}, "there is no option colour"),
+    ],
+)
+def test_an_option_that_no_job_can_have_is_refused_by_its_name(
+    api: ScriptedApi, option: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=reason):
+        api.run(operator.methodcaller("with_options", **option))
 
 
 @pytest.mark.parametrize("delay", [-1, float("nan"), float("inf"), timedelta(days=-1)])
