@@ -36,7 +36,7 @@ from .connections import (
     send_blocking,
 )
 from .declaration import JobFunction, encode_value
-from .errors import InvalidArguments, NotConfigured, ProblemDetails, ProblemField, Unreachable
+from .errors import NotConfigured, Unreachable, invalid_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,7 +81,7 @@ class _Sender:
         try:
             arguments = job.type.encode_arguments(*args, **kwargs)
         except msgspec.ValidationError as error:
-            raise _invalid_arguments(str(error)) from None
+            raise invalid_arguments(str(error)) from None
         return JobCall(type=name, args=msgspec.Raw(arguments), options=options, result_type=_result_type(job))
 
     @overload
@@ -103,16 +103,6 @@ def _encoded(name: str, arguments: dict[str, Any]) -> bytes:
         return encode_value(arguments)
     except (TypeError, NotImplementedError) as error:
         raise TypeError(f"an argument of {name} cannot be sent as JSON: {error}") from None
-
-
-def _invalid_arguments(message: str) -> InvalidArguments:
-    """Return the error for arguments that msgspec refuses with "Expected `int`, got `str` - at `$.width`"."""
-    reason, _, path = message.partition(" - at `")
-    field = ProblemField(loc=["args", *path.rstrip("`").removeprefix("$").strip(".").split(".")], msg=reason)
-    problem = ProblemDetails(
-        code="INVALID_ARGUMENTS", detail="an argument does not fit the job type", errors=[field]
-    )
-    return InvalidArguments(422, problem)
 
 
 def _result_type(job: JobFunction[..., Any]) -> Any:
