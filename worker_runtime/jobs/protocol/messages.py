@@ -18,8 +18,9 @@ from worker_runtime.protocol.messages import Failure, Message, decode, encode
 
 #: JSON of nothing: the value of a job that returned none. (A `Raw` cannot be optional.)
 NULL = msgspec.Raw(b"null")
-#: Bytes of one encoded job. Producer and runner refuse a larger one.
-MAX_JOB = 64 * 1024
+#: Bytes of a job's arguments as JSON, and of one encoded job. Producer and runner refuse a larger one.
+MAX_ARGUMENTS = 64 * 1024
+MAX_JOB = MAX_ARGUMENTS + 4096
 #: Bytes of one encoded result.
 MAX_RESULT = 64 * 1024
 #: Seconds that a result is kept; of the fleet, since who notes the end in PostgreSQL may be away as long.
