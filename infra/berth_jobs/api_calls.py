@@ -82,6 +82,8 @@ class SendOptions(JobOptions, frozen=True, kw_only=True, omit_defaults=True):
 
     #: 1 to 64 of letters, digits, `_`, `.` and `-`. The same call with the same id is done once.
     job_id: str = ""
+    #: When the job may run, instead of `delay_s`.
+    run_at: datetime | None = None
 
 
 class OptionValues(TypedDict, total=False):
@@ -145,6 +147,11 @@ class JobCall(Struct, frozen=True, kw_only=True):
         """The job's id: the caller's, or one that was made for it."""
         return self.options.job_id
 
+    @property
+    def application(self) -> str:
+        """The application whose type it is."""
+        return self.type.partition("/")[0]
+
     def encode(self) -> bytes:
         """Return the JSON body of the request."""
         return msgspec.json.encode({"type": self.type, "args": self.args, "options": self.options})
@@ -195,11 +202,16 @@ def seconds_of(duration: Any, name: str = "delay") -> float:
     return seconds
 
 
-def seconds_until(moment: datetime) -> float:
-    """Return the seconds from now to `moment`; 0 if it is past. Raises `ValueError` without a time zone."""
-    if moment.tzinfo is None:
-        raise ValueError("time: a datetime with a time zone, such as datetime.now(UTC) + timedelta(hours=1)")
-    return max(0.0, (moment - datetime.now(UTC)).total_seconds())
+def checked_time(when: datetime) -> datetime:
+    """Return a time. Raises `ValueError` if it has no time zone."""
+    if when.tzinfo is None:
+        raise ValueError("when: a datetime with a time zone, such as datetime.now(UTC) + timedelta(hours=1)")
+    return when
+
+
+def seconds_until(when: datetime) -> float:
+    """Return the seconds from now to `when`; 0 if it is past. Raises `ValueError` without a time zone."""
+    return max(0.0, (checked_time(when) - datetime.now(UTC)).total_seconds())
 
 
 def _response_to(request: JobRequest) -> Call[httpx.Response]:
@@ -273,13 +285,14 @@ def enqueue_many(calls: Sequence[JobCall], retry_for_s: float) -> Call[list[JobS
 
 
 def _batches(calls: Sequence[JobCall]) -> Generator[tuple[list[JobCall], bytes], None, None]:
-    """Split calls into batches that the API accepts, each with its JSON body."""
+    """Split calls into batches that the API accepts: of one application, each with its JSON body."""
     batch: list[JobCall] = []
     encoded: list[bytes] = []
     size = 0
     for call in calls:
         body = call.encode()
-        if batch and (len(batch) == MAX_BATCH_JOBS or size + len(body) > MAX_BATCH_BYTES):
+        is_full = len(batch) == MAX_BATCH_JOBS or size + len(body) > MAX_BATCH_BYTES
+        if batch and (is_full or batch[0].application != call.application):
             yield batch, b'{"jobs":[' + b",".join(encoded) + b"]}"
             batch, encoded, size = [], [], 0
         batch.append(call)

@@ -46,7 +46,7 @@ from .options import JobDefaults, job_fields
 P = ParamSpec("P")
 
 #: Bytes of the arguments and of the whole message, as runners take them.
-MAX_ARGUMENTS_BYTES, MAX_JOB_BYTES = 64 * 1024, 64 * 1024
+MAX_ARGUMENTS_BYTES, MAX_JOB_BYTES = 64 * 1024, 64 * 1024 + 4096
 #: Jobs that are sent before their replies are read.
 PIPELINE_JOBS = 500
 #: Seconds for which an enqueue is repeated while Valkey is away.

@@ -113,9 +113,13 @@ def _result_type(job: JobFunction[..., Any]) -> Any:
 class SentJob(Generic[R]):
     """A job that was enqueued. Every method may be repeated, and raises `Refused` or `Unreachable`."""
 
-    def __init__(self, producer: Producer, job_id: str, result_type: Any = Any) -> None:
+    def __init__(
+        self, producer: Producer, job_id: str, result_type: Any = Any, *, is_new: bool = True
+    ) -> None:
         #: The job's id: keep it to look at the job from another process (`Producer.job`).
         self.id = job_id
+        #: False if this is an earlier job that has the same unique key, so that no other one was enqueued.
+        self.is_new = is_new
         self._producer = producer
         self._result_type = result_type
 
@@ -277,11 +281,11 @@ class Producer(_Sender):
     def enqueue_at(
         self, when: datetime, job: JobFunction[..., Any] | str, /, *args: Any, **kwargs: Any
     ) -> SentJob[Any]:
-        """Enqueue a job that may run from `when` on, by this machine's clock; at once if it is past.
+        """Enqueue a job that may run from `when` on, by the API's clock; at once if it is past.
 
         `when` has a time zone. Raises `ValueError`, and what `enqueue` raises.
         """
-        return self._enqueue(self._prepare(job, args, kwargs, delay_s=api_calls.seconds_until(when)))
+        return self._enqueue(self._prepare(job, args, kwargs, run_at=api_calls.checked_time(when)))
 
     def enqueue_many(self, calls: Iterable[JobCall]) -> list[SentJob[Any]]:
         """Enqueue jobs in their order, some hundreds with one request. `calls` come from `call`.
@@ -290,16 +294,19 @@ class Producer(_Sender):
         sent again, because each has its id.
         """
         prepared = list(calls)
-        self._run(api_calls.enqueue_many(prepared, self._retry_for_s))
-        return [SentJob(self, call.job_id, call.result_type) for call in prepared]
+        snapshots = self._run(api_calls.enqueue_many(prepared, self._retry_for_s))
+        return [
+            SentJob(self, snapshot.id, call.result_type, is_new=snapshot.id == call.job_id)
+            for call, snapshot in zip(prepared, snapshots, strict=True)
+        ]
 
     def job(self, job_id: str) -> SentJob[Any]:
         """Return a handle of a job that was enqueued earlier, or elsewhere. Asks the API nothing."""
         return SentJob(self, job_id)
 
     def _enqueue(self, call: JobCall) -> SentJob[Any]:
-        self._run(api_calls.enqueue(call, self._retry_for_s))
-        return SentJob(self, call.job_id, call.result_type)
+        snapshot = self._run(api_calls.enqueue(call, self._retry_for_s))
+        return SentJob(self, snapshot.id, call.result_type, is_new=snapshot.id == call.job_id)
 
     def _run(self, call: Call[T]) -> T:
         answer: httpx.Response | Unreachable | None = None
@@ -319,9 +326,13 @@ class Producer(_Sender):
 class AsyncSentJob(Generic[R]):
     """A job that was enqueued, for asyncio. Otherwise as `SentJob`."""
 
-    def __init__(self, producer: AsyncProducer, job_id: str, result_type: Any = Any) -> None:
+    def __init__(
+        self, producer: AsyncProducer, job_id: str, result_type: Any = Any, *, is_new: bool = True
+    ) -> None:
         #: The job's id.
         self.id = job_id
+        #: False if this is an earlier job that has the same unique key.
+        self.is_new = is_new
         self._producer = producer
         self._result_type = result_type
 
@@ -472,21 +483,24 @@ class AsyncProducer(_Sender):
         self, when: datetime, job: JobFunction[..., Any] | str, /, *args: Any, **kwargs: Any
     ) -> AsyncSentJob[Any]:
         """Enqueue a job that may run from `when` on, as `Producer.enqueue_at`."""
-        return await self._enqueue(self._prepare(job, args, kwargs, delay_s=api_calls.seconds_until(when)))
+        return await self._enqueue(self._prepare(job, args, kwargs, run_at=api_calls.checked_time(when)))
 
     async def enqueue_many(self, calls: Iterable[JobCall]) -> list[AsyncSentJob[Any]]:
         """Enqueue jobs in their order, as `Producer.enqueue_many`."""
         prepared = list(calls)
-        await self._run(api_calls.enqueue_many(prepared, self._retry_for_s))
-        return [AsyncSentJob(self, call.job_id, call.result_type) for call in prepared]
+        snapshots = await self._run(api_calls.enqueue_many(prepared, self._retry_for_s))
+        return [
+            AsyncSentJob(self, snapshot.id, call.result_type, is_new=snapshot.id == call.job_id)
+            for call, snapshot in zip(prepared, snapshots, strict=True)
+        ]
 
     def job(self, job_id: str) -> AsyncSentJob[Any]:
         """Return a handle of a job that was enqueued earlier, or elsewhere. Asks the API nothing."""
         return AsyncSentJob(self, job_id)
 
     async def _enqueue(self, call: JobCall) -> AsyncSentJob[Any]:
-        await self._run(api_calls.enqueue(call, self._retry_for_s))
-        return AsyncSentJob(self, call.job_id, call.result_type)
+        snapshot = await self._run(api_calls.enqueue(call, self._retry_for_s))
+        return AsyncSentJob(self, snapshot.id, call.result_type, is_new=snapshot.id == call.job_id)
 
     async def _run(self, call: Call[T]) -> T:
         answer: httpx.Response | Unreachable | None = None
