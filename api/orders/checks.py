@@ -53,6 +53,7 @@ class PreTradeChecks:
         usage = await self._usage_of(order)
         if usage is None:
             return UNBOUND
+        _refuse_expired(usage.certificate_expires_at)
         refuse_mixed_terms(order, futures=usage.broker_type == Market.FUTURES)
         lot = self._symbol(order, usage)
         self._open(order, usage)
@@ -147,6 +148,15 @@ class PreTradeChecks:
 
 #: Shares of an odd lot, and lots at the closing price (articles 2 and 4 of the regulations below).
 _MOST = {OrderLot.ODD: 999, OrderLot.INTRADAY_ODD: 999, OrderLot.FIXING: 499}
+
+
+def _refuse_expired(certificate_expires_at: datetime | None) -> None:
+    """Raises `CertificateExpired`: the broker would refuse the order, after the wait for a worker."""
+    if certificate_expires_at is not None and certificate_expires_at <= datetime.now(UTC):
+        raise errors.CertificateExpired(
+            f"The account's certificate expired on {certificate_expires_at:%Y-%m-%d}. Get a new one from "
+            "the broker and store it with the credentials."
+        )
 
 
 def refuse_mixed_terms(new: CheckedTerms, *, futures: bool) -> None:

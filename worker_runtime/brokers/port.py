@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from worker_runtime.protocol.exchange import Balance, ExchangeOrder, OrderChanged, Position
 from worker_runtime.protocol.messages import Credentials, PlaceOrder
@@ -95,6 +95,14 @@ class Broker(Protocol):
 
     def close(self) -> None:
         """Logs out, within a second; never raises, may be called twice."""
+
+
+@runtime_checkable
+class UsesCertificate(Protocol):
+    """A broker whose orders are signed with a certificate of the user."""
+
+    def certificate_ends_ms(self) -> int:
+        """Unix ms at which the session's certificate expires; 0: there is none, or that is not known."""
 
 
 #: Makes an unconnected `Broker` for a connection and a client (see `create_broker`).
