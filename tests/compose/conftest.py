@@ -1,6 +1,6 @@
 """One project under one engine for all tests of this folder, which run in their order."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -24,3 +24,17 @@ def stack() -> Iterator[ComposeHouse]:
 @pytest.fixture(scope="package")
 def alice(stack: ComposeHouse) -> Customer:
     return stack.customer()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Adds the state of all containers, and the last lines of each, to the report of a failed test."""
+    report = yield
+    stack = getattr(item, "funcargs", {}).get("stack")
+    if report.failed and isinstance(stack, ComposeHouse):
+        report.sections.append(("containers", stack.compose("ps", "--all", check=False)))
+        logs = stack.compose("logs", "--no-color", "--tail", "25", check=False)
+        report.sections.append(("last lines of each container", logs))
+    return report
