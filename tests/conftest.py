@@ -201,11 +201,10 @@ def commands() -> Iterator[CommandForker]:
         yield commands
 
 
-@pytest.fixture(scope="session")
-def client_distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder into which the Python client is installed, as other projects install it."""
-    source, target = tmp_path_factory.mktemp("client") / "source", tmp_path_factory.mktemp("packages")
-    shutil.copytree(ROOT / "infra" / "client", source)  # a build leaves files beside its source
+def _install_distribution(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which a distribution of this repository is installed, as other projects install it."""
+    source, target = tmp_path_factory.mktemp(folder) / "source", tmp_path_factory.mktemp("packages")
+    shutil.copytree(ROOT / "infra" / folder, source)  # a build leaves files beside its source
     words = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check"]
     subprocess.run(
         [sys.executable, "-m", "pip", "install", *words, "--target", target, source],
@@ -213,6 +212,18 @@ def client_distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env={**os.environ, "PYTHONWARNINGS": "ignore"},
     )
     return target
+
+
+@pytest.fixture(scope="session")
+def client_distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the Python client is installed."""
+    return _install_distribution("client", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def jobs_distribution(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the package for own jobs is installed."""
+    return _install_distribution("berth_jobs", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ def load_brokers(config: WorkerConfig) -> BrokerFactory:
     from worker_runtime.brokers.registry import create_broker
 
     if config.paper_exchange:
-        import worker_runtime.brokers.paper  # noqa: F401
+        import worker_runtime.brokers.paper.broker  # noqa: F401
 
     return partial(create_broker, config)
 

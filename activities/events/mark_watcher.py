@@ -32,6 +32,7 @@ from infra.settings import Settings
 from infra.temporal.client import signal_workflow
 from infra.valkey import client as valkey
 from infra.valkey import switch_fanout
+from infra.valkey.job_users import JobUsers
 from infra.valkey.switch_fanout import SwitchSigner
 from infra.valkey.worker_users import WorkerUsers, load_worker_scripts
 from infra.vault.message_secret import MessageSecrets
@@ -167,6 +168,8 @@ class MarkWatcher:
     launcher: Launcher | None = None
     #: Of the scripts of workers that share a login, which may not bring any; None: nobody needs them.
     database: Database | None = None
+    #: Of the fleets of job runners; None: they log in to Valkey as we do.
+    job_users: JobUsers | None = None
     #: As the constant.
     signalling: float = SIGNALLING
 
@@ -272,7 +275,9 @@ class MarkWatcher:
         return generation, server, marks
 
     async def _restore_users(self, server: str, connection: AsyncConnection) -> None:
-        """Lets the workers log in to a server that is new: it has neither their users nor their scripts."""
+        """Lets workers and job runners log in to a server that is new: it has neither users nor scripts."""
+        if self.job_users is not None:
+            await self.job_users.ensure(server)
         if self.users is None and self.database is not None and self._scripts_on != (server, date.today()):
             await load_worker_scripts(self.client, self.database)
             self._scripts_on = server, date.today()

@@ -57,6 +57,7 @@ from infra.settings import EcsSettings, Settings
 from infra.temporal.connection import RETRY, connect_orchestrator, watch_connection
 from infra.temporal.schedules import make_schedules
 from infra.temporal.starter import WorkerStarter
+from infra.valkey.job_users import JobUsers
 
 log = structlog.get_logger()
 
@@ -251,6 +252,7 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
             users=parts.users,
             launcher=parts.launcher,
             database=parts.database,
+            job_users=JobUsers(parts.client, parts.message_secrets) if parts.users else None,
         ).run,
         lambda: watch_connection(temporal, settings),
         lambda: parts.message_secrets.compare_with_others(parts.client),

@@ -21,18 +21,18 @@ from infra.database.models import Order
 from infra.database.orders import recording
 from infra.database.trading import reconciliations
 from infra.database.trading.reconciliations import FILL_MARGIN, ODD_SHARES, EarlierComparisons
-from worker_runtime.protocol.exchange import ExchangeOrder
+from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, AccountReported, OrderEvent, OrderState
 from worker_runtime.protocol.order_terms import ROLLING, SHARES_PER_LOT, may_be_same_contract
 from worker_runtime.protocol.requests import AccountReport, decode_report
 
 
-def filled_of(listed: ExchangeOrder) -> int:
+def filled_of(listed: BrokerOrder) -> int:
     """Lots."""
     return sum(fill.quantity for fill in listed.fills)
 
 
-def may_be_listed_as(order: Order, listed: ExchangeOrder) -> bool:
+def may_be_listed_as(order: Order, listed: BrokerOrder) -> bool:
     """Whether a listed order with our tag can be this one.
 
     The symbol may differ: an order for a rolling code (TXFR1) is listed under its contract, and some brokers
@@ -43,7 +43,7 @@ def may_be_listed_as(order: Order, listed: ExchangeOrder) -> bool:
     return order.side == listed.side and listed.quantity <= order.quantity
 
 
-def listed_event(order: Order, listed: ExchangeOrder, at_ms: int) -> OrderEvent:
+def listed_event(order: Order, listed: BrokerOrder, at_ms: int) -> OrderEvent:
     """The event of a listed order. The same listing makes the same event; epoch 0 means no worker."""
     filled = filled_of(listed)
     smaller = 0 < listed.quantity < order.quantity
@@ -149,7 +149,7 @@ async def _orders(
     return found
 
 
-def _contradictions(row: Order, listed: ExchangeOrder, certain: bool, found: Differences) -> None:
+def _contradictions(row: Order, listed: BrokerOrder, certain: bool, found: Differences) -> None:
     """Adds what a listing contradicts. A listing that may lag proves nothing by what it lacks, nor does an
     order on its way: so Shioaji lists filled ones of the day before."""
     filled, certain = filled_of(listed), certain and listed.state is not OrderState.SUBMITTING

@@ -30,8 +30,8 @@ from infra.valkey import client as valkey
 from infra.valkey.failures import explain_failure
 from infra.valkey.request_queue import RequestQueue, outcome_of
 from infra.vault.message_secret import MessageSecrets
+from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import BerthError, WorkerLost, WorkerUnavailable
-from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Answer, OrderOutcome, OrderState
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
 from workflows.order import messages as om
@@ -206,7 +206,7 @@ class OrderActivities:
             behind=max(0, _now_ms() - report.taken_at_ms + report.behind_ms) / 1000,
         )
 
-    async def _find(self, order: Order, report: AccountReport) -> tuple[ExchangeOrder | None, bool]:
+    async def _find(self, order: Order, report: AccountReport) -> tuple[BrokerOrder | None, bool]:
         """The listed order that is ours, by the broker's id or our tag; and whether that is doubtful."""
         name = order.broker_order_id
         if name is not None:

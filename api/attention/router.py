@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 from uuid import UUID
 
 from fastapi import APIRouter, Path, Query
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from api.container import Call, KnownUserId
 from api.http import problems
@@ -116,9 +116,9 @@ class CertificateView(View):
     user_id: str
     account_id: str
     broker: str
-    expires_at: datetime = Field(validation_alias="certificate_expires_at")
+    expires_at: datetime = Field(validation_alias=AliasChoices("expires_at", "certificate_expires_at"))
     warned_days: int | None = Field(
-        validation_alias="certificate_warned_days",
+        validation_alias=AliasChoices("warned_days", "certificate_warned_days"),
         description="The last warning, in days ahead; 0: that it has expired. null: none was given.",
     )
 

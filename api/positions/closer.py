@@ -30,8 +30,8 @@ from infra.database.engine import Database
 from infra.database.models import Order as Row
 from infra.database.orders import checks as closing
 from infra.database.trading.reconciliations import FILL_MARGIN
+from worker_runtime.protocol.broker_reports import Position
 from worker_runtime.protocol.errors import BerthError, MalformedMessage, WorkerLost
-from worker_runtime.protocol.exchange import Position
 from worker_runtime.protocol.messages import Side
 from worker_runtime.protocol.order_terms import OpenClose, may_be_same_contract
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report

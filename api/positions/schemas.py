@@ -9,7 +9,7 @@ from pydantic import Field, SerializeAsAny, model_validator
 
 from api.http.fields import Body, Price, View, plain_price
 from api.orders import schemas as orders
-from worker_runtime.protocol import exchange
+from worker_runtime.protocol import broker_reports
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
 from worker_runtime.protocol.requests import AccountReport
@@ -26,7 +26,7 @@ class PositionView(View):
     average_price: Price
 
     @classmethod
-    def of(cls, position: exchange.Position) -> Self:
+    def of(cls, position: broker_reports.Position) -> Self:
         direction: Literal["long", "short"] = "long" if position.shares > 0 else "short"
         return cls(
             symbol=position.symbol,

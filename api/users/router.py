@@ -25,9 +25,9 @@ from infra.database.trading import limits as trading_limits
 from infra.database.trading.models import AccountLimits
 from infra.settings import Settings
 from infra.vault import vault
-from infra.vault.certificates import CertificateRefused
+from infra.vault.certificates import CertificateFileRefused
+from worker_runtime.protocol.credential_check import CheckedCredentials, CredentialCheck
 from worker_runtime.protocol.errors import BerthError, CertificateExpired, LoginLimited, LoginRejected
-from worker_runtime.protocol.exchange import ExchangeReply, Login
 from worker_runtime.protocol.messages import Credentials, decode, encode
 from workflows.user_worker.messages import ShutdownRequest
 
@@ -164,7 +164,7 @@ async def put_statement_addresses(
         accounts.TooManyAccounts,
         accounts.AccountDiffers,
         accounts.LiveAccountRefused,
-        CertificateRefused,
+        CertificateFileRefused,
         CertificateExpired,
         LoginLimited,
     ),
@@ -262,20 +262,18 @@ async def _try_login(
     if broker is not schemas.BrokerName.PAPER:
         return "not_tried", f"{broker.value} counts each login: the user's worker tries them"
     host, _, port = address.rpartition(":")
-    login = Login(
-        id=1,
+    check = CredentialCheck(
         account=account,
         api_key=keys.api_key,
         secret_key=keys.secret_key,
         person_id=keys.person_id,
-        check_only=True,
     )
     try:
         async with asyncio.timeout(LOGIN_PATIENCE):
             reader, writer = await asyncio.open_connection(host, port)
             with closing(writer):
-                writer.write(encode(login) + b"\n")
-                reply: ExchangeReply = decode(await reader.readline(), ExchangeReply)
+                writer.write(encode(check) + b"\n")
+                reply: CheckedCredentials = decode(await reader.readline(), CheckedCredentials)
     except (OSError, ValueError, OverflowError, BerthError) as error:
         return "not_tried", f"the paper exchange did not answer: {type(error).__name__}"
     if reply.error is None:

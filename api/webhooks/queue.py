@@ -51,8 +51,8 @@ from infra.database.trading.signals import HeldSignal, Lane
 from infra.tasks import cancel_tasks
 from infra.tracing import Traces
 from infra.valkey.failures import explain_failure
+from worker_runtime.protocol.broker_reports import Position
 from worker_runtime.protocol.errors import BerthError, SymbolBlocked, from_code
-from worker_runtime.protocol.exchange import Position
 from worker_runtime.protocol.messages import OrderState, Side
 from worker_runtime.protocol.order_terms import ODD_LOTS, OrderCondition, may_be_same_contract
 

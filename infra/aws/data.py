@@ -105,6 +105,12 @@ class Storage(Construct):
             self.valkey = add_elasticache(self, stage, network, key)
         self.valkey_url = self._url("ValkeyUrl", self.valkey.url)
         self.worker_valkey_url = self._url("WorkerValkeyUrl", self.valkey.worker_url)
+        # Where each worker has a user of its own, fleets have, too: both addresses are without a login.
+        self.jobs_valkey_url = (
+            self.worker_valkey_url
+            if self.valkey.has_users
+            else self._url("JobsValkeyUrl", self.valkey.jobs_url)
+        )
 
     def _database(self) -> tuple[rds.DatabaseInstance, secrets.Secret, secrets.Secret]:
         """Two addresses: of the role that owns the tables, for `prepare`, and of the servers' role, which

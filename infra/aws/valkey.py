@@ -26,13 +26,24 @@ from infra.aws.hosts import log_group
 from infra.aws.logins import password, password_of
 from infra.aws.network import VALKEY, Network
 from infra.aws.stages import AwsStage
+from infra.valkey.job_users import JOB_COMMANDS
 from infra.valkey.worker_users import COMMANDS
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.protocol import keys
 
 #: The rights of all workers on ElastiCache, where nobody may make Valkey users by ACL SETUSER: the commands
 #: of a worker's own user on every key, and scripts that the orchestrators have loaded. No EVAL, with which
 #: an endless loop blocks everybody. No KEYS, SCAN, FLUSHALL, CONFIG, CLIENT, ACL or MONITOR.
 WORKER_ACCESS = " ".join(
     ("on", "~*", "&*", "-@all", *(f"+{command}" for command in COMMANDS), "+subscribe", "+evalsha")
+)
+#: The rights of the job runners on ElastiCache: the keys of the fleet's jobs, and errors for operators.
+JOBS_ACCESS = " ".join(
+    (
+        f"on ~{job_keys.every_key(job_keys.FLEET_TAG)} ~{keys.ERRORS}",
+        f"&{job_keys.done(job_keys.FLEET_TAG, '*')} -@all",
+        *(f"+{command}" for command in JOB_COMMANDS),
+    )
 )
 SERVICE_ACCESS = "on ~* &* +@all -@dangerous +info +keys +client|id"
 
@@ -53,6 +64,8 @@ class ValkeyParts:
 
     url: str
     worker_url: str
+    #: Of the job runners; with `has_users` the same as the workers': each derives its login.
+    jobs_url: str
     #: Whether each worker gets a Valkey user of its own.
     has_users: bool
     alarm_metric: cloudwatch.IMetric
@@ -68,7 +81,7 @@ class ValkeyParts:
 def add_elasticache(scope: Construct, stage: AwsStage, network: Network, key: kms.IKey) -> ValkeyParts:
     """One shard with TLS and two logins. No cluster: our scripts use keys of several slots."""
     logins = {name: password(scope, f"Valkey{name.title()}", name, stage.removal) for name in _LOGINS}
-    access = {"service": SERVICE_ACCESS, "worker": WORKER_ACCESS}
+    access = {"service": SERVICE_ACCESS, "worker": WORKER_ACCESS, "jobs": JOBS_ACCESS}
     users = [
         elasticache.CfnUser(
             scope,
@@ -144,6 +157,7 @@ def add_elasticache(scope: Construct, stage: AwsStage, network: Network, key: km
     return ValkeyParts(
         url=urls["service"],
         worker_url=urls["worker"],
+        jobs_url=urls["jobs"],
         has_users=False,
         alarm_metric=memory,
         alarm_above=75,
@@ -152,7 +166,7 @@ def add_elasticache(scope: Construct, stage: AwsStage, network: Network, key: km
     )
 
 
-_LOGINS = ("service", "worker")
+_LOGINS = ("service", "worker", "jobs")
 
 
 def server_config() -> str:
@@ -242,6 +256,7 @@ class ValkeyHost(Construct):
         self.parts = ValkeyParts(
             url=f"rediss://:{password_of(self._login)}@{place}",
             worker_url=f"rediss://{place}",  # the launch adds the worker's own name and password
+            jobs_url=f"rediss://{place}",
             has_users=True,
             alarm_metric=healthy,
             alarm_below=1,

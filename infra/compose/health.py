@@ -99,9 +99,10 @@ def is_registered(url: str, name: str, host: str, within: float) -> bool:
 
 
 def runner(name: str) -> bool:
+    from infra.jobs.fleet import with_own_login
     from infra.settings import Settings
 
-    settings = Settings()
+    settings = with_own_login(Settings())
     # It renews three times in a lease; on a busy machine less often.
     return is_registered(settings.valkey_url, name, socket.gethostname(), 2 * settings.jobs_lease + TIMEOUT)
 

@@ -11,8 +11,8 @@ import structlog
 from infra.exchange.behaviour import ALL_ACCOUNTS, Behaviour, FaultPlan, FaultPoint, FaultSchedule
 from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.records import AccountRegistration
+from worker_runtime.brokers.paper.wire import Login
 from worker_runtime.protocol.errors import LoginRejected, UnknownAccount
-from worker_runtime.protocol.exchange import Login
 
 _log = structlog.get_logger()
 

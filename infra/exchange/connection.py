@@ -13,8 +13,7 @@ from infra.exchange.behaviour import FaultPoint
 from infra.exchange.exchange import PaperExchange
 from infra.exchange.limits import ExchangeCallKind
 from infra.exchange.records import LedgerOrder, LedgerSession
-from worker_runtime.protocol.errors import BerthError, MalformedMessage, OrderRejected, SessionDown
-from worker_runtime.protocol.exchange import (
+from worker_runtime.brokers.paper.wire import (
     Cancel,
     ClientRequest,
     ExchangeOrder,
@@ -30,6 +29,7 @@ from worker_runtime.protocol.exchange import (
     Replace,
     SessionEnded,
 )
+from worker_runtime.protocol.errors import BerthError, MalformedMessage, OrderRejected, SessionDown
 from worker_runtime.protocol.messages import OrderState, decode, encode
 
 #: Most bytes of a line. A request has about 300.

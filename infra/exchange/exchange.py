@@ -32,8 +32,7 @@ from infra.exchange.records import (
 )
 from infra.exchange.sessions import ExchangeSessions, OrderEventFeed
 from infra.market.calendar import load_calendar
-from worker_runtime.protocol.errors import OrderRejected
-from worker_runtime.protocol.exchange import (
+from worker_runtime.brokers.paper.wire import (
     Balance,
     Coverage,
     ExchangeOrder,
@@ -42,6 +41,7 @@ from worker_runtime.protocol.exchange import (
     Position,
     Replace,
 )
+from worker_runtime.protocol.errors import OrderRejected
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.order_terms import OrderLot
 

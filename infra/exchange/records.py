@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from worker_runtime.protocol.exchange import Balance, ExchangeOrder, Position
+from worker_runtime.brokers.paper.wire import Balance, ExchangeOrder, Position
 from worker_runtime.protocol.messages import (
     FINAL_ORDER_STATES,
     Fill,

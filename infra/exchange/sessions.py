@@ -15,8 +15,8 @@ from infra.exchange.hours import MaintenancePlan
 from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.limits import ExchangeCallKind, ExchangeLimiter, ExchangeLimits, LimitOwner
 from infra.exchange.records import LedgerSession, LimitOwnerKind
+from worker_runtime.brokers.paper.wire import ExchangeOrder, Login, OrderChanged
 from worker_runtime.protocol.errors import LoginLimited
-from worker_runtime.protocol.exchange import ExchangeOrder, Login, OrderChanged
 from worker_runtime.protocol.messages import Fill
 
 

@@ -28,7 +28,7 @@ COPY workflows workflows
 COPY activities activities
 COPY api api
 COPY infra infra
-RUN /opt/berth/bin/pip install --no-deps --no-build-isolation . \
+RUN /opt/berth/bin/pip install --no-deps --no-build-isolation . ./infra/berth_jobs \
     && /opt/berth/bin/pip uninstall --quiet --yes pip setuptools \
     # Of AWS's services only those that we call or log in with: 27 of the 31 MB are the others' descriptions.
     && cd /opt/berth/lib/python3*/site-packages/botocore/data \

@@ -18,6 +18,7 @@ from infra.environment import forget_library_variables
 from infra.log import configure_log
 from infra.processes import forbid_core_files
 from infra.settings import Settings, read_settings
+from infra.valkey.job_login import job_fleet_url
 from infra.vault import key_file
 from infra.vault.message_secret import MessageSecretFile, load_fleet_keys
 from infra.vault.secret_versions import load_versions
@@ -88,6 +89,17 @@ def runner_config(settings: Settings) -> bytes:
     return msgspec.json.encode(config)
 
 
+def with_own_login(settings: Settings) -> Settings:
+    """Return the settings with the fleet's own login at Valkey, if fleets have one (`valkey_users`).
+
+    Raises `KeyFileMissing`, `KeyFileExposed`, `KeyFileCorrupt`.
+    """
+    if not settings.valkey_users:
+        return settings
+    url = job_fleet_url(settings.valkey_url, job_keys.FLEET_TAG, _fleet_keys(settings))
+    return settings.model_copy(update={"valkey_url": url})
+
+
 def exec_runner(config: bytes) -> NoReturn:
     """Replaces this process by a runner."""
     if len(config) > _PIPE:
@@ -123,7 +135,7 @@ def _service_account(settings: Settings) -> dict[str, Any]:
 if __name__ == "__main__":
     forbid_core_files()
     forget_library_variables()
-    settings = read_settings(Settings)
+    settings = with_own_login(read_settings(Settings))
     configure_log(settings.log_level)
     if settings.mail_host or settings.sends_alerts:
         from infra.doctor.checks import DELIVERY

@@ -11,7 +11,7 @@ import json
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,7 @@ from infra.launchers.registry import create_docker_launcher
 from infra.local.folder import make_private
 from infra.local.process import HOST, Server, accepts, inherited_environment
 from infra.settings import Settings
+from infra.valkey.job_login import without_login
 from infra.vault import key_file
 from infra.worker_task import Task
 from worker_runtime.jobs.protocol.catalog import JOB_KINDS
@@ -74,6 +75,8 @@ class ChildComponent(Server):
     """A child that runs `python -m <module>`. Settings go by environment, passwords by files."""
 
     module = ""
+    #: Settings that it gets in files.
+    secrets: Collection[str] = _SECRET
 
     def __init__(self, directory: Path, settings: Settings, port: int | None = None) -> None:
         super().__init__(directory, port)
@@ -90,7 +93,7 @@ class ChildComponent(Server):
     def prepare(self) -> None:
         super().prepare()
         make_private(self._secrets)
-        secrets = self.settings.model_dump(mode="json", include=_SECRET)
+        secrets = self.settings.model_dump(mode="json", include=set(self.secrets))
         for name, url in _variables(secrets).items():
             key_file.write_key_file(self._secrets / name.lower(), url.encode(), private=True)
 
@@ -182,15 +185,20 @@ class OrchestratorComponent(ChildComponent):
 
 
 class JobFleetComponent(ChildComponent):
-    """One fleet of the jobs' runners."""
+    """One fleet of the jobs' runners. With `valkey_users` it gets no login to Valkey: it derives its own."""
 
     name = "jobs"
     module = "infra.jobs.fleet"
     has_port = False
+    secrets = ("valkey_url", "alert_webhooks")
 
     def __init__(self, directory: Path, settings: Settings) -> None:
         if settings.jobs_runner in settings.jobs_tiers:
             self.name = f"jobs-{settings.jobs_runner}"
+        #: Of this process, which looks for the fleet's runners.
+        self._own_valkey_url = settings.valkey_url
+        if settings.valkey_users:
+            settings = settings.model_copy(update={"valkey_url": without_login(settings.valkey_url)})
         super().__init__(directory, settings)
 
     def answers(self) -> bool:
@@ -204,7 +212,7 @@ class JobFleetComponent(ChildComponent):
     def _registered(self) -> set[str]:
         name = self.settings.jobs_runner
         try:
-            with JobInspector(self.settings.valkey_url) as jobs:
+            with JobInspector(self._own_valkey_url) as jobs:
                 return {one.runner for one in jobs.overview().runners if one.name == name}
         except RedisError:
             return set()

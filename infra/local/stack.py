@@ -172,6 +172,7 @@ class LocalStack:
 
     def _steps(self) -> list[StartStep]:
         ours = ("keys", "database", "valkey", "temporal")
+        orchestrators = tuple(one.name for one in self.orchestrators)
         return [
             StartStep("keys", self._make_keys),
             self._server(self.valkey),
@@ -182,8 +183,9 @@ class LocalStack:
             StartStep("database", self._make_database, ("postgres",)),
             *(self._server(one, (*ours, "node", "exchange")) for one in self.orchestrators),
             self._server(self.api, ours),
-            *(self._server(one, ("valkey",)) for one in self.jobs),
-            StartStep("pool", self._wait_pool, tuple(one.name for one in self.orchestrators)),
+            # An orchestrator makes their login to Valkey.
+            *(self._server(one, ("valkey", *orchestrators)) for one in self.jobs),
+            StartStep("pool", self._wait_pool, orchestrators),
         ]
 
     @staticmethod

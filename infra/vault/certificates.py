@@ -23,7 +23,7 @@ _AT_ONCE = 2
 log = structlog.get_logger()
 
 
-class CertificateRefused(CheckFailed, code="CERTIFICATE_REFUSED"):
+class CertificateFileRefused(CheckFailed, code="CERTIFICATE_REFUSED"):
     """The certificate is no PKCS#12, its password is another one, or opening it takes too much work."""
 
 
@@ -42,7 +42,7 @@ class CertificateFileReader:
         self._turns = asyncio.Semaphore(_AT_ONCE)
 
     async def read(self, certificate: bytes, password: str) -> ReadCertificate:
-        """Raises `CertificateRefused` for what no SDK can use, `CertificateExpired` for what has expired.
+        """Raises `CertificateFileRefused` for what no SDK can use, `CertificateExpired` for what has expired.
 
         What we cannot read for a reason of our own (a form of PKCS#12 that the library does not know, a host
         that is too busy) is not refused: the worker's login then says when it expires.
@@ -55,7 +55,7 @@ class CertificateFileReader:
             log.warning("certificate_not_read", error=type(error).__name__)
             return ReadCertificate(None)
         if code in (-signal.SIGXCPU, -signal.SIGKILL) or (code and b"MemoryError" in answer):
-            raise CertificateRefused(
+            raise CertificateFileRefused(
                 "Opening the certificate takes too much CPU or memory. Export it again with usual settings."
             )
         try:
@@ -64,9 +64,9 @@ class CertificateFileReader:
             found = {}
         match found.get("result"):
             case "garbage":
-                raise CertificateRefused("The certificate is no PKCS#12 file (.pfx, .p12).")
+                raise CertificateFileRefused("The certificate is no PKCS#12 file (.pfx, .p12).")
             case "wrong_password":
-                raise CertificateRefused("The password does not open the certificate.")
+                raise CertificateFileRefused("The password does not open the certificate.")
             case "read":
                 ends = datetime.fromtimestamp(found["ends"], UTC)
                 if ends <= datetime.now(UTC):

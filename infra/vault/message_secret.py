@@ -7,7 +7,7 @@ rotation needs no restart: messages carry a MAC of each version that their autho
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -39,6 +39,8 @@ class MessageSecrets:
         """`versions`: newest first."""
         self.versions = tuple(versions)
         self._derived: dict[tuple[bytes, ...], Keys] = {}
+        #: The generations of each application's key that count, newest first (`infra/jobs/applications.py`).
+        self._generations: dict[str, tuple[int, ...]] = {}
 
     def request_keys(self, user_id: str) -> Keys:
         """Of the user's requests and switch, whichever worker serves the user."""
@@ -49,9 +51,32 @@ class MessageSecrets:
         return self._keys(b"service", user_id.encode())
 
     def job_keys(self, tag: str) -> Keys:
-        """Of the jobs of this tag and their results: of a user's own his request keys."""
+        """Of the jobs of this tag and their results: of a user's own his request keys, of an application's
+        those of the generations that `set_generations` has named, else of the first."""
+        if application := job_keys.application_of_tag(tag):
+            return self.application_keys(application, self._generations.get(application, (1,)))
         fleet = tag == job_keys.FLEET_TAG
         return self._keys(b"jobs") if fleet else self.request_keys(tag.removeprefix("user:"))
+
+    def set_generations(self, generations: Mapping[str, tuple[int, ...]]) -> None:
+        """Say which applications there are, and which generations of their keys count, newest first."""
+        self._generations = dict(generations)
+
+    def application_keys(self, application: str, generations: Sequence[int]) -> Keys:
+        """Return the keys of an application's jobs, results and manifests, newest first.
+
+        `generations`: newest first, each 1 to 999. `berth jobs application rotate` makes the next one.
+        """
+        names = {
+            generation: self._keys(b"application", application.encode(), str(generation).encode())
+            for generation in generations
+        }
+        # A key's number has both: a rotation of either makes a key that is newer than all before.
+        return tuple(
+            MessageKey(1000 * key.version + generation, key.key)
+            for keys_of_version in zip(*names.values(), strict=True)
+            for generation, key in zip(generations, keys_of_version, strict=True)
+        )
 
     def kept_keys(self, user_id: str) -> Keys:
         """Of the jobs that PostgreSQL keeps; no worker has them."""
@@ -116,7 +141,14 @@ def write_fleet_keys(path: Path, message_key_file: Path) -> bool:
     Returns False if the file holds them already. Raises `KeyFileMissing`, `KeyFileExposed` or
     `KeyFileCorrupt`.
     """
-    derived = MessageSecretFile(message_key_file).job_keys(job_keys.FLEET_TAG)
+    return write_keys(path, MessageSecretFile(message_key_file).job_keys(job_keys.FLEET_TAG))
+
+
+def write_keys(path: Path, derived: Keys) -> bool:
+    """Write derived keys, as `load_fleet_keys` reads them. Returns False if the file holds them already.
+
+    Raises `KeyFileMissing`, `KeyFileExposed` or `KeyFileCorrupt`.
+    """
     data = msgspec.json.encode(derived)
     if path.exists() and key_file.read_key_file(path, private=True) == data:
         return False

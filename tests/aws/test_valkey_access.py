@@ -6,13 +6,17 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from infra.aws.valkey import SERVICE_ACCESS, WORKER_ACCESS
+from infra.aws.valkey import JOBS_ACCESS, SERVICE_ACCESS, WORKER_ACCESS
+from infra.jobs.view import JobInspector
+from infra.local.components import JobFleetComponent
 from infra.local.servers import ValkeyServer
+from infra.settings import Settings
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of
 from tests.integration.worker.stage import WorkerStage
+from tests.signed import create_message_secret
 from worker_runtime.jobs.protocol import scripts as job_scripts
-from worker_runtime.protocol import scripts
+from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.messages import OrderState
 
 pytestmark = pytest.mark.timeout(60)
@@ -72,3 +76,20 @@ async def test_our_servers_have_what_they_call(valkey_server: ValkeyServer, valk
         await client.script_load("return 1")
         with pytest.raises(NoPermissionError):
             await client.flushall()
+
+
+async def test_a_fleet_of_jobs_works_by_its_login_and_reaches_no_worker(
+    valkey_server: ValkeyServer, valkey_client: Redis, tmp_path: Path
+) -> None:
+    await make_user(valkey_client, "jobs", JOBS_ACCESS)
+    for script in job_scripts.ALL:  # as the orchestrators do
+        await valkey_client.script_load(script.source)
+    create_message_secret(tmp_path / "message.key")
+    url = url_of(valkey_server, "jobs")
+    own = Settings(data_dir=tmp_path, message_key_file=tmp_path / "message.key", valkey_url=url)
+    with JobFleetComponent(tmp_path, own), JobInspector(url) as jobs:  # it is ready when it is registered
+        assert len(jobs.overview().runners) == 1
+    async with valkey.connect_valkey(url) as client:
+        for words in (f"LRANGE {keys.requests('alice')} 0 -1", "KEYS *", "EVAL x 0", f"GET {keys.EVENTS}"):
+            with pytest.raises(NoPermissionError):
+                await reply_of(client.execute_command(*words.split()))  # type: ignore[no-untyped-call]

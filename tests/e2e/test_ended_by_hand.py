@@ -78,7 +78,7 @@ def test_the_pool_is_back_with_the_size_that_operators_had_set(house: House, how
             """The report is as old as the restorer's last look: the pool answers before it is up there."""
             servers = house.call("GET", "/v1/fleet/servers", house.stack.admin_key).json()["servers"]
             pool = servers["pool default"]
-            return pool["state"] == "up" and pool["reason"].startswith("rebuilt")
+            return bool(pool["state"] == "up" and pool["reason"].startswith("rebuilt"))
 
         until(reports_the_rebuild, "report of the rebuild", BACK)
     body = {**view["policy"], "target": POOL, "revision": view["revision"]}

@@ -41,7 +41,7 @@ from tests.integration.activities.events.test_events import (
     until_heard,
 )
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.exchange import Position
+from worker_runtime.protocol.broker_reports import Position
 from worker_runtime.protocol.messages import (
     AccountReported,
     Fill,

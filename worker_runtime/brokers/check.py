@@ -19,8 +19,8 @@ from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.brokers.shioaji.probe import ShioajiProbe
 from worker_runtime.process.clock import clock_is_synchronised
 from worker_runtime.protocol.broker_check import CheckOutcome, CheckRequest, CheckStep, SeenMeaning
+from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
 from worker_runtime.protocol.errors import BerthError, OrderRejected
-from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState, PlaceOrder, PriceType, Side
 from worker_runtime.protocol.order_terms import OrderLot, TimeInForce
 from worker_runtime.protocol.requests import QuantityMeaning
@@ -301,7 +301,7 @@ class BrokerCheck:
         return ShioajiProbe(broker)
 
     @contextmanager
-    def _order(self, quantity: int, lot: OrderLot) -> Iterator[ExchangeOrder]:
+    def _order(self, quantity: int, lot: OrderLot) -> Iterator[BrokerOrder]:
         """Places an order, and cancels it at the end if it still works."""
         price = self._request.price
         if price is None and self._is_shioaji:
@@ -335,9 +335,7 @@ class BrokerCheck:
             with suppress(BerthError):  # it has ended; the last step says so if it has not
                 self._session.cancel(placed.broker_order_id, _CALL_S)
 
-    def _await(
-        self, placed: ExchangeOrder, enough: Callable[[ExchangeOrder], bool], what: str
-    ) -> ExchangeOrder:
+    def _await(self, placed: BrokerOrder, enough: Callable[[BrokerOrder], bool], what: str) -> BrokerOrder:
         """The order as the broker's list shows it once that is enough. Raises `StepFailed` if it never is."""
         until = time.monotonic() + self._request.patience_s
         while True:
@@ -350,7 +348,7 @@ class BrokerCheck:
                 raise StepFailed(f"the order did not {what} in {self._request.patience_s:.0f} s: it {state}")
             time.sleep(min(_POLL_S, max(0.01, until - time.monotonic())))
 
-    def _working(self) -> list[ExchangeOrder]:
+    def _working(self) -> list[BrokerOrder]:
         listed = self._session.orders(_CALL_S).orders
         return [
             order
@@ -358,7 +356,7 @@ class BrokerCheck:
             if order.broker_order_id in self._placed and order.state not in FINAL_ORDER_STATES
         ]
 
-    def _events_of(self, placed: ExchangeOrder) -> list[dict[str, Any]]:
+    def _events_of(self, placed: BrokerOrder) -> list[dict[str, Any]]:
         return [
             {"state": change.order.state.value, "quantity": change.order.quantity, "fill": bool(change.fill)}
             for change in list(self._changes)
@@ -368,7 +366,7 @@ class BrokerCheck:
 
 def main() -> int:
     """Makes the check that standard input asks for. Returns 0; what came of it is in the lines."""
-    from worker_runtime.brokers.paper import PaperBroker
+    from worker_runtime.brokers.paper.broker import PaperBroker
     from worker_runtime.process.log import silence_libraries
 
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckRequest)

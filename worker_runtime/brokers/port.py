@@ -1,12 +1,50 @@
-"""The interface between the session and a broker."""
+"""The interface between the session and a broker, in types of its own.
+
+An adapter imports from here and from `worker_runtime/protocol/errors.py`, and nothing else of Berth. What its
+broker sends stays in the adapter.
+"""
 
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from worker_runtime.protocol.exchange import Balance, ExchangeOrder, OrderChanged, Position
-from worker_runtime.protocol.messages import Credentials, PlaceOrder
-from worker_runtime.protocol.requests import ConfirmedQuantityChange
+from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, OrderChanged, Position
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Credentials, Fill, OrderState
+from worker_runtime.protocol.order_terms import (
+    OpenClose,
+    OrderCondition,
+    OrderLot,
+    PriceType,
+    Side,
+    TimeInForce,
+)
+from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMeaning
+
+__all__ = [
+    "FINAL_ORDER_STATES",
+    "Balance",
+    "Broker",
+    "BrokerFactory",
+    "BrokerOrder",
+    "ConfirmedQuantityChange",
+    "ConnectionKey",
+    "Credentials",
+    "Fill",
+    "Listing",
+    "OnOrderChanged",
+    "OpenClose",
+    "OrderChanged",
+    "OrderCondition",
+    "OrderLot",
+    "OrderState",
+    "OrderTerms",
+    "Position",
+    "PriceType",
+    "QuantityMeaning",
+    "Side",
+    "TimeInForce",
+    "UsesCertificate",
+]
 
 
 class ConnectionKey(NamedTuple):
@@ -24,10 +62,51 @@ class ConnectionKey(NamedTuple):
         return self.number or self.account_id
 
 
+class OrderTerms(Protocol):
+    """A new order as an adapter gets it. It has more fields, which are none of the broker's business."""
+
+    @property
+    def order_id(self) -> str:
+        """Berth's id of the order, for an adapter's own log. Brokers that keep a tag get `tag`."""
+
+    @property
+    def symbol(self) -> str: ...
+
+    @property
+    def side(self) -> Side: ...
+
+    @property
+    def quantity(self) -> int:
+        """Lots; of an odd lot shares."""
+
+    @property
+    def price_type(self) -> PriceType: ...
+
+    @property
+    def price(self) -> Decimal | None:
+        """None unless `price_type` is `LIMIT`."""
+
+    @property
+    def time_in_force(self) -> TimeInForce: ...
+
+    @property
+    def lot(self) -> OrderLot: ...
+
+    @property
+    def condition(self) -> OrderCondition: ...
+
+    @property
+    def open_close(self) -> OpenClose: ...
+
+    @property
+    def tag(self) -> str:
+        """Berth's short id of the order at the broker: its lists and events should bring it back."""
+
+
 class Listing(NamedTuple):
     """An account's orders as the broker showed them, and what their absence proves."""
 
-    orders: list[ExchangeOrder]
+    orders: list[BrokerOrder]
     #: Orders that the broker took this many seconds before the answer, or earlier, are listed. None: absence
     #: proves nothing, as where a session does not see the orders of others.
     behind: float | None = None
@@ -51,7 +130,7 @@ class Broker(Protocol):
 
     def login(self, credentials: Credentials, timeout: float) -> None: ...
 
-    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
+    def place(self, order: OrderTerms, timeout: float) -> BrokerOrder:
         """Submits once. Never retries."""
 
     def queries_before_change(self, broker_order_id: str, *, quantity: bool = False) -> bool:
@@ -61,7 +140,7 @@ class Broker(Protocol):
     def reference_price(self, symbol: str) -> Decimal | None:
         """The price from which today's limits count; None if not known in half a second. Never raises."""
 
-    def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
+    def cancel(self, broker_order_id: str, timeout: float) -> BrokerOrder:
         """Cancels a working order, once; returns it as the broker reports it. Raises `OrderRejected` if there
         is no such working order."""
 
@@ -72,7 +151,7 @@ class Broker(Protocol):
         price: Decimal | None,
         timeout: float,
         confirmed: Sequence[ConfirmedQuantityChange] = (),
-    ) -> ExchangeOrder:
+    ) -> BrokerOrder:
         """Changes a working order, once, to a smaller total quantity (lots) or another price; None:
         unchanged. Returns the changed order. Raises `OrderRejected` if it cannot be changed so.
 

@@ -12,7 +12,7 @@ def create_broker(config: WorkerConfig, key: ConnectionKey, client: str, on_orde
     `BrokerError` for a broker that this release does not know.
     """
     if key.broker == "paper":
-        from worker_runtime.brokers.paper import PaperBroker
+        from worker_runtime.brokers.paper.broker import PaperBroker
 
         if not config.paper_exchange:
             raise BrokerError("this worker does not know where the paper exchange is")

@@ -20,8 +20,8 @@ import msgspec
 from worker_runtime.protocol import messages
 from worker_runtime.protocol.authentication import MessageKeys, sign, verify
 from worker_runtime.protocol.bounds import LISTED, Counter, Id, Lots, SpanMs, TimeMs, Word, check_prices
+from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, Position
 from worker_runtime.protocol.errors import MalformedMessage
-from worker_runtime.protocol.exchange import Balance, ExchangeOrder, Position
 from worker_runtime.protocol.order_terms import OrderLot
 
 
@@ -141,7 +141,7 @@ class AccountReport(msgspec.Struct, frozen=True, kw_only=True):
     reaches_ms: SpanMs | None = None
     #: Whether the positions include the fills of all orders that are certainly listed.
     positions_agree: bool = False
-    orders: Annotated[list[ExchangeOrder], LISTED] = []
+    orders: Annotated[list[BrokerOrder], LISTED] = []
     positions: Annotated[list[Position], LISTED] = []
     #: Whether the positions have the shares beyond full lots. Workers of release 0.1.0 do not report them.
     odd_shown: bool = False

@@ -9,7 +9,7 @@ from worker_runtime.process.clock import Backoff, wall_ms
 from worker_runtime.process.replacement import WorkerExit
 from worker_runtime.process.shared_state import Lease, WorkerActivity
 from worker_runtime.process.valkey import ValkeyFailed
-from worker_runtime.protocol.exchange import OrderChanged
+from worker_runtime.protocol.broker_reports import OrderChanged
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import PlaceOrder, WorkerEventKind
 from worker_runtime.session.control import ControlHandler, SessionParts

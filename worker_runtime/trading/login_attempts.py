@@ -14,8 +14,8 @@ from threading import Thread
 from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease
+from worker_runtime.protocol.broker_reports import OrderChanged
 from worker_runtime.protocol.errors import BerthError, BrokerError, LeaseLost
-from worker_runtime.protocol.exchange import OrderChanged
 from worker_runtime.trading.account_session import AccountSession, OpenedAccount
 
 

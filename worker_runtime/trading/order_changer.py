@@ -4,8 +4,8 @@ The answer says what the call did; the order's further life follows from the bro
 """
 
 from worker_runtime.brokers.port import Broker
+from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
 from worker_runtime.protocol.errors import BerthError, OrderRejected, OutcomeUnknown
-from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Failure, OrderOutcome
 from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
 from worker_runtime.session.queue_reader import QueueItem
@@ -37,7 +37,7 @@ class OrderChanger:
         self._tracker.apply_change(key, OrderChanged(event_id="", order=changed))
         return order_outcome_of(request.order_id, changed), None
 
-    def _change(self, request: CancelOrder | ReplaceOrder, item: QueueItem) -> ExchangeOrder:
+    def _change(self, request: CancelOrder | ReplaceOrder, item: QueueItem) -> BrokerOrder:
         # Under another generation Valkey has lost data, and a first copy of this change may have been
         # executed. Cancelling twice does no harm.
         if isinstance(request, ReplaceOrder) and request.generation != item.generation:
@@ -54,7 +54,7 @@ class OrderChanger:
             calls, buffer = self._broker_calls, self._send_buffer
             pass_switch(request, item, kind, broker_calls=calls, send_buffer=buffer)
 
-        def call(timeout: float) -> ExchangeOrder:
+        def call(timeout: float) -> BrokerOrder:
             if isinstance(request, CancelOrder):
                 return broker.cancel(order_id, timeout)
             return broker.replace(order_id, request.quantity, request.price, timeout, request.confirmed)

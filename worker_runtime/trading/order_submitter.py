@@ -12,6 +12,7 @@ from worker_runtime.brokers.port import Broker
 from worker_runtime.process.clock import NS_PER_MS, SECOND, wall_ms
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
+from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import (
     AccountBlocked,
     BerthError,
@@ -28,7 +29,6 @@ from worker_runtime.protocol.errors import (
     TradingHalted,
     WorkerUnavailable,
 )
-from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import Failure, OrderEvent, OrderOutcome, OrderState, PlaceOrder
 from worker_runtime.protocol.order_terms import may_be_same_contract
 from worker_runtime.protocol.requests import ReplaceOrder, SwitchState, UserSwitch
@@ -310,7 +310,7 @@ class OrderSubmitter:
             wait=self.switch_wait,
         )
 
-        def place(timeout: float) -> ExchangeOrder:
+        def place(timeout: float) -> BrokerOrder:
             self.tracker.mark_submitting(order)
             self.shared_state.submissions.add(order.order_id)
             return broker.place(order, timeout)

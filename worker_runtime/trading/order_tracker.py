@@ -14,8 +14,8 @@ from typing import NamedTuple
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.clock import wall_ms
 from worker_runtime.process.log import Log
+from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
 from worker_runtime.protocol.errors import OutcomeUnknown
-from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged
 from worker_runtime.protocol.messages import (
     FINAL_ORDER_STATES,
     Failure,
@@ -53,7 +53,7 @@ class _TrackedOrder:
     #: Quantity and price that the broker showed last; None: as ordered.
     terms: tuple[int, Decimal | None] | None = None
 
-    def learn(self, reported: ExchangeOrder) -> None:
+    def learn(self, reported: BrokerOrder) -> None:
         """Takes the broker's view as the outcome, unless it is older than what is known."""
         late = sum(fill.quantity for fill in reported.fills) < self.outcome.filled_quantity
         if not late and self.outcome.state not in FINAL_ORDER_STATES:
@@ -103,7 +103,7 @@ class OrderTracker:
             else:
                 self._by_tag.setdefault((order.account_id, order.tag), order.order_id)
 
-    def reconcile_list(self, key: ConnectionKey, orders: Iterable[ExchangeOrder]) -> list[ExchangeOrder]:
+    def reconcile_list(self, key: ConnectionKey, orders: Iterable[BrokerOrder]) -> list[BrokerOrder]:
         """Applies a list of the broker's; what was missed becomes events. Returns the orders that this
         session does not know."""
         unmatched = [order for order in orders if not self._apply(key.account_id, order)]
@@ -122,7 +122,7 @@ class OrderTracker:
         if outcome.state is OrderState.UNKNOWN:  # a list may settle it
             self._by_tag.setdefault((order.account_id, order.tag), order.order_id)
 
-    def record_placement(self, order: PlaceOrder, placed: ExchangeOrder) -> OrderOutcome:
+    def record_placement(self, order: PlaceOrder, placed: BrokerOrder) -> OrderOutcome:
         """Records the broker's answer to a submission and sends its events; returns the outcome."""
         entry = self._entries.get(order.order_id)
         if entry is None:
@@ -147,7 +147,7 @@ class OrderTracker:
         for key, change in waiting:
             self.apply_change(key, change)
 
-    def _apply(self, account_id: str, reported: ExchangeOrder, fill: Fill | None = None) -> bool:
+    def _apply(self, account_id: str, reported: BrokerOrder, fill: Fill | None = None) -> bool:
         order_id = self._order_id_of(account_id, reported)
         if order_id is None:
             return False
@@ -159,7 +159,7 @@ class OrderTracker:
         self._advance(entry, reported, fill)
         return True
 
-    def _compare_terms(self, entry: _TrackedOrder, reported: ExchangeOrder) -> None:
+    def _compare_terms(self, entry: _TrackedOrder, reported: BrokerOrder) -> None:
         """Sends an event if the broker shows other terms, even if no answer to a change came. Our books take
         only what was asked for, so an outdated list changes nothing."""
         order = entry.order
@@ -184,7 +184,7 @@ class OrderTracker:
             )
         )
 
-    def _order_id_of(self, account_id: str, reported: ExchangeOrder) -> str | None:
+    def _order_id_of(self, account_id: str, reported: BrokerOrder) -> str | None:
         order_id = self._by_broker_id.get((account_id, reported.broker_order_id))
         if order_id is not None or not reported.tag:
             return order_id
@@ -198,7 +198,7 @@ class OrderTracker:
         other = entry.outcome.broker_order_id not in (None, reported.broker_order_id)
         return None if other or not same else order_id
 
-    def _advance(self, entry: _TrackedOrder, reported: ExchangeOrder, fill: Fill | None = None) -> None:
+    def _advance(self, entry: _TrackedOrder, reported: BrokerOrder, fill: Fill | None = None) -> None:
         """Sends an event for each fill, with the quantity filled until then, and one for the state."""
         fills = list(reported.fills)
         if fill is not None and all(fill.fill_id != known.fill_id for known in fills):
@@ -221,7 +221,7 @@ class OrderTracker:
     def _emit(
         self,
         entry: _TrackedOrder,
-        reported: ExchangeOrder,
+        reported: BrokerOrder,
         what: str,
         state: OrderState,
         fills: list[Fill],
@@ -277,7 +277,7 @@ def average_fill_price(fills: list[Fill]) -> Decimal | None:
     return (total / quantity).quantize(_PRECISION)
 
 
-def order_outcome_of(order_id: str, reported: ExchangeOrder) -> OrderOutcome:
+def order_outcome_of(order_id: str, reported: BrokerOrder) -> OrderOutcome:
     """The broker's view of an order as an outcome."""
     return OrderOutcome(
         order_id=order_id,

@@ -15,8 +15,8 @@ from worker_runtime.brokers.port import Broker, ConnectionKey, Listing
 from worker_runtime.process.clock import wall_ms
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
+from worker_runtime.protocol.broker_reports import BrokerOrder, Position
 from worker_runtime.protocol.errors import BerthError
-from worker_runtime.protocol.exchange import ExchangeOrder, Position
 from worker_runtime.protocol.messages import AccountReported, encode
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, encode_report
 from worker_runtime.session.queue_reader import QueueItem
@@ -89,9 +89,9 @@ def build_report(account_id: str, listing: Listing | None, **seen: Any) -> Accou
     )
 
 
-def newest_within(orders: list[ExchangeOrder], limit: int = MAX_ORDER_BYTES) -> list[ExchangeOrder]:
+def newest_within(orders: list[BrokerOrder], limit: int = MAX_ORDER_BYTES) -> list[BrokerOrder]:
     """The last orders that fit into `limit` bytes."""
-    kept: list[ExchangeOrder] = []
+    kept: list[BrokerOrder] = []
     for order in reversed(orders):
         limit -= len(encode(order))
         if limit < 0:
@@ -113,7 +113,7 @@ class AccountReader:
         taken_at = wall_ms()
         query_broker = self._broker_calls.query
         listing: Listing | None = None
-        orders: list[ExchangeOrder] = []
+        orders: list[BrokerOrder] = []
         if query.orders:
             listing = query_broker(query.account_id, item, broker.orders)
             self._tracker.reconcile_list(

@@ -24,10 +24,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from infra.lab.shioaji.keys import account_of
-from worker_runtime.brokers.paper import ConnectionLost, MakeRequest, NoReply, NothingSent, PaperConnection
+from worker_runtime.brokers.paper import wire
+from worker_runtime.brokers.paper.broker import (
+    ConnectionLost,
+    MakeRequest,
+    NoReply,
+    NothingSent,
+    PaperConnection,
+    read_order,
+)
 from worker_runtime.process.log import Log
-from worker_runtime.protocol import errors, exchange
-from worker_runtime.protocol.exchange import ExchangeOrder, ExchangeReply, OrderChanged
+from worker_runtime.protocol import errors
+from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
 from worker_runtime.protocol.messages import Fill, OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OrderCondition, OrderLot
 
@@ -111,7 +119,7 @@ class StandInClient:
         self._account = ""
         self._session_id = ""
         #: The cache that `list_trades` shows, and the quantity with which each order came here.
-        self._orders: dict[str, ExchangeOrder] = {}
+        self._orders: dict[str, BrokerOrder] = {}
         self._ordered: dict[str, int] = {}
         self._natives: dict[str, Any] = {}
         self._events = 0
@@ -137,8 +145,8 @@ class StandInClient:
             raise self._sdk.ShioajiConnectionError("login: no connection") from None
         self._link = ExchangeLink(link, self._changed, self._log)
 
-        def login(id: int) -> exchange.Login:
-            return exchange.Login(
+        def login(id: int) -> wire.Login:
+            return wire.Login(
                 id=id,
                 account=self._account,
                 api_key=api_key,
@@ -155,7 +163,7 @@ class StandInClient:
         link, self._link = self._link, None
         if link is not None:
             try:
-                link.call(lambda id: exchange.Logout(id=id), time.monotonic() + 1.0)
+                link.call(lambda id: wire.Logout(id=id), time.monotonic() + 1.0)
             except (NothingSent, ConnectionLost, NoReply):
                 self._log.debug("stand_in.logout_unanswered")
             link.drop("logged out")
@@ -167,7 +175,7 @@ class StandInClient:
         return datetime.now(UTC) + timedelta(days=300)
 
     def usage(self, timeout: int = 5000) -> Any:
-        self._call(lambda id: exchange.ExchangePing(id=id), timeout / 1000)
+        self._call(lambda id: wire.ExchangePing(id=id), timeout / 1000)
         return SimpleNamespace(connections=1)
 
     def trade_cache_health(self, account: Any) -> Any:
@@ -194,8 +202,8 @@ class StandInClient:
     def place_order(self, contract: Any, order: Any, timeout: int = 30_000) -> Any:
         limit = order.price_type.value == "LMT"
 
-        def place(id: int) -> exchange.Place:
-            return exchange.Place(
+        def place(id: int) -> wire.Place:
+            return wire.Place(
                 id=id,
                 symbol=contract.code,
                 side=Side.BUY if order.action.value == "Buy" else Side.SELL,
@@ -212,7 +220,7 @@ class StandInClient:
         if reply.order is None:
             raise self._sdk.BadRequestError(f"StatusCode: 400, Detail: {reply.detail}")
         with self._lock:
-            placed = self._keep(reply.order)
+            placed = self._keep(read_order(reply.order))
             self._ordered.setdefault(placed.broker_order_id, order.quantity)
             self._natives[placed.broker_order_id] = order
             trade = self._trade(placed)
@@ -229,10 +237,10 @@ class StandInClient:
         return trade
 
     def update_status(self, account: Any = None, *, timeout: int = 30_000) -> None:
-        reply = self._call(lambda id: exchange.ListOrders(id=id), timeout / 1000)
+        reply = self._call(lambda id: wire.ListOrders(id=id), timeout / 1000)
         with self._lock:
             for order in reply.orders:
-                self._keep(order)
+                self._keep(read_order(order))
 
     def list_trades(self) -> list[Any]:
         with self._lock:
@@ -240,9 +248,7 @@ class StandInClient:
 
     def cancel_order(self, trade: Any, timeout: int = 30_000) -> Any:
         """Answers the order as it is; that it is cancelled, an event or a list says later."""
-        reply = self._call(
-            lambda id: exchange.Cancel(id=id, broker_order_id=str(trade.order.id)), timeout / 1000
-        )
+        reply = self._call(lambda id: wire.Cancel(id=id, broker_order_id=str(trade.order.id)), timeout / 1000)
         return self._answered(reply, trade)
 
     def update_order(
@@ -253,8 +259,8 @@ class StandInClient:
         with self._lock:
             quantity = self._orders[order_id].quantity
 
-        def change(id: int) -> exchange.Replace:
-            return exchange.Replace(
+        def change(id: int) -> wire.Replace:
+            return wire.Replace(
                 id=id,
                 broker_order_id=order_id,
                 quantity=None if qty is None else quantity - qty,
@@ -266,7 +272,7 @@ class StandInClient:
     # --- accounts -------------------------------------------------------------------------------------
 
     def list_positions(self, account: Any, unit: str, timeout: int = 5000) -> list[Any]:
-        reply = self._call(lambda id: exchange.ListPositions(id=id), timeout / 1000)
+        reply = self._call(lambda id: wire.ListPositions(id=id), timeout / 1000)
         return [
             SimpleNamespace(
                 code=position.symbol,
@@ -283,7 +289,7 @@ class StandInClient:
         ]
 
     def account_balance(self, account: Any, timeout: int = 5000) -> Any:
-        reply = self._call(lambda id: exchange.GetBalance(id=id), timeout / 1000)
+        reply = self._call(lambda id: wire.GetBalance(id=id), timeout / 1000)
         if reply.balance is None:
             raise self._sdk.ServerError("StatusCode: 500, Detail: no balance")
         return SimpleNamespace(acc_balance=float(reply.balance.cash))
@@ -299,7 +305,9 @@ class StandInClient:
         known = security_type == "STK" and code.isalnum() and len(code) <= 6
         return self._sdk.BaseContract("STK", "TSE", code) if known else None
 
-    def _call(self, make: MakeRequest, seconds: float, *, rejected_is_answer: bool = False) -> ExchangeReply:
+    def _call(
+        self, make: MakeRequest, seconds: float, *, rejected_is_answer: bool = False
+    ) -> wire.ExchangeReply:
         """Asks the exchange; raises the SDK's errors."""
         if self._link is None:
             raise self._sdk.AuthError("Not authenticated")
@@ -315,7 +323,7 @@ class StandInClient:
             return reply
         raise self._error(reply)
 
-    def _error(self, reply: ExchangeReply) -> Exception:
+    def _error(self, reply: wire.ExchangeReply) -> Exception:
         said = reply.detail
         kind, status = {
             errors.LoginRejected.code: ("AuthError", 401),
@@ -335,13 +343,13 @@ class StandInClient:
         if self._link is link and self._on_down is not None and sum(self._session_id.encode()) % 2:
             self._on_down()
 
-    def _answered(self, reply: ExchangeReply, trade: Any) -> Any:
+    def _answered(self, reply: wire.ExchangeReply, trade: Any) -> Any:
         if reply.order is None:
             raise self._sdk.ServerError("StatusCode: 500, Detail: no order in the answer")
         with self._lock:
-            return self._trade(self._keep(reply.order))
+            return self._trade(self._keep(read_order(reply.order)))
 
-    def _keep(self, order: ExchangeOrder) -> ExchangeOrder:
+    def _keep(self, order: BrokerOrder) -> BrokerOrder:
         """Stores what was said last; a list that lags takes no final state and no deals back."""
         known = self._orders.get(order.broker_order_id)
         self._ordered.setdefault(order.broker_order_id, order.quantity)
@@ -366,12 +374,12 @@ class StandInClient:
         if change.fill is None or order.state in _CANCELLED:
             self._tell(change, order, _kind_of(known, order))
 
-    def _tell(self, change: OrderChanged, order: ExchangeOrder, kind: str) -> None:
+    def _tell(self, change: OrderChanged, order: BrokerOrder, kind: str) -> None:
         callback = self._on_order
         if callback is not None:
             callback(self._sdk.OrderState.StockOrder, self._order_event(change.event_id, order, kind))
 
-    def _deal_event(self, event_id: str, order: ExchangeOrder, fill: Fill) -> dict[str, Any]:
+    def _deal_event(self, event_id: str, order: BrokerOrder, fill: Fill) -> dict[str, Any]:
         return {
             "event_id": event_id,
             "trade_id": order.broker_order_id,
@@ -384,7 +392,7 @@ class StandInClient:
             "ts": fill.at_ms / 1000,
         }
 
-    def _order_event(self, event_id: str, order: ExchangeOrder, kind: str) -> dict[str, Any]:
+    def _order_event(self, event_id: str, order: BrokerOrder, kind: str) -> dict[str, Any]:
         filled = sum(fill.quantity for fill in order.fills)
         rejected = order.state is OrderState.REJECTED
         ordered = self._ordered[order.broker_order_id]
@@ -415,7 +423,7 @@ class StandInClient:
             "contract": {"code": order.symbol},
         }
 
-    def _trade(self, order: ExchangeOrder) -> Any:
+    def _trade(self, order: BrokerOrder) -> Any:
         sdk, native = self._sdk, self._natives.get(order.broker_order_id)
         filled = sum(fill.quantity for fill in order.fills)
         ordered = self._ordered[order.broker_order_id]
@@ -458,11 +466,11 @@ class StandInClient:
         )
 
 
-def _is_final(order: ExchangeOrder) -> bool:
+def _is_final(order: BrokerOrder) -> bool:
     return order.state in _CANCELLED or order.state in (OrderState.FILLED, OrderState.REJECTED)
 
 
-def _kind_of(known: ExchangeOrder | None, order: ExchangeOrder) -> str:
+def _kind_of(known: BrokerOrder | None, order: BrokerOrder) -> str:
     if order.state in _CANCELLED:
         return "Cancel"
     if known is None or order.state is OrderState.REJECTED:

@@ -15,7 +15,7 @@ import pytest
 from infra.exchange.client import ExchangeServer
 from tests.contract.brokers.stages import BrokerStage, FakeStage, PaperStage
 from worker_runtime.brokers.port import Broker
-from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged
+from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
 from worker_runtime.protocol.messages import Credentials, OrderState, PlaceOrder, PriceType, Side, TimeInForce
 
 _numbers = itertools.count(1)
@@ -39,7 +39,7 @@ class HeardOrders:
             self.changes.append(change)
             self._arrived.notify_all()
 
-    def outcome(self, order: ExchangeOrder, state: OrderState) -> ExchangeOrder:
+    def outcome(self, order: BrokerOrder, state: OrderState) -> BrokerOrder:
         """The order in this state: as the call answered, or as an event says later."""
         if order.state is state:
             return order

@@ -10,7 +10,8 @@ from decimal import Decimal
 
 from msgspec.structs import replace
 
-from worker_runtime.brokers.port import Listing, OnOrderChanged
+from worker_runtime.brokers.port import Listing, OnOrderChanged, OrderTerms
+from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, OrderChanged, Position
 from worker_runtime.protocol.errors import (
     LoginLimited,
     LoginRejected,
@@ -18,13 +19,11 @@ from worker_runtime.protocol.errors import (
     OutcomeUnknown,
     SessionDown,
 )
-from worker_runtime.protocol.exchange import Balance, ExchangeOrder, OrderChanged, Position
 from worker_runtime.protocol.messages import (
     FINAL_ORDER_STATES,
     Credentials,
     Fill,
     OrderState,
-    PlaceOrder,
     PriceType,
     Side,
     TimeInForce,
@@ -45,7 +44,7 @@ class FakeMarket:
     def __init__(self) -> None:
         self.sessions: list[FakeBroker] = []
         #: Every order taken: account, our order id, and how it stands.
-        self.taken: list[tuple[str, str, ExchangeOrder]] = []
+        self.taken: list[tuple[str, str, BrokerOrder]] = []
         #: Reason by account: its next order is rejected.
         self.reject_next: dict[str, str] = {}
         #: Accounts whose session breaks right after their next order was taken.
@@ -69,7 +68,7 @@ class FakeMarket:
                         self.taken[index] = (account, note, settled)
                         self._report(account, settled)
 
-    def orders(self, account: str) -> list[ExchangeOrder]:
+    def orders(self, account: str) -> list[BrokerOrder]:
         return [order for owner, _, order in self.taken if owner == account]
 
     def check(self, account: str, credentials: Credentials) -> None:
@@ -80,9 +79,9 @@ class FakeMarket:
         if sum(session.account == account for session in self.sessions) >= _CONNECTIONS:
             raise LoginLimited(f"{_CONNECTIONS} connections are open")
 
-    def take(self, account: str, order: PlaceOrder) -> ExchangeOrder:
+    def take(self, account: str, order: OrderTerms) -> BrokerOrder:
         with self._lock:
-            new = ExchangeOrder(
+            new = BrokerOrder(
                 broker_order_id=f"K{len(self.taken) + 1}",
                 tag=order.tag,
                 symbol=order.symbol,
@@ -104,7 +103,7 @@ class FakeMarket:
 
     def change(
         self, account: str, broker_order_id: str, quantity: int | None, price: Decimal | None, cancel: bool
-    ) -> ExchangeOrder:
+    ) -> BrokerOrder:
         with self._lock:
             own = [
                 index
@@ -123,7 +122,7 @@ class FakeMarket:
             self._report(account, settled)
             return settled
 
-    def _match(self, order: ExchangeOrder) -> ExchangeOrder:
+    def _match(self, order: BrokerOrder) -> BrokerOrder:
         market = self._prices.get(order.symbol, _FIRST_PRICE)
         crosses = order.price_type is PriceType.MARKET or order.price is None
         if order.price is not None and not crosses:
@@ -141,7 +140,7 @@ class FakeMarket:
             return replace(order, state=OrderState.CANCELLED, reason="nobody on the other side")
         return order
 
-    def _report(self, account: str, order: ExchangeOrder) -> None:
+    def _report(self, account: str, order: BrokerOrder) -> None:
         self._numbers += 1
         fill = order.fills[-1] if order.fills else None
         change = OrderChanged(event_id=f"E{self._numbers}", order=order, fill=fill)
@@ -150,7 +149,7 @@ class FakeMarket:
                 session.on_order(change)
 
 
-def _changed(order: ExchangeOrder, quantity: int | None, price: Decimal | None) -> ExchangeOrder:
+def _changed(order: BrokerOrder, quantity: int | None, price: Decimal | None) -> BrokerOrder:
     filled = sum(done.quantity for done in order.fills)
     wanted = order.quantity if quantity is None else quantity
     if not max(filled, 1) <= wanted <= order.quantity:
@@ -176,7 +175,7 @@ class FakeBroker:
         self._market.check(self.account, credentials)
         self._market.sessions.append(self)
 
-    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
+    def place(self, order: OrderTerms, timeout: float) -> BrokerOrder:
         self._check()
         taken = self._market.take(self.account, order)
         if self.account in self._market.drop_next:
@@ -190,7 +189,7 @@ class FakeBroker:
     def queries_before_change(self, broker_order_id: str, *, quantity: bool = False) -> bool:
         return False
 
-    def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
+    def cancel(self, broker_order_id: str, timeout: float) -> BrokerOrder:
         self._check()
         return self._market.change(self.account, broker_order_id, None, None, cancel=True)
 
@@ -201,7 +200,7 @@ class FakeBroker:
         price: Decimal | None,
         timeout: float,
         confirmed: Sequence[ConfirmedQuantityChange] = (),
-    ) -> ExchangeOrder:
+    ) -> BrokerOrder:
         self._check()
         return self._market.change(self.account, broker_order_id, quantity, price, cancel=False)
 

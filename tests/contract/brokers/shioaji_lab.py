@@ -11,7 +11,7 @@ from tests.contract.brokers.shioaji_client import REAL, BoundToSdk
 from tests.contract.brokers.stages import BookedOrder, PaperStage
 from worker_runtime.brokers.port import ConnectionKey, OnOrderChanged
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
-from worker_runtime.protocol.exchange import OrderChanged
+from worker_runtime.protocol.broker_reports import OrderChanged
 from worker_runtime.protocol.messages import Credentials
 from worker_runtime.protocol.order_terms import OrderLot
 from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMeaning

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.exchange.client import ExchangeAdmin
 from tests.contract.brokers.fake import FakeBroker, FakeMarket
-from worker_runtime.brokers.paper import PaperBroker
+from worker_runtime.brokers.paper.broker import PaperBroker
 from worker_runtime.brokers.port import Broker, OnOrderChanged
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.requests import ConfirmedQuantityChange

@@ -18,6 +18,7 @@ from tests.contract.brokers.conftest import (
 )
 from tests.contract.brokers.stages import BrokerStage
 from worker_runtime.brokers.port import Broker
+from worker_runtime.protocol.broker_reports import OrderChanged
 from worker_runtime.protocol.errors import (
     LoginLimited,
     LoginRejected,
@@ -25,7 +26,6 @@ from worker_runtime.protocol.errors import (
     OutcomeUnknown,
     SessionDown,
 )
-from worker_runtime.protocol.exchange import OrderChanged
 from worker_runtime.protocol.messages import Credentials, OrderState, Side, TimeInForce
 
 

@@ -16,7 +16,7 @@ from infra.exchange.client import ExchangeServer
 from infra.local.process import free_port
 from tests.contract.brokers.conftest import API_KEY, CREDENTIALS, SECRET_KEY, HeardOrders, order, until
 from tests.contract.brokers.stages import PaperStage
-from worker_runtime.brokers.paper import PaperBroker
+from worker_runtime.brokers.paper.broker import PaperBroker
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.brokers.registry import create_broker
 from worker_runtime.protocol.errors import (

@@ -17,8 +17,8 @@ from tests.contract.brokers.conftest import HeardOrders
 from tests.contract.brokers.shioaji_client import REAL, WITH_CERTIFICATE, ShioajiStage, fails
 from tests.contract.brokers.test_shioaji_mapping import trade
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
+from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import BrokerError, OrderRejected, OutcomeUnknown, SessionDown
-from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import OrderState
 
 ID = "531e27af"
@@ -85,7 +85,7 @@ def test_what_is_final_unknown_or_of_another_account_is_not_touched(setting: Shi
     assert "cancel_order" not in setting.client.names()
 
 
-CALLS: list[Callable[[ShioajiBroker], ExchangeOrder]] = [
+CALLS: list[Callable[[ShioajiBroker], BrokerOrder]] = [
     lambda broker: broker.cancel(ID, 20.0),
     lambda broker: broker.replace(ID, None, Decimal(17), 20.0),
 ]
@@ -103,7 +103,7 @@ CALLS: list[Callable[[ShioajiBroker], ExchangeOrder]] = [
 )
 def test_errors_of_a_change_are_told_apart_and_never_tried_again(
     setting: ShioajiStage,
-    call: Callable[[ShioajiBroker], ExchangeOrder],
+    call: Callable[[ShioajiBroker], BrokerOrder],
     name: str,
     wanted: type[BrokerError],
 ) -> None:

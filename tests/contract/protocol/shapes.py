@@ -23,7 +23,8 @@ import workflows
 
 #: What crosses a process boundary: Valkey, a worker's standard input, the paper exchange's wire.
 STRUCT_MODULES = {
-    "exchange": "worker_runtime.protocol.exchange",
+    "broker_reports": "worker_runtime.protocol.broker_reports",
+    "exchange": "worker_runtime.brokers.paper.wire",
     "jobs": "worker_runtime.jobs.protocol.messages",
     "launch": "worker_runtime.protocol.launch",
     "messages": "worker_runtime.protocol.messages",

@@ -18,8 +18,8 @@ from tests.signed import switch_words, worker_answer
 from worker_runtime.brokers.port import Listing
 from worker_runtime.process.clock import wall_ms
 from worker_runtime.protocol import keys, scripts
+from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import BerthError
-from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import Answer, Failure, decode
 from worker_runtime.protocol.requests import QueryAccount, Request, encode_report, parse_frame
 from worker_runtime.trading.reconciliation import build_report
@@ -28,7 +28,7 @@ from worker_runtime.trading.reconciliation import build_report
 class ReportingWorker:
     """Serves `user_id` inside `async with`; lists `orders`, or answers with `failure`."""
 
-    def __init__(self, client: Redis, user_id: str, *orders: ExchangeOrder) -> None:
+    def __init__(self, client: Redis, user_id: str, *orders: BrokerOrder) -> None:
         self.user_id = user_id
         self.epoch = 1
         self.orders = list(orders)

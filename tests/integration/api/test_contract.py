@@ -40,7 +40,7 @@ from infra.temporal.client import OrchestratorUnavailable
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, served
 from tests.integration.api.lifecycle import LifecycleStub
 from tests.integration.api.scripted_worker import Question
-from worker_runtime.protocol.exchange import Balance, Position
+from worker_runtime.protocol.broker_reports import Balance, Position
 from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState
 from worker_runtime.protocol.requests import AccountReport, CancelOrder, QueryAccount, encode_report
 from workflows.names import worker_pool_id

@@ -21,7 +21,15 @@ from typing import Any
 import msgspec
 
 from worker_runtime.__main__ import main
-from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey, Listing, OnOrderChanged
+from worker_runtime.brokers.port import (
+    Broker,
+    BrokerFactory,
+    ConnectionKey,
+    Listing,
+    OnOrderChanged,
+    OrderTerms,
+)
+from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, OrderChanged, Position
 from worker_runtime.protocol.errors import (
     BrokerMaintenance,
     BrokerUnreachable,
@@ -31,9 +39,8 @@ from worker_runtime.protocol.errors import (
     RateLimited,
     SessionDown,
 )
-from worker_runtime.protocol.exchange import Balance, ExchangeOrder, OrderChanged, Position
 from worker_runtime.protocol.launch import WorkerConfig
-from worker_runtime.protocol.messages import Credentials, Fill, OrderState, PlaceOrder
+from worker_runtime.protocol.messages import Credentials, Fill, OrderState
 from worker_runtime.protocol.requests import ConfirmedQuantityChange
 
 PRICE = Decimal("100.5")
@@ -69,7 +76,7 @@ class ScriptedBroker:
         (self._folder / "dead").unlink(missing_ok=True)
         self._ended_before = (self._folder / "ended").exists()
 
-    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
+    def place(self, order: OrderTerms, timeout: float) -> BrokerOrder:
         self._write(
             "place", order_id=order.order_id, symbol=order.symbol, timeout=timeout, key=list(self._key)
         )
@@ -105,9 +112,9 @@ class ScriptedBroker:
             raise BrokerUnreachable
         return Listing(self._listed(), behind=0.0, reaches=3600.0)
 
-    def _listed(self) -> list[ExchangeOrder]:
+    def _listed(self) -> list[BrokerOrder]:
         listing = self._folder / "listing.json"
-        return msgspec.json.decode(listing.read_bytes(), type=list[ExchangeOrder]) if listing.exists() else []
+        return msgspec.json.decode(listing.read_bytes(), type=list[BrokerOrder]) if listing.exists() else []
 
     def positions(self, timeout: float) -> list[Position]:
         if (self._folder / "positions-away").exists():
@@ -120,7 +127,7 @@ class ScriptedBroker:
     def reference_price(self, symbol: str) -> Decimal | None:
         return Decimal("100.5") if (self._folder / "reference").exists() else None
 
-    def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
+    def cancel(self, broker_order_id: str, timeout: float) -> BrokerOrder:
         self._write("cancel", broker_order_id=broker_order_id)
         return self._changed(broker_order_id, state=OrderState.CANCELLED)
 
@@ -131,11 +138,11 @@ class ScriptedBroker:
         price: Decimal | None,
         timeout: float,
         confirmed: Sequence[ConfirmedQuantityChange] = (),
-    ) -> ExchangeOrder:
+    ) -> BrokerOrder:
         self._write("replace", broker_order_id=broker_order_id, quantity=quantity, price=str(price))
         return self._changed(broker_order_id, **({"quantity": quantity} if quantity else {}))
 
-    def _changed(self, broker_order_id: str, **changes: Any) -> ExchangeOrder:
+    def _changed(self, broker_order_id: str, **changes: Any) -> BrokerOrder:
         for name, error in (("refuse-change", OrderRejected), ("lose-change", OutcomeUnknown)):
             if (self._folder / name).exists():
                 raise error
@@ -156,7 +163,7 @@ class ScriptedBroker:
     def close(self) -> None:
         self._write("close", account_id=self._key.account_id)
 
-    def _fill_later(self, order: PlaceOrder) -> None:
+    def _fill_later(self, order: OrderTerms) -> None:
         fill = Fill(
             fill_id=f"f-{order.order_id}", quantity=order.quantity, price=PRICE, at_ms=1_795_410_000_002
         )
@@ -165,8 +172,8 @@ class ScriptedBroker:
             self._on_order(OrderChanged(event_id=f"e{repeat}-{order.order_id}", order=told, fill=fill))
 
     @staticmethod
-    def _exchange_order(order: PlaceOrder, state: OrderState, fills: list[Fill]) -> ExchangeOrder:
-        return ExchangeOrder(
+    def _exchange_order(order: OrderTerms, state: OrderState, fills: list[Fill]) -> BrokerOrder:
+        return BrokerOrder(
             broker_order_id=f"b-{order.order_id}",
             tag=order.tag,
             symbol=order.symbol,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from worker_runtime.protocol.exchange import ExchangeOrder
+from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import encode
 
@@ -89,7 +89,7 @@ class SpawnedWorker:
     def tell_broker(self, name: str) -> None:
         (self.folder / name).touch()
 
-    def broker_lists(self, *orders: ExchangeOrder) -> None:
+    def broker_lists(self, *orders: BrokerOrder) -> None:
         """What the scripted broker answers when it is asked for the account's orders."""
         whole = self.folder / "listing.part"
         whole.write_bytes(msgspec.json.encode(orders))

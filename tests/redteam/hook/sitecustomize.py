@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 _FOLDER = Path(__file__).parent
-_ADAPTER = "worker_runtime.brokers.paper"
+_ADAPTER = "worker_runtime.brokers.paper.broker"
 
 
 class HostileAdapterFinder(importlib.abc.MetaPathFinder):

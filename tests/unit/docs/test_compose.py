@@ -177,7 +177,9 @@ def test_the_runner_of_jobs_has_its_own_keys_and_reaches_only_valkey_and_the_out
         assert _holders(compose, volume) == {"prepare", *services}, volume
     for name in FLEETS:
         jobs = compose["services"][name]
-        assert (jobs["networks"], jobs["secrets"]) == (["queue", "outside"], ["berth_valkey_url"])
+        assert (jobs["networks"], jobs.get("secrets")) == (["queue", "outside"], None)
+        address = jobs["environment"]["BERTH_VALKEY_URL"], jobs["environment"]["BERTH_VALKEY_USERS"]
+        assert address == ("redis://valkey:6379/0", "true"), "each fleet derives its own login"
         assert jobs["healthcheck"]["test"][-1].endswith('runner "$$BERTH_JOBS_RUNNER"')
         # Its longest job may end before its container is killed.
         longest = max(kind.timeout for kind in catalog.JOB_KINDS.values() if kind.queue != "default")
@@ -218,7 +220,10 @@ def test_no_secret_stands_in_an_environment(compose: dict[str, Any]) -> None:
                 places = ("/run/secrets/", "/keys/", f"${{{variable}:-}}")
                 assert value.startswith(places), f"{name}: {variable}"
             else:
-                assert not SECRET_NAME.search(variable), f"{name}: {variable} belongs in a secret file"
+                has_no_login = variable == "BERTH_VALKEY_URL" and "@" not in value
+                assert has_no_login or not SECRET_NAME.search(variable), (
+                    f"{name}: {variable} belongs in a secret file"
+                )
             assert not re.search(r"://[^/]*:[^/]*@", str(value)), f"{name}: {variable} holds a password"
 
 

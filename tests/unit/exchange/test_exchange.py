@@ -13,8 +13,8 @@ from infra.exchange.ledger import ExchangeLedger, LedgerInUse
 from infra.exchange.records import INITIAL_CASH, AccountRegistration
 from tests.unit.exchange.conftest import ExchangeClock
 from tests.unit.exchange.trader import TraderClient, limit, login
+from worker_runtime.brokers.paper.wire import Login, Replace
 from worker_runtime.protocol.errors import LoginLimited, LoginRejected, OrderRejected, UnknownAccount
-from worker_runtime.protocol.exchange import Login, Replace
 from worker_runtime.protocol.messages import OrderState
 
 

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 from infra.exchange.exchange import PaperExchange
 from infra.exchange.records import LedgerSession
-from worker_runtime.protocol.exchange import Login, OrderChanged, Place
+from worker_runtime.brokers.paper.wire import Login, OrderChanged, Place
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 
 

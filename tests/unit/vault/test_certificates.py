@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import PrivateFormat, pkcs12
 
 from infra.lab.shioaji.keys import make_certificate
 from infra.vault import certificate_reader
-from infra.vault.certificates import CertificateFileReader, CertificateRefused
+from infra.vault.certificates import CertificateFileReader, CertificateFileRefused
 from worker_runtime.protocol.errors import CertificateExpired
 
 PASSWORD = "Pässword 密碼"
@@ -79,10 +79,10 @@ async def test_the_end_of_a_certificate_is_read_with_its_password(reader: Certif
 async def test_a_wrong_password_and_what_is_no_certificate_are_refused(reader: CertificateFileReader) -> None:
     good = make_certificate(20, PASSWORD)
     for password in ("Pässword", "", "x" * 256):
-        with pytest.raises(CertificateRefused, match="password does not open"):
+        with pytest.raises(CertificateFileRefused, match="password does not open"):
             await reader.read(good, password)
     for data in (b"certificate", good[:-1], b"\x30\x03\x02\x01\x02", b"\x30\x84\xff\xff\xff\xff", b"\x30"):
-        with pytest.raises(CertificateRefused, match="no PKCS#12"):
+        with pytest.raises(CertificateFileRefused, match="no PKCS#12"):
             await reader.read(data, PASSWORD)
 
 
@@ -102,7 +102,7 @@ async def test_a_file_that_asks_for_hours_of_work_costs_some_seconds_of_cpu(
     reader: CertificateFileReader,
 ) -> None:
     began = time.process_time()
-    with pytest.raises(CertificateRefused, match="too much CPU"):
+    with pytest.raises(CertificateFileRefused, match="too much CPU"):
         await reader.read(with_iterations(make_certificate(20, PASSWORD), 2**31 - 1), PASSWORD)
     assert time.process_time() - began < 2.0  # of this process
 

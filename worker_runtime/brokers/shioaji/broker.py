@@ -17,12 +17,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from worker_runtime.brokers.port import ConnectionKey, Listing, OnOrderChanged
+from worker_runtime.brokers.port import ConnectionKey, Listing, OnOrderChanged, OrderTerms
 from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.files import private_folder, session_files
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
 from worker_runtime.process.clock import clock_is_synchronised
 from worker_runtime.process.log import Log
+from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, OrderChanged, Position
 from worker_runtime.protocol.errors import (
     BerthError,
     BrokerClockRefused,
@@ -36,8 +37,7 @@ from worker_runtime.protocol.errors import (
     QuantityChangeUnconfirmed,
     SessionDown,
 )
-from worker_runtime.protocol.exchange import Balance, ExchangeOrder, OrderChanged, Position
-from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Credentials, OrderState, PlaceOrder
+from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Credentials, OrderState
 from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMeaning
 
 #: Characters; the SDK refuses shorter ones, but only after its constructor was on the network.
@@ -177,13 +177,13 @@ class ShioajiBroker:
                 return accounts
         raise AssertionError("unreachable")
 
-    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
+    def place(self, order: OrderTerms, timeout: float) -> BrokerOrder:
         api, account = self._session()
         if self._certificate_days() <= 0:
             raise CertificateExpired(_CERTIFICATE_EXPIRED)
         deadline = time.monotonic() + timeout - _RETURN
 
-        def submit() -> ExchangeOrder:
+        def submit() -> BrokerOrder:
             contract, native = sdk.build_order(
                 self._load(), api, account, self._key.broker_type, order, deadline
             )
@@ -218,7 +218,7 @@ class ShioajiBroker:
         api, _ = self._session()
         return sdk.queries_first(api, broker_order_id, fresh=quantity)
 
-    def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
+    def cancel(self, broker_order_id: str, timeout: float) -> BrokerOrder:
         def cancel(api: Any, trade: Any, left: int) -> Any:
             return api.cancel_order(trade, timeout=left)
 
@@ -231,7 +231,7 @@ class ShioajiBroker:
         price: Decimal | None,
         timeout: float,
         confirmed: Sequence[ConfirmedQuantityChange] = (),
-    ) -> ExchangeOrder:
+    ) -> BrokerOrder:
         """Changes one of the two: the SDK would send both as two changes, of which one may fail.
 
         The evidence on what the SDK's `qty` means contradicts itself (docs/reference/brokers.md), and a wrong
@@ -254,7 +254,7 @@ class ShioajiBroker:
         nor when positions include a fill: neither is relied on."""
         api, account = self._session()
 
-        def read() -> list[ExchangeOrder]:
+        def read() -> list[BrokerOrder]:
             api.update_status(account, timeout=sdk.to_milliseconds(timeout))
             return [self._reported.merge_trade(trade) for trade in api.list_trades() if self._is_ours(trade)]
 
@@ -376,12 +376,12 @@ class ShioajiBroker:
         call: Callable[[Any, Any, int], Any],
         *,
         fresh: bool = False,
-    ) -> ExchangeOrder:
+    ) -> BrokerOrder:
         """Finds the SDK's object of the order and makes one call with it. `fresh`: as the broker has it."""
         api, account = self._session()
         deadline = time.monotonic() + timeout - _RETURN
 
-        def run() -> ExchangeOrder:
+        def run() -> BrokerOrder:
             trade = self._find_working(api, account, broker_order_id, deadline, fresh)
             left = deadline - time.monotonic()
             if left <= 0:
@@ -390,7 +390,7 @@ class ShioajiBroker:
 
         return self._call_once(timeout, run)
 
-    def _call_once(self, timeout: float, call: Callable[[], ExchangeOrder]) -> ExchangeOrder:
+    def _call_once(self, timeout: float, call: Callable[[], BrokerOrder]) -> BrokerOrder:
         """Makes a call that places or changes an order; says what its failure means."""
         try:
             return sdk.call_within(timeout, call, self._report_late)
@@ -531,7 +531,7 @@ class ShioajiBroker:
         except Exception as error:  # the boundary of one event: the SDK's thread must live on
             self._log.crash("shioaji.event_failed", error)
 
-    def _report_late(self, order: ExchangeOrder) -> None:
+    def _report_late(self, order: BrokerOrder) -> None:
         """Reports an order whose call returned after its caller had given up."""
         event_id = f"late-{order.broker_order_id}-{order.state.value}"
         try:

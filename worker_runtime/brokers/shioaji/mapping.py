@@ -11,7 +11,7 @@ from typing import Any
 
 from worker_runtime.protocol import errors
 from worker_runtime.protocol.bounds import round_price
-from worker_runtime.protocol.exchange import Balance, ExchangeOrder, Position
+from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, Position
 from worker_runtime.protocol.messages import (
     FINAL_ORDER_STATES,
     Credentials,
@@ -175,7 +175,7 @@ def with_fills(state: OrderState, filled: int, quantity: int) -> OrderState:
     return state
 
 
-def order_of(trade: Any) -> ExchangeOrder:
+def order_of(trade: Any) -> BrokerOrder:
     """A `Trade` of the SDK. `trade.contract` may be any of its contract classes: all have a code."""
     order, status = trade.order, trade.status
     fills = [
@@ -188,7 +188,7 @@ def order_of(trade: Any) -> ExchangeOrder:
     if nothing_left and state not in FINAL_ORDER_STATES:
         state = OrderState.CANCELLED
     price_type = price_type_of(_enum_value(order.price_type), order.price)
-    return ExchangeOrder(
+    return BrokerOrder(
         broker_order_id=str(order.id),
         tag=order.custom_field or "",
         symbol=str(trade.contract.code),

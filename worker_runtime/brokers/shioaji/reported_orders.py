@@ -14,7 +14,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from worker_runtime.brokers.shioaji import mapping
-from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged
+from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Fill, OrderState, PriceType, TimeInForce
 
 #: Event ids that are remembered, to drop repeats.
@@ -32,13 +32,13 @@ class ReportedOrders:
         """`blank` removes secrets from what the SDK says of an order."""
         self._blank = blank
         self._lock = threading.Lock()
-        self._orders: dict[str, ExchangeOrder] = {}
+        self._orders: dict[str, BrokerOrder] = {}
         #: Ids of fills that came by an event; the others came from a list.
         self._from_events: set[str] = set()
         self._early: OrderedDict[str, list[Fill]] = OrderedDict()
         self._seen: OrderedDict[str, None] = OrderedDict()
 
-    def merge_trade(self, trade: Any) -> ExchangeOrder:
+    def merge_trade(self, trade: Any) -> BrokerOrder:
         """Merges a `Trade`; returns all that is known of its order."""
         reported = mapping.order_of(trade)
         with self._lock:
@@ -116,7 +116,7 @@ class ReportedOrders:
         elif kind == "New":
             state = OrderState.SUBMITTED
         price_type = mapping.price_type_of(order["price_type"], order["price"])
-        reported = ExchangeOrder(
+        reported = BrokerOrder(
             broker_order_id=order_id,
             # Futures events lack the tag: the one of `place_order` is kept.
             tag=order.get("custom_field") or (known.tag if known else ""),
@@ -133,7 +133,7 @@ class ReportedOrders:
         event_id = str(event.get("event_id") or f"{kind}-{operation['op_code']}-{status['exchange_ts']}")
         return OrderChanged(event_id=f"order-{order_id}-{event_id}", order=kept)
 
-    def _keep(self, reported: ExchangeOrder, known: ExchangeOrder | None, fills: list[Fill]) -> ExchangeOrder:
+    def _keep(self, reported: BrokerOrder, known: BrokerOrder | None, fills: list[Fill]) -> BrokerOrder:
         """Stores an order. A final one stays final, whatever a late report says (Sinotrade/Shioaji #216,
         #234)."""
         state = mapping.with_fills(reported.state, sum(done.quantity for done in fills), reported.quantity)
@@ -145,7 +145,7 @@ class ReportedOrders:
         return kept
 
 
-def _quantity_after(kind: str, event: ShioajiEvent, known: ExchangeOrder | None, filled: int) -> int:
+def _quantity_after(kind: str, event: ShioajiEvent, known: BrokerOrder | None, filled: int) -> int:
     """Returns the order's quantity after an event, of which only the first one's numbers can be relied on.
 
     Recorded in production for one order: New 2, UpdateQty 1, UpdatePrice 2, Cancel 1; and a Cancel that

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from worker_runtime.brokers.port import OrderTerms
 from worker_runtime.brokers.shioaji import mapping
 from worker_runtime.protocol.errors import BerthError, OrderRejected
-from worker_runtime.protocol.messages import PlaceOrder, PriceType, TimeInForce
+from worker_runtime.protocol.messages import PriceType, TimeInForce
 
 T = TypeVar("T")
 
@@ -63,7 +64,7 @@ def to_milliseconds(seconds: float) -> int:
 
 
 def build_order(
-    sdk: Any, api: Any, account: Any, broker_type: str, order: PlaceOrder, deadline: float
+    sdk: Any, api: Any, account: Any, broker_type: str, order: OrderTerms, deadline: float
 ) -> tuple[Any, Any]:
     """Contract and order of the SDK; raises `OrderRejected` for what it cannot express. `deadline` is of
     `time.monotonic`."""

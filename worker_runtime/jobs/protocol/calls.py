@@ -66,8 +66,9 @@ def enqueue(job: Job, keys: MessageKeys, tag: str = job_keys.FLEET_TAG) -> Queue
     """
     body = sign_job(job, keys)
     priority = 0 if job.queue == FIFO_QUEUE else job.priority
-    args: list[Any] = [job.job_id, body, job.name, job.queue, priority, int(job.idempotent), job.unique]
-    args += [job.group, max(0, round(job.delay * 1000)), BOOST_MS, job.rate_key, job.receiver]
+    args: list[Any] = [job.job_id, body, job.queued_type, job.queue, priority, int(job.idempotent)]
+    args += [job.unique, job.group, max(0, round(job.delay * 1000)), BOOST_MS, job.rate_key, job.receiver]
+    args += [round(job.unique_for * 1000), job.on_failed]
     return QueueCall(job_scripts.ENQUEUE, [job_keys.meta(tag)], args)
 
 

@@ -20,8 +20,8 @@ import msgspec
 
 from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.protocol.bounds import plain_number
+from worker_runtime.protocol.broker_reports import Balance, Position
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
-from worker_runtime.protocol.exchange import Balance, Position
 
 #: Bytes of packed orders: as base64 they fit into a job, and their CSV into a result. About 700 orders.
 MAX_PACKED = 40 * 1024

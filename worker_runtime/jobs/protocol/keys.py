@@ -1,8 +1,8 @@
 """All Valkey keys of the job queue.
 
 The keys of one set of queues carry one hash tag, so that a script may touch them together on a cluster:
-`jobs` for the fleet's shared queues, `user:<id>` for a user's own jobs. The scripts build the same names from
-the key of the settings (`queue_lib.lua`).
+`jobs` for the fleet's shared queues, `user:<id>` for a user's own jobs, `app:<name>` for an
+application's. The scripts build the same names from the key of the settings (`queue_lib.lua`).
 
 | key | type | lives | holds |
 |---|---|---|---|
@@ -26,6 +26,10 @@ the key of the settings (`queue_lib.lua`).
 | jobs:{tag}:mailbox:<runner> | list | 1 h | messages to one runner: cancel, check |
 | jobs:{tag}:doorbell | list | until rung | wakes an idle runner of all queues |
 | jobs:{tag}:doorbell:<queue> | list | until rung | wakes an idle runner of this queue |
+| jobs:{tag}:manifests | hash | of live runners, and the newest 50 | digest → a signed list of job types |
+| jobs:{tag}:packages | hash | as long as its manifest | digest → the package that declares the types |
+| jobs:{tag}:announced | zset | as long as its manifest | digest → Unix µs of its last announcement |
+| jobs:{tag}:types:<digest> | set | as long as its manifest | the names of its job types |
 | jobs:{tag}:failed | zset | 14 days | job → Unix ms of its failure |
 | jobs:{tag}:result:<id> | string | 500 s, of the fleet a day | the result |
 | jobs:{tag}:recent | string | 500 s | number of jobs that the user has asked for |
@@ -37,6 +41,8 @@ from collections.abc import Callable
 
 #: The tag of the fleet's queues.
 FLEET_TAG = "jobs"
+#: What the tag of an application begins with.
+_APPLICATION = "app:"
 
 
 def user_tag(user_id: str) -> str:
@@ -44,9 +50,21 @@ def user_tag(user_id: str) -> str:
     return f"user:{user_id}"
 
 
-def tag_of(user_id: str) -> str:
-    """The tag of a user's own jobs; without a user that of the fleet."""
-    return user_tag(user_id) if user_id else FLEET_TAG
+def application_tag(name: str) -> str:
+    """Return the tag of an application's jobs. It is no user's, since no id of a user has a colon."""
+    return f"{_APPLICATION}{name}"
+
+
+def application_of_tag(tag: str) -> str:
+    """Return the application whose tag this is; an empty text for another tag."""
+    return tag.removeprefix(_APPLICATION) if tag.startswith(_APPLICATION) else ""
+
+
+def tag_of(owner: str) -> str:
+    """Return the tag of an owner's jobs: of a user's id, or an application's tag; without one the fleet's."""
+    if owner.startswith(_APPLICATION):
+        return owner
+    return user_tag(owner) if owner else FLEET_TAG
 
 
 def _key(tag: str, *parts: str) -> str:
@@ -76,6 +94,9 @@ beats = _one("beats")
 runner = _many("runner")
 held = _many("held")
 mailbox = _many("mailbox")
+manifests = _one("manifests")
+announced = _one("announced")
+announced_types = _many("types")
 failed = _one("failed")
 result = _many("result")
 recent_requests = _one("recent")

@@ -18,8 +18,9 @@ from worker_runtime.protocol.messages import Failure, Message, decode, encode
 
 #: JSON of nothing: the value of a job that returned none. (A `Raw` cannot be optional.)
 NULL = msgspec.Raw(b"null")
-#: Bytes of one encoded job. Producer and runner refuse a larger one.
-MAX_JOB = 64 * 1024
+#: Bytes of a job's arguments as JSON, and of one encoded job. Producer and runner refuse a larger one.
+MAX_ARGUMENTS = 64 * 1024
+MAX_JOB = MAX_ARGUMENTS + 4096
 #: Bytes of one encoded result.
 MAX_RESULT = 64 * 1024
 #: Seconds that a result is kept; of the fleet, since who notes the end in PostgreSQL may be away as long.
@@ -38,6 +39,8 @@ FIFO_QUEUE = "scheduler"
 _JOB_USE, _RESULT_USE = b"job/1", b"job_result/1"
 
 _NAME_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+#: A type of ours, or of an application: `shop/jobs.resize_image`.
+_TYPE_PATTERN = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}|[a-z][a-z0-9-]{0,31}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _KEY_PATTERN = re.compile(r"[!-z|~]{1,128}")  # printable, no space, no braces: hash tags stay what they are
 
 
@@ -82,8 +85,10 @@ class Job(Message, frozen=True, kw_only=True, tag="job"):
     """One job, as a producer makes it. Times are seconds."""
 
     job_id: str
-    #: The type of job, by its name in the registry.
+    #: The type of job, by its name in the registry; an application's own begins with its name and a slash.
     name: str
+    #: The version of an own type that validated the arguments; 0 for a type of ours.
+    type_version: int = 0
     queue: str = "default"
     #: The arguments, as JSON of the type's own struct.
     args: msgspec.Raw = msgspec.Raw(b"{}")
@@ -101,15 +106,22 @@ class Job(Message, frozen=True, kw_only=True, tag="job"):
     delay: float = 0.0
     #: While a job with this key has not ended, no other one is accepted.
     unique: str = ""
+    #: Seconds for which the unique key counts at most; 0: until the job has ended.
+    unique_for: float = 0.0
     #: Jobs of one group run one after the other, in the order they came. A retry holds the group.
     group: str = ""
-    #: Of release 0.1.0, where no producer used it.
+    #: The own type that is enqueued with the failure once this job has failed for good.
     on_failed: str = ""
     #: Jobs of this type with the same key share the rate that the type's settings give.
     rate_key: str = ""
     #: The server that the job has to wait for. Each runner runs only so many jobs of one receiver at once.
     receiver: str = ""
     result_ttl: int = RESULT_TTL
+
+    @property
+    def queued_type(self) -> str:
+        """The type as the queue knows it: an own type with its version, `shop/jobs.resize_image@2`."""
+        return f"{self.name}@{self.type_version}" if self.type_version else self.name
 
 
 class JobResult(Message, frozen=True, kw_only=True, tag="job_result"):
@@ -136,9 +148,18 @@ class JobResult(Message, frozen=True, kw_only=True, tag="job_result"):
 
 def encode_job(job: Job) -> bytes:
     """The encoded job; raises `MalformedMessage` if no runner would accept it."""
-    for field, value in (("name", job.name), ("queue", job.queue)):
-        if not _NAME_PATTERN.fullmatch(value):
-            raise MalformedMessage(f"{field}: 1 to 64 of a-z, 0-9, '_', '.', '-'")
+    if not _NAME_PATTERN.fullmatch(job.queue):
+        raise MalformedMessage("queue: 1 to 64 of a-z, 0-9, '_', '.', '-'")
+    if not _TYPE_PATTERN.fullmatch(job.name):
+        raise MalformedMessage("name: 1 to 64 of a-z, 0-9, '_', '.', '-', or an application, '/' and a name")
+    if ("/" in job.name) != (job.type_version > 0) or job.type_version > 1_000_000:
+        raise MalformedMessage("type_version is 1 to 1,000,000 for an application's type, and 0 for others")
+    if job.on_failed and not ("/" in job.name and _TYPE_PATTERN.fullmatch(job.on_failed)):
+        raise MalformedMessage("on_failed names a type of the same application")
+    if job.on_failed.partition("/")[0] not in ("", job.name.partition("/")[0]):
+        raise MalformedMessage("on_failed names a type of the same application")
+    if not 0 <= job.unique_for <= 366 * 86_400:
+        raise MalformedMessage("unique_for is at most a year")
     keys = {"unique": job.unique or "-", "group": job.group or "-", "rate_key": job.rate_key or "-"}
     keys["receiver"] = job.receiver or "-"
     for field, value in (("job_id", job.job_id), *keys.items()):

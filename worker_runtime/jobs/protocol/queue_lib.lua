@@ -113,11 +113,19 @@ local function promote(now)
   return math.max(0, tonumber(first[2]) - now)
 end
 
+-- A type of an application stands in the queue with its version ('shop/resize@2'); limits, rates and counts of
+-- running jobs are those of all versions.
+local function all_versions(name)
+  local at = string.find(name, '@', 1, true)
+  return at and string.sub(name, 1, at - 1) or name
+end
+
 -- What this script has still to add to the counts of running jobs: type → node → number. It is nothing when one
 -- job ends and the next of its type begins.
 local counts = {}
 
 local function count(name, node, by)
+  name = all_versions(name)
   local nodes = counts[name] or {}
   counts[name] = nodes
   nodes[node] = (nodes[node] or 0) + by

@@ -24,6 +24,7 @@ PROGRESS = _load("progress")
 RING = _load("ring")
 SCAN = _load("scan")
 CONFIGURE = _load("configure")
+PUBLISH = _load("publish")
 
 #: All of them: a runner loads them when it joins.
 ALL = tuple(script for script in list(globals().values()) if isinstance(script, Script))

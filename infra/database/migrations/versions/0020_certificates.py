@@ -3,7 +3,7 @@
 from alembic import op
 
 revision = "0020"
-down_revision = "0016"
+down_revision = "0019"
 
 
 def upgrade() -> None:

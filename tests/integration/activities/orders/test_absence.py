@@ -27,7 +27,7 @@ from infra.vault.key_pairs import MasterKeyRing
 from tests.integration.activities.orders.sweeping import SweeperStage
 from tests.integration.activities.reporting_worker import ReportingWorker
 from tests.signed import SECRETS
-from worker_runtime.brokers.paper import PaperBroker
+from worker_runtime.brokers.paper.broker import PaperBroker
 from worker_runtime.protocol.messages import Credentials, OrderState, PlaceOrder, PriceType, Side, TimeInForce
 from workflows.order import messages as om
 from workflows.order.state import FollowedOrder, OrderStep

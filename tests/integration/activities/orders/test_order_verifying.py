@@ -30,8 +30,8 @@ from tests.integration.activities.orders.sweeping import SweeperStage
 from tests.integration.activities.reporting_worker import ReportingWorker
 from tests.signed import SECRETS, worker_answer
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import SessionDown, WorkerUnavailable
-from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import (
     Answer,
     Fill,
@@ -75,12 +75,12 @@ async def check(stage: SweeperStage, order_id: uuid.UUID, by: OrderActivities | 
 
 async def listed(
     stage: SweeperStage, order_id: uuid.UUID, state: OrderState, *lots: int, side: Side = Side.BUY
-) -> ExchangeOrder:
+) -> BrokerOrder:
     fills = [
         Fill(fill_id=f"f{at}", quantity=many, price=Decimal(100 + at), at_ms=1_795_410_000_001)
         for at, many in enumerate(lots)
     ]
-    return ExchangeOrder(
+    return BrokerOrder(
         broker_order_id=f"B-{order_id.hex[:6]}",
         tag=(await stage.row(order_id)).tag,
         symbol="2330",

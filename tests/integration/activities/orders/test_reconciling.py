@@ -24,8 +24,8 @@ from infra.local.servers import TemporalServer
 from infra.settings import Settings
 from infra.vault.key_pairs import MasterKeyRing
 from tests.integration.activities.orders.sweeping import SweeperStage
+from worker_runtime.protocol.broker_reports import BrokerOrder, Position
 from worker_runtime.protocol.errors import AccountBlocked, MalformedMessage
-from worker_runtime.protocol.exchange import ExchangeOrder, Position
 from worker_runtime.protocol.messages import (
     AccountReported,
     Fill,
@@ -71,8 +71,8 @@ def held(symbol: str, lots: int, odd_shares: int = 0) -> Position:
     return Position(symbol=symbol, quantity=lots, average_price=Decimal(100), odd_shares=odd_shares)
 
 
-def listed(broker_order_id: str, *lots: int, state: OrderState = OrderState.FILLED) -> ExchangeOrder:
-    return ExchangeOrder(
+def listed(broker_order_id: str, *lots: int, state: OrderState = OrderState.FILLED) -> BrokerOrder:
+    return BrokerOrder(
         broker_order_id=broker_order_id,
         tag="000001",
         symbol="2330",
@@ -94,7 +94,7 @@ def listed(broker_order_id: str, *lots: int, state: OrderState = OrderState.FILL
 async def report(
     stage: SweeperStage,
     *positions: Position,
-    orders: tuple[ExchangeOrder, ...] = (),
+    orders: tuple[BrokerOrder, ...] = (),
     complete: bool = True,
     certain: bool = True,
     ago: float = 0.0,

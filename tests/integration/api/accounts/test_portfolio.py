@@ -13,7 +13,7 @@ from tests.integration.api.conftest import ServedApi, StartWorker
 from tests.integration.api.lifecycle import LifecycleStub
 from tests.integration.api.scripted_worker import Question, until
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.exchange import Balance, Position
+from worker_runtime.protocol.broker_reports import Balance, Position
 from worker_runtime.protocol.messages import Answer, Failure
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, encode_report
 

@@ -34,8 +34,8 @@ from worker_runtime.jobs.protocol.catalog import (
 from worker_runtime.jobs.protocol.messages import JobResult, JobStatus
 from worker_runtime.process.valkey import Valkey
 from worker_runtime.protocol import keys, scripts
+from worker_runtime.protocol.broker_reports import Balance, Position
 from worker_runtime.protocol.errors import BerthError, LoginRejected, SessionDown
-from worker_runtime.protocol.exchange import Balance, Position
 from worker_runtime.protocol.messages import Answer, Failure, decode
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, encode_report, parse_frame
 

@@ -8,14 +8,14 @@ import msgspec
 
 from tests.integration.worker.stage import WorkerStage
 from tests.integration.worker.worker import eventually
-from worker_runtime.protocol.exchange import ExchangeOrder
+from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.messages import Fill, OrderEvent, OrderState, PlaceOrder
 
 FILL = Fill(fill_id="f1", quantity=2, price=Decimal("100.5"), at_ms=1_795_410_000_001)
 
 
-def at_broker(order: PlaceOrder, state: OrderState, *fills: Fill) -> ExchangeOrder:
-    return ExchangeOrder(
+def at_broker(order: PlaceOrder, state: OrderState, *fills: Fill) -> BrokerOrder:
+    return BrokerOrder(
         broker_order_id=f"b-{order.order_id}",
         tag=order.tag,
         symbol=order.symbol,

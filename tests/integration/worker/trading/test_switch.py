@@ -17,8 +17,8 @@ from tests.signed import SECRETS, switch_args, switch_words
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import DeadlineExceeded, OrderRejected
-from worker_runtime.protocol.exchange import ExchangeOrder
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.requests import OPEN_SWITCH, SWITCH_MAC, SWITCH_VERSION, SwitchState, UserSwitch
 from worker_runtime.protocol.scripts import WRITE_SWITCH
@@ -229,8 +229,8 @@ class Granting:
         self._paused()
 
     def call_once(
-        self, account_id: str, item: QueueItem, call: Callable[[float], ExchangeOrder]
-    ) -> ExchangeOrder:
+        self, account_id: str, item: QueueItem, call: Callable[[float], BrokerOrder]
+    ) -> BrokerOrder:
         self.changed += 1
         raise OrderRejected("by the broker")
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.worker.stage import WorkerStage
 from tests.integration.worker.worker import eventually
-from worker_runtime.protocol.exchange import ExchangeOrder
+from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.messages import Answer, OrderState, PlaceOrder
 
 #: Milliseconds until the deadline, as the API tells it. Some orders wait until their worker is launched.
@@ -109,7 +109,7 @@ def test_an_unknown_order_in_a_rolling_code_blocks_the_contract_that_it_may_stan
 def test_an_unknown_order_that_the_list_shows_blocks_nothing(stage: WorkerStage) -> None:
     begun, worker = stage.order(begun=True), stage.ready()
     stage.open_orders = [begun]
-    shown = ExchangeOrder(
+    shown = BrokerOrder(
         broker_order_id="b9",
         tag=begun.tag,
         symbol=begun.symbol,

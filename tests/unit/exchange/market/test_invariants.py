@@ -20,8 +20,8 @@ from infra.exchange.market import PriceWalk
 from infra.exchange.records import AccountRegistration, LedgerOrder
 from tests.unit.exchange.conftest import ExchangeClock
 from tests.unit.exchange.trader import TraderClient, login
+from worker_runtime.brokers.paper.wire import Place, Replace
 from worker_runtime.protocol.errors import OrderRejected
-from worker_runtime.protocol.exchange import Place, Replace
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 
 _ACCOUNTS = st.sampled_from(["a", "b"])

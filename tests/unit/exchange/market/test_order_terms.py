@@ -17,8 +17,8 @@ from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.records import LedgerSession
 from tests.unit.exchange.conftest import ExchangeClock
 from tests.unit.exchange.trader import limit, login, market
+from worker_runtime.brokers.paper.wire import Place, Position, Replace
 from worker_runtime.protocol.errors import OrderRejected
-from worker_runtime.protocol.exchange import Place, Position, Replace
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
 

@@ -11,7 +11,7 @@ from infra.exchange.exchange import PaperExchange
 from infra.exchange.records import order_as_of
 from tests.unit.exchange.conftest import ExchangeClock
 from tests.unit.exchange.trader import TraderClient, limit, login, market
-from worker_runtime.protocol.exchange import Coverage, Place
+from worker_runtime.brokers.paper.wire import Coverage, Place
 from worker_runtime.protocol.messages import OrderState, TimeInForce
 
 

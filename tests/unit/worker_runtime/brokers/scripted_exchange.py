@@ -12,16 +12,17 @@ from contextlib import contextmanager
 
 import msgspec
 
-from worker_runtime.brokers.paper import PaperConnection
-from worker_runtime.brokers.port import OnOrderChanged
-from worker_runtime.process.log import Log
-from worker_runtime.protocol.exchange import (
+from worker_runtime.brokers.paper.broker import PaperConnection
+from worker_runtime.brokers.paper.wire import (
     ExchangeOrder,
     ExchangePing,
     ExchangeReply,
     OrderChanged,
     ServerMessage,
 )
+from worker_runtime.brokers.port import OnOrderChanged
+from worker_runtime.process.log import Log
+from worker_runtime.protocol import broker_reports
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 
 #: Seconds for what has to happen; far more than it ever takes, far less than a call's own time.
@@ -74,7 +75,7 @@ class HeardRequests:
         self.threads: list[str] = []
         self._arrived = threading.Condition()
 
-    def __call__(self, change: OrderChanged) -> None:
+    def __call__(self, change: broker_reports.OrderChanged) -> None:
         with self._arrived:
             self.names.append(change.event_id)
             self.threads.append(threading.current_thread().name)

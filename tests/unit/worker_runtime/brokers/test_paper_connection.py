@@ -22,8 +22,9 @@ from tests.unit.worker_runtime.brokers.scripted_exchange import (
     scripted,
     until,
 )
-from worker_runtime.brokers.paper import NoReply
-from worker_runtime.protocol.exchange import ExchangePing, ExchangeReply, OrderChanged
+from worker_runtime.brokers.paper.broker import NoReply
+from worker_runtime.brokers.paper.wire import ExchangePing, ExchangeReply
+from worker_runtime.protocol.broker_reports import OrderChanged
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ _FORBIDDEN = (
 
 @pytest.mark.parametrize(
     "modules",
-    ["worker_runtime.__main__", "worker_runtime.__main__, worker_runtime.brokers.paper"],
+    ["worker_runtime.__main__", "worker_runtime.__main__, worker_runtime.brokers.paper.broker"],
 )
 def test_a_worker_loads_no_server_library_no_event_loop_and_no_broker_sdk(modules: str) -> None:
     # Only what the import adds: an editable installation loads modules of its own at start.

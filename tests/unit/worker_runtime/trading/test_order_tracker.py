@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.log import Log
-from worker_runtime.protocol.exchange import ExchangeOrder, OrderChanged
+from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
 from worker_runtime.protocol.messages import (
     Failure,
     Fill,
@@ -43,8 +43,8 @@ ORDER = PlaceOrder(
 FILLS = [Fill(fill_id=f"f{n}", quantity=1, price=Decimal(10 + n), at_ms=n) for n in range(3)]
 
 
-def reported(state: OrderState, fills: list[Fill], broker_order_id: str = "b1") -> ExchangeOrder:
-    return ExchangeOrder(
+def reported(state: OrderState, fills: list[Fill], broker_order_id: str = "b1") -> BrokerOrder:
+    return BrokerOrder(
         broker_order_id=broker_order_id,
         tag=ORDER.tag,
         symbol=ORDER.symbol,

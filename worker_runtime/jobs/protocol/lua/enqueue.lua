@@ -3,7 +3,7 @@
 -- KEYS[1] settings   jobs:{tag}:meta
 -- ARGV[1] job id
 -- ARGV[2] the job as JSON
--- ARGV[3] name of the job's type
+-- ARGV[3] name of the job's type; an own type with its version, 'shop/jobs.resize_image@2'
 -- ARGV[4] queue
 -- ARGV[5] priority, 0 to 9; higher runs earlier
 -- ARGV[6] 1 if the job may be run again after its runner died, else 0
@@ -13,6 +13,8 @@
 -- ARGV[10] ms of waiting that one step of priority is worth, unless the settings say otherwise
 -- ARGV[11] rate key, or '': jobs of a type with the same key share the rate of that type
 -- ARGV[12] receiver, or '': the server that the job has to wait for
+-- ARGV[13] ms for which the unique key counts at most; 0: until the job has ended
+-- ARGV[14] own type that is told of the job's failure, or ''
 --
 -- The score is the time (µs, growing) less the priority's worth. A job that waits long enough overtakes a higher
 -- priority, so nothing starves.
@@ -22,7 +24,9 @@ open(KEYS[1])
 local id, queue, delay = ARGV[1], ARGV[4], tonumber(ARGV[9])
 local key = P .. 'job:' .. id
 if redis.call('EXISTS', key, P .. 'result:' .. id) > 0 then return {'seen', id} end
-if ARGV[7] ~= '' and not redis.call('SET', P .. 'unique:' .. ARGV[7], id, 'NX') then
+local unique_for = tonumber(ARGV[13] or 0)
+local lock = {'SET', P .. 'unique:' .. ARGV[7], id, 'NX', unique_for > 0 and 'PX' or nil, unique_for}
+if ARGV[7] ~= '' and not redis.call(unpack(lock, 1, unique_for > 0 and 6 or 4)) then
   return {'duplicate', redis.call('GET', P .. 'unique:' .. ARGV[7])}
 end
 local now, us = clock()
@@ -31,7 +35,7 @@ local position = sequence(us, meta[1])
 local score = position + delay * 1000 - ARGV[5] * (meta[2] or ARGV[10]) * 1000
 local fields = {'body', ARGV[2], 'name', ARGV[3], 'queue', queue, 'priority', ARGV[5], 'idempotent', ARGV[6],
   'score', score, 'due', now + delay, 'queued_at', now, 'attempt', 0, 'crashes', 0, 'state', 'waiting'}
-local optional = {unique = ARGV[7], group = ARGV[8], rate = ARGV[11], receiver = ARGV[12] or ''}
+local optional = {unique = ARGV[7], group = ARGV[8], rate = ARGV[11], receiver = ARGV[12] or '', on_failed = ARGV[14] or ''}
 for field, value in pairs(optional) do
   if value ~= '' then
     fields[#fields + 1] = field

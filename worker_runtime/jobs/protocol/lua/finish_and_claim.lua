@@ -92,7 +92,7 @@ local MAX_RECEIVERS = 50
 
 local function claim()
   local entry = P .. 'runner:' .. runner
-  local seen = redis.call('HMGET', entry, 'number', 'name')
+  local seen = redis.call('HMGET', entry, 'number', 'name', 'manifests')
   if not seen[1] then return {'lost', -1} end
   if tonumber(seen[1]) >= tonumber(number) then return {'stale', -1} end
   local now = clock()
@@ -106,7 +106,36 @@ local function claim()
   for name in string.gmatch(brief, '[^,]+') do is_brief[name] = true end
   local all_plain = true -- of the jobs that were claimed, or considered for prefetching
 
+  -- Types that this runner has announced; without any it takes all (publish.lua).
+  local manifests = {}
+  for digest in string.gmatch(seen[3] or '', '[^,]+') do manifests[#manifests + 1] = digest end
+
+  local function knows(digests, name)
+    for _, digest in ipairs(digests) do
+      if redis.call('SISMEMBER', P .. 'types:' .. digest, name) == 1 then return true end
+    end
+    return false
+  end
+
+  -- Wakes an idle runner that has announced this type: the ring for its job may have come to this one.
+  local passed_on = {}
+  local function pass_on(name)
+    if not others or passed_on[name] then return end
+    passed_on[name] = true
+    for _, other in ipairs(redis.call('HKEYS', P .. 'beats')) do
+      local about = redis.call('HMGET', P .. 'runner:' .. other, 'state', 'manifests')
+      local digests = {}
+      for digest in string.gmatch(about[2] or '', '[^,]+') do digests[#digests + 1] = digest end
+      if other ~= runner and about[1] == 'idle' and knows(digests, name)
+        and redis.call('LLEN', P .. 'mailbox:' .. other) == 0 then
+        send_mail(other, 'check')
+        return
+      end
+    end
+  end
+
   local function read_settings(queue, name)
+    name = all_versions(name)
     return redis.call('HMGET', META, 'halt', 'halt_runner:' .. seen[2], 'halt_queue:' .. queue,
       'weight:' .. queue, 'limit:' .. name, 'node_limit:' .. name, 'rate:' .. name)
   end
@@ -114,6 +143,7 @@ local function claim()
   local function has_room(name, set)
     if not set[LIMIT] and not set[NODE_LIMIT] then return true end
     write_counts()
+    name = all_versions(name)
     if set[LIMIT] then
       local running = 0
       for _, jobs in ipairs(redis.call('HVALS', P .. 'running:' .. name)) do running = running + jobs end
@@ -162,6 +192,7 @@ local function claim()
   local function too_early(id, key, name, set)
     local job = redis.call('HMGET', key, 'rate', 'granted')
     if not job[1] or job[2] then return false end
+    name = all_versions(name)
     local bucket = P .. 'rate:' .. name .. ':' .. job[1]
     local interval = tonumber(set[RATE])
     local burst = tonumber(redis.call('HGET', META, 'rate_burst:' .. name) or 1)
@@ -249,7 +280,9 @@ local function claim()
           suspended = (set[HALT] or set[HALT_RUNNER]) and true
           if suspended then return nil end
           if set[HALT_QUEUE] then break end
-          if has_room(name, set) then
+          if seen[3] and not knows(manifests, name) then
+            pass_on(name)
+          elseif has_room(name, set) then
             local job = take(queue, name, set, prefetching, ready[at + 1], ready)
             if job or (prefetching and not all_plain) or put_off >= MAX_PUT_OFF then return job end
             return claim_next(prefetching)

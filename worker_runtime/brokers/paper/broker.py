@@ -15,12 +15,12 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 import msgspec
-from msgspec.structs import replace
 
-from worker_runtime.brokers.port import Listing, OnOrderChanged
+from worker_runtime.brokers.paper import wire
+from worker_runtime.brokers.port import Listing, OnOrderChanged, OrderTerms
 from worker_runtime.process.log import Log
-from worker_runtime.protocol import exchange
 from worker_runtime.protocol.bounds import round_price
+from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, OrderChanged, Position
 from worker_runtime.protocol.errors import (
     BrokerMaintenance,
     BrokerUnreachable,
@@ -33,8 +33,7 @@ from worker_runtime.protocol.errors import (
     SessionDown,
     from_code,
 )
-from worker_runtime.protocol.exchange import Balance, ExchangeOrder, ExchangeReply, OrderChanged, Position
-from worker_runtime.protocol.messages import Credentials, PlaceOrder
+from worker_runtime.protocol.messages import Credentials
 from worker_runtime.protocol.requests import ConfirmedQuantityChange
 from worker_runtime.protocol.sockets import watch_peer
 
@@ -54,13 +53,41 @@ _REMEMBERED = 4096
 #: Seconds to wait for the reader thread to end.
 _READER_WAIT = 0.4
 #: What the exchange takes of our request as it is.
-_TERMS = tuple(name for name in exchange.Place.__struct_fields__ if name in PlaceOrder.__struct_fields__)
+_TERMS = (
+    "symbol",
+    "side",
+    "quantity",
+    "price_type",
+    "price",
+    "time_in_force",
+    "lot",
+    "condition",
+    "open_close",
+    "tag",
+)
 
 #: Makes a request from its `id`.
-MakeRequest = Callable[..., exchange.ClientRequest]
+MakeRequest = Callable[..., wire.ClientRequest]
 
-_decoder: msgspec.json.Decoder[exchange.ServerMessage] = msgspec.json.Decoder(exchange.ServerMessage)
+_decoder: msgspec.json.Decoder[wire.ServerMessage] = msgspec.json.Decoder(wire.ServerMessage)
 _encoder = msgspec.json.Encoder()
+
+
+def read_order(order: wire.ExchangeOrder) -> BrokerOrder:
+    """Returns an order of the exchange in the words of the port."""
+    return BrokerOrder(
+        broker_order_id=order.broker_order_id,
+        tag=order.tag,
+        symbol=order.symbol,
+        side=order.side,
+        quantity=order.quantity,
+        price_type=order.price_type,
+        price=order.price,
+        time_in_force=order.time_in_force,
+        state=order.state,
+        fills=order.fills,
+        reason=order.reason,
+    )
 
 
 class NothingSent(Exception):
@@ -87,7 +114,7 @@ class PaperConnection:
         self._log = log
         self._sending = threading.Lock()
         self._next_id = 0
-        self._waiting: dict[int, SimpleQueue[ExchangeReply | None]] = {}
+        self._waiting: dict[int, SimpleQueue[wire.ExchangeReply | None]] = {}
         self._seen: OrderedDict[str, None] = OrderedDict()
         #: By symbol, the price of this session's last fill.
         self.last_prices: dict[str, Decimal] = {}
@@ -96,12 +123,12 @@ class PaperConnection:
         self._reader = threading.Thread(target=self._read, name="paper-reader", daemon=True)
         self._reader.start()
 
-    def call(self, make: MakeRequest, deadline: float) -> ExchangeReply:
+    def call(self, make: MakeRequest, deadline: float) -> wire.ExchangeReply:
         """Sends what `make` gives and waits for its reply until `deadline` (time.monotonic).
 
         Raises `NothingSent`, `ConnectionLost` or `NoReply`.
         """
-        answer: SimpleQueue[ExchangeReply | None] = SimpleQueue()
+        answer: SimpleQueue[wire.ExchangeReply | None] = SimpleQueue()
         if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise NothingSent("another request is still being sent")
         try:
@@ -187,8 +214,8 @@ class PaperConnection:
             self._dispatch(_decoder.decode(line))
         return True
 
-    def _dispatch(self, message: exchange.ServerMessage) -> None:
-        if isinstance(message, ExchangeReply):
+    def _dispatch(self, message: wire.ServerMessage) -> None:
+        if isinstance(message, wire.ExchangeReply):
             waiting = self._waiting.pop(message.id, None)
             if waiting is not None:
                 waiting.put(message)
@@ -196,10 +223,12 @@ class PaperConnection:
                 # The caller has given up: the late answer is passed on like any other change.
                 order = message.order
                 event_id = f"late-{order.broker_order_id}-{order.state.value}"
-                self._report(OrderChanged(event_id=event_id, order=order))
-        elif isinstance(message, OrderChanged):
-            self._report(message)
-        elif isinstance(message, exchange.SessionEnded):
+                self._report(OrderChanged(event_id=event_id, order=read_order(order)))
+        elif isinstance(message, wire.OrderChanged):
+            self._report(
+                OrderChanged(event_id=message.event_id, order=read_order(message.order), fill=message.fill)
+            )
+        elif isinstance(message, wire.SessionEnded):
             self.down_reason = f"the exchange ended the session: {message.reason}"
 
     def _report(self, change: OrderChanged) -> None:
@@ -254,7 +283,7 @@ class PaperBroker:
         link = self._link = PaperConnection(self._connect(timeout), self._on_order, self._log)
 
         request = partial(
-            exchange.Login,
+            wire.Login,
             account=self._account,
             api_key=credentials.api_key,
             secret_key=credentials.secret_key,
@@ -273,18 +302,18 @@ class PaperBroker:
             raise from_code(reply.error, reply.detail)
         raise BrokerUnreachable(f"login: {reply.error}: {reply.detail}")
 
-    def place(self, order: PlaceOrder, timeout: float) -> ExchangeOrder:
+    def place(self, order: OrderTerms, timeout: float) -> BrokerOrder:
         if timeout <= 0:
             raise OrderRejected("no time was left to send the order; it was not sent")
         terms = {name: getattr(order, name) for name in _TERMS}
-        request = partial(exchange.Place, client_note=order.order_id, **terms)
+        request = partial(wire.Place, client_note=order.order_id, **terms)
         return self._change(request, timeout)
 
     def queries_before_change(self, broker_order_id: str, *, quantity: bool = False) -> bool:
         return False
 
-    def cancel(self, broker_order_id: str, timeout: float) -> ExchangeOrder:
-        return self._change(partial(exchange.Cancel, broker_order_id=broker_order_id), timeout)
+    def cancel(self, broker_order_id: str, timeout: float) -> BrokerOrder:
+        return self._change(partial(wire.Cancel, broker_order_id=broker_order_id), timeout)
 
     def replace(
         self,
@@ -293,33 +322,45 @@ class PaperBroker:
         price: Decimal | None,
         timeout: float,
         confirmed: Sequence[ConfirmedQuantityChange] = (),
-    ) -> ExchangeOrder:
-        request = partial(exchange.Replace, broker_order_id=broker_order_id, quantity=quantity, price=price)
+    ) -> BrokerOrder:
+        request = partial(wire.Replace, broker_order_id=broker_order_id, quantity=quantity, price=price)
         return self._change(request, timeout)
 
     def orders(self, timeout: float) -> Listing:
-        reply = self._ask(exchange.ListOrders, timeout)
+        reply = self._ask(wire.ListOrders, timeout)
         coverage = reply.coverage
         if coverage is None or not coverage.all_sessions:
-            return Listing(reply.orders)
+            return Listing([read_order(order) for order in reply.orders])
         behind, reaches = coverage.behind_ms / 1000, coverage.reaches_ms / 1000
-        return Listing(reply.orders, behind=behind, reaches=reaches, positions_agree=True)
+        orders = [read_order(order) for order in reply.orders]
+        return Listing(orders, behind=behind, reaches=reaches, positions_agree=True)
 
     def positions(self, timeout: float) -> list[Position]:
-        positions = self._ask(exchange.ListPositions, timeout).positions
-        # An average cost such as 1661/3 comes with 28 digits.
+        positions = self._ask(wire.ListPositions, timeout).positions
         return [
-            replace(position, average_price=round_price(position.average_price)) for position in positions
+            Position(
+                symbol=position.symbol,
+                quantity=position.quantity,
+                # An average cost such as 1661/3 comes with 28 digits.
+                average_price=round_price(position.average_price),
+                odd_shares=position.odd_shares,
+                condition=position.condition,
+            )
+            for position in positions
         ]
 
     def balance(self, timeout: float) -> Balance:
-        balance = self._ask(exchange.GetBalance, timeout).balance
+        balance = self._ask(wire.GetBalance, timeout).balance
         if balance is None:
             raise BrokerUnreachable("the exchange answered without a balance")
-        return replace(balance, cash=round_price(balance.cash), available=round_price(balance.available))
+        return Balance(
+            currency=balance.currency,
+            cash=round_price(balance.cash),
+            available=round_price(balance.available),
+        )
 
     def ping(self, timeout: float) -> None:
-        self._ask(exchange.ExchangePing, timeout)
+        self._ask(wire.ExchangePing, timeout)
 
     def reference_price(self, symbol: str) -> Decimal | None:
         """The exchange has none: the price of the session's last fill stands for it."""
@@ -335,7 +376,7 @@ class PaperBroker:
         if link is None:
             return
         try:
-            link.call(exchange.Logout, time.monotonic() + _LOGOUT_WAIT)
+            link.call(wire.Logout, time.monotonic() + _LOGOUT_WAIT)
         except (NothingSent, ConnectionLost, NoReply) as error:
             self._log.debug("paper.logout_unanswered", reason=str(error))
         link.drop("closed")
@@ -354,7 +395,7 @@ class PaperBroker:
             raise SessionDown("not logged in")
         return self._link
 
-    def _change(self, request: MakeRequest, timeout: float) -> ExchangeOrder:
+    def _change(self, request: MakeRequest, timeout: float) -> BrokerOrder:
         """Makes a call that may take effect even if no answer comes."""
         try:
             reply = self._connected().call(request, time.monotonic() + timeout)
@@ -366,9 +407,9 @@ class PaperBroker:
             raise from_code(str(reply.error), reply.detail)
         if reply.error is not None or reply.order is None:
             raise OutcomeUnknown(f"{reply.error}: {reply.detail}")
-        return reply.order
+        return read_order(reply.order)
 
-    def _ask(self, request: MakeRequest, timeout: float) -> ExchangeReply:
+    def _ask(self, request: MakeRequest, timeout: float) -> wire.ExchangeReply:
         """Makes a call that changes nothing, so that a missing answer leaves nothing open."""
         try:
             reply = self._connected().call(request, time.monotonic() + timeout)

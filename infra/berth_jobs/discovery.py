@@ -1,0 +1,70 @@
+"""Finds the jobs of a package: by the modules that are named, or by entry points of the group `berth.jobs`.
+
+`python -m berth_jobs.discovery --application shop --import shop.jobs` prints the manifest as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from .declaration import JobFunction, declared_jobs
+from .manifest import JobManifest, build_manifest
+
+GROUP = "berth.jobs"
+
+
+class NoJobsFound(LookupError):
+    """No module declares a job. The text says where jobs were looked for."""
+
+
+def discover(modules: Sequence[str] = ()) -> list[JobFunction[..., Any]]:
+    """Imports these modules, or else those of all entry points, and returns the jobs that they declare.
+
+    Raises `NoJobsFound`, and whatever an import raises.
+    """
+    names = list(modules) or entry_points()
+    for name in names:
+        importlib.import_module(name.partition(":")[0])
+    found = declared_jobs()
+    if not found:
+        where = ", ".join(names) or f"the entry points of group {GROUP}, of which there are none"
+        raise NoJobsFound(f"no function is decorated with @berth_jobs.job in {where}")
+    return found
+
+
+def entry_points() -> list[str]:
+    """Returns the modules of all entry points of the group, sorted."""
+    return sorted({point.value for point in importlib.metadata.entry_points(group=GROUP)})
+
+
+def manifest_of(application: str, modules: Sequence[str] = ()) -> JobManifest:
+    """Discovers the jobs and describes them. Raises what `discover` does, and `BadManifest`."""
+    functions = discover(modules)
+    top = functions[0].type.function.__module__.partition(".")[0]
+    package, version = _distribution(top)
+    return build_manifest(application, functions, package, version)
+
+
+def _distribution(module: str) -> tuple[str, str]:
+    """Returns the name and version of the distribution with this top-level module, else the module's name."""
+    names = importlib.metadata.packages_distributions().get(module, ())
+    return (names[0], importlib.metadata.version(names[0])) if names else (module, "")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the manifest of a package; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m berth_jobs.discovery", description="Print a manifest.")
+    parser.add_argument("--application", required=True)
+    parser.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE")
+    given = parser.parse_args(arguments)
+    sys.stdout.write(manifest_of(given.application, given.modules).canonical_bytes().decode() + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,306 @@
+"""The job types of applications: what their runners have announced, and the check of a job's
+arguments.
+
+Runners have no login to PostgreSQL. They announce signed manifests in Valkey
+(`worker_runtime/jobs/protocol/manifest.py`); each API process copies new ones into PostgreSQL,
+where they survive a flush and the end of all runners. A job is validated by a version of its type
+that a live runner has, the one announced last first; the job remembers it, and only runners of that
+version take it.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import msgspec
+import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from sqlalchemy import ForeignKey, Index, String, func, select, text
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Mapped, mapped_column
+
+from infra.berth_jobs.manifest import BadManifest, JobManifest, ManifestType, read_manifest
+from infra.database.engine import Database
+from infra.database.models import Base
+from infra.jobs.applications import ApplicationDirectory
+from infra.jobs.arguments import ArgumentsValidator, SchemaRefused
+from infra.jobs.kept import keep_settings
+from infra.valkey import client as valkey
+from infra.valkey.client import reply_of, text_of
+from infra.vault.message_secret import MessageSecrets
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import manifest as wire
+from worker_runtime.protocol.errors import BerthError, InvalidSignature
+
+#: Seconds after which the types are read again.
+REFRESH_S = 2.0
+#: Versions of one type that are kept in the list.
+MAX_VERSIONS = 20
+#: Types of one application that PostgreSQL keeps, all versions counted.
+MAX_ROWS = 5_000
+
+log = structlog.get_logger()
+
+
+class JobTypeUnknown(BerthError, code="JOB_TYPE_UNKNOWN", status=404):
+    """No runner has announced a job type of this name. Start a runner that has it, or check the name."""
+
+
+class JobTypeRefused(BerthError, code="JOB_TYPE_REFUSED", status=409):
+    """The API cannot check arguments of this job type, because it does not support its schema."""
+
+
+class ArgumentsInvalid(BerthError, code="JOB_ARGUMENTS_INVALID", status=422):
+    """The arguments do not fit the job type. `errors` names each part that does not fit, and why."""
+
+    def __init__(self, detail: str = "", errors: list[dict[str, Any]] | None = None) -> None:
+        super().__init__(detail)
+        self.errors = errors or []
+
+
+class JobTypeRow(Base):
+    """One version of a job type, as a runner last announced it."""
+
+    __tablename__ = "job_types"
+    __table_args__ = (Index("job_types_by_application", "application"),)
+
+    name: Mapped[str] = mapped_column(String(160), primary_key=True)
+    version: Mapped[int] = mapped_column(primary_key=True)
+    application: Mapped[str] = mapped_column(
+        String(32), ForeignKey("job_applications.name", ondelete="CASCADE")
+    )
+    package: Mapped[str] = mapped_column(String(200))
+    package_version: Mapped[str] = mapped_column(String(200))
+    #: The type in its manifest: `ManifestType` as JSON.
+    definition: Mapped[dict[str, Any]]
+    #: Why the API takes no jobs of it; empty if it does.
+    refusal: Mapped[str] = mapped_column(server_default=text("''"))
+    announced_at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
+
+
+@dataclass(frozen=True, eq=False)
+class TypeVersion:
+    """One version of a type, ready to validate arguments."""
+
+    kind: ManifestType
+    package: str
+    package_version: str
+    announced_at: datetime
+    refusal: str
+    #: Runners that take jobs of it now; None if Valkey is away.
+    runners: int | None = None
+    validator: ArgumentsValidator | None = None
+
+
+@dataclass
+class _Loaded:
+    at: float = -1e9
+    #: Type → its versions, the one announced last first.
+    types: dict[str, list[TypeVersion]] = field(default_factory=dict)
+
+
+class TypeRegistry:
+    """The job types as one API process knows them, at most `REFRESH_S` old."""
+
+    def __init__(
+        self, database: Database, client: Redis, secrets: MessageSecrets, directory: ApplicationDirectory
+    ) -> None:
+        self._database = database
+        self._client = client
+        self._secrets = secrets
+        self.applications = directory
+        self._loaded = _Loaded()
+        self._loading = asyncio.Lock()
+        #: Digests of manifests that this process has read, by application, with the time of the
+        #: announcement.
+        self._known: dict[str, dict[str, float]] = {}
+        self._validators: dict[tuple[str, int], tuple[ManifestType, ArgumentsValidator | None]] = {}
+
+    async def types(self, max_age_s: float = REFRESH_S) -> Mapping[str, Sequence[TypeVersion]]:
+        """Return all types by name. Raises `DatabaseUnavailable`."""
+        async with self._loading:
+            if time.monotonic() - self._loaded.at > max_age_s:
+                self._loaded = await self._load()
+            return self._loaded.types
+
+    async def versions(self, name: str) -> Sequence[TypeVersion]:
+        """Return the versions of one type, the one announced last first.
+
+        Raises `JobTypeUnknown`, `ApplicationNotFound`, `DatabaseUnavailable`.
+        """
+        await self.applications.require(wire.application_of(name))
+        found = (await self.types()).get(name) or (await self.types(max_age_s=0.2)).get(name)
+        if not found:
+            raise JobTypeUnknown(
+                f"No runner has announced the job type {name}. Start a runner that has it, or check the name;"
+                " GET /v1/job-types lists all types."
+            )
+        return found
+
+    async def validate(self, name: str, arguments: dict[str, Any]) -> TypeVersion:
+        """Return the version of a type that takes these arguments.
+
+        Raises what `versions` raises, `JobTypeRefused`, and `ArgumentsInvalid` with the reasons of
+        the newest.
+        """
+        found = await self.versions(name)
+        live = [version for version in found if version.runners] or found[:1]
+        first_errors: list[dict[str, Any]] | None = None
+        for version in live:
+            if version.validator is None:
+                continue
+            errors = await asyncio.to_thread(version.validator.errors, arguments)
+            if not errors:
+                return version
+            first_errors = first_errors or errors
+        if first_errors is None:
+            raise JobTypeRefused(f"Jobs of the type {name} are not accepted. {live[0].refusal}")
+        raise ArgumentsInvalid(f"The arguments do not fit the job type {name}.", first_errors)
+
+    async def _load(self) -> _Loaded:
+        began = time.monotonic()
+        applications = await self.applications.load()
+        runners: dict[str, int] = {}
+        live: dict[str, int] | None = runners
+        try:
+            for name in applications:
+                await self._copy_manifests(name)
+                runners |= await count_runners(self._client, name)
+        except (RedisError, OSError):
+            live = None
+        rows = await self._database.read(_list_rows)
+        types: dict[str, list[TypeVersion]] = {}
+        for row in rows:
+            versions = types.setdefault(row.name, [])
+            if len(versions) < MAX_VERSIONS:
+                versions.append(self._version(row, live))
+        return _Loaded(began, types)
+
+    def _version(self, row: JobTypeRow, live: Mapping[str, int] | None) -> TypeVersion:
+        kind = msgspec.convert(row.definition, ManifestType)
+        known, validator = self._validators.get((row.name, row.version), (None, None))
+        if known != kind:
+            validator = None
+            if not row.refusal:
+                try:
+                    validator = ArgumentsValidator(kind.arguments_schema)
+                except SchemaRefused as error:  # a release that takes more has copied it
+                    log.warning("job_type_refused", type=row.name, reason=error.detail)
+            self._validators[row.name, row.version] = kind, validator
+        return TypeVersion(
+            kind,
+            row.package,
+            row.package_version,
+            row.announced_at,
+            row.refusal,
+            None if live is None else live.get(wire.queued_type(row.name, row.version), 0),
+            validator,
+        )
+
+    async def _copy_manifests(self, application: str) -> None:
+        """Copy manifests that runners have announced since the last look into PostgreSQL."""
+        tag = job_keys.application_tag(application)
+        announced = await reply_of(
+            self._client.zrange(job_keys.announced(tag), 0, wire.MAX_MANIFESTS * 2, withscores=True)
+        )
+        known = self._known.setdefault(application, {})
+        fresh = {text_of(digest): score for digest, score in announced if known.get(text_of(digest)) != score}
+        for digest, at in sorted(fresh.items(), key=lambda pair: pair[1]):
+            entry = await reply_of(self._client.hget(job_keys.manifests(tag), digest))
+            try:
+                body = wire.read_signed(entry or b"", application, self._secrets.job_keys(tag))
+                manifest = read_manifest(body)
+                if manifest.application != application:
+                    raise InvalidSignature(f"a manifest of {application}")
+            except (BerthError, BadManifest) as error:
+                reason = error.detail if isinstance(error, BerthError) else str(error)
+                log.error("job_manifest_refused", application=application, reason=reason[:300])
+                known[digest] = at
+                continue
+            fields = await self._database.write(record_manifest, manifest)
+            if fields:
+                await valkey.run_script(self._client, *job_calls.configure(fields, tag))
+            known[digest] = at
+        present = {text_of(digest) for digest, _ in announced}
+        for digest in known.keys() - present:
+            del known[digest]
+
+
+async def record_manifest(session: AsyncSession, manifest: JobManifest) -> dict[str, str | None]:
+    """Write the types of a manifest; return the settings of the queue that new or changed ones ask for."""
+    fields: dict[str, str | None] = {}
+    rows = {(row.name, row.version): row for row in await _rows_of(session, manifest.application)}
+    for kind in manifest.types:
+        definition = msgspec.to_builtins(kind)
+        before = rows.get((kind.name, kind.version))
+        if before is None and len(rows) >= MAX_ROWS:
+            log.error("job_types_not_kept", application=manifest.application, most=MAX_ROWS)
+            break
+        refusal = ""
+        try:
+            ArgumentsValidator(kind.arguments_schema)
+        except SchemaRefused as error:
+            refusal = error.detail
+        values = {
+            "application": manifest.application,
+            "package": manifest.package,
+            "package_version": manifest.package_version,
+            "definition": definition,
+            "refusal": refusal,
+            "announced_at": func.clock_timestamp(),
+        }
+        row = insert(JobTypeRow).values(name=kind.name, version=kind.version, **values)
+        await session.execute(row.on_conflict_do_update(index_elements=["name", "version"], set_=values))
+        if before is None or before.definition.get("options") != definition.get("options"):
+            fields |= limit_fields(kind)
+            log.info("job_type_announced", type=kind.name, version=kind.version, package=manifest.package)
+    if fields:
+        await keep_settings(session, job_keys.application_tag(manifest.application), fields)
+    return fields
+
+
+def limit_fields(kind: ManifestType) -> dict[str, str | None]:
+    """Return the settings of the queue that a type's options ask for."""
+    options = kind.options
+    numbers: dict[str, float | None] = {
+        job_calls.limit_field(kind.name): options.max_running or None,
+        job_calls.node_limit_field(kind.name): options.max_running_per_node or None,
+        job_calls.rate_field(kind.name): options.rate_interval_ms or None,
+    }
+    return {name: None if number is None else repr(number) for name, number in numbers.items()}
+
+
+async def count_runners(client: Redis, application: str) -> dict[str, int]:
+    """Return how many live runners take jobs of each type, as the queue knows it. Raises `RedisError`."""
+    tag = job_keys.application_tag(application)
+    runners = [text_of(runner) for runner in await reply_of(client.hkeys(job_keys.beats(tag)))]
+    async with client.pipeline(transaction=False) as pipe:
+        for runner in runners:
+            pipe.hget(job_keys.runner(tag, runner), "manifests")
+        digests = [text_of(found).split(",") if found else [] for found in await pipe.execute()]
+        names = sorted({digest for of_runner in digests for digest in of_runner})
+        for digest in names:
+            pipe.smembers(job_keys.announced_types(tag, digest))
+        types = dict(zip(names, await pipe.execute() if names else [], strict=True))
+    counts: dict[str, int] = {}
+    for of_runner in digests:
+        for name in {text_of(name) for digest in of_runner for name in types[digest]}:
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+async def _rows_of(session: AsyncSession, application: str) -> Sequence[JobTypeRow]:
+    rows = select(JobTypeRow).where(JobTypeRow.application == application)
+    return (await session.scalars(rows)).all()
+
+
+async def _list_rows(session: AsyncSession) -> Sequence[JobTypeRow]:
+    """The newest announcement of each type first."""
+    newest_first = JobTypeRow.name, JobTypeRow.announced_at.desc(), JobTypeRow.version.desc()
+    return (await session.scalars(select(JobTypeRow).order_by(*newest_first))).all()

@@ -1,0 +1,73 @@
+"""A Valkey user for each fleet of job runners: it reaches the keys of its jobs only (setting `valkey_users`).
+
+A fleet serves the jobs of one tag, from whose message keys its password is derived (`job_login.py`).
+Orchestrators make the users, also again on a server that has lost them; a fleet that starts before that tries
+until its login counts.
+
+A fleet runs the scripts that orchestrators have loaded, and brings none.
+"""
+
+from collections.abc import Sequence
+
+import structlog
+from redis.asyncio import Redis
+
+from infra.valkey.client import reply_of
+from infra.valkey.job_login import passwords_of_jobs, user_of_jobs
+from infra.valkey.worker_users import COMMANDS
+from infra.vault.message_secret import MessageSecrets
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.protocol import keys
+
+#: A worker's commands, and the scripts.
+JOB_COMMANDS = (*COMMANDS, "evalsha")
+
+log = structlog.get_logger()
+
+
+def job_fleet_rights(tag: str) -> list[str]:
+    """Return the rights of a fleet: all keys of its tag, and to append an error for operators."""
+    return [
+        *(f"+{command}" for command in JOB_COMMANDS),
+        f"~{job_keys.every_key(tag)}",
+        f"&{job_keys.done(tag, '*')}",
+        f"(+xadd ~{keys.ERRORS})",
+    ]
+
+
+class JobUsers:
+    """May be used by every orchestrator at once: all make the same users."""
+
+    def __init__(self, client: Redis, message_secrets: MessageSecrets) -> None:
+        self._client = client
+        self._secrets = message_secrets
+        #: For each tag the server and the passwords of the last user that this process made.
+        self._made: dict[str, tuple[str, tuple[str, ...]]] = {}
+
+    async def ensure(self, server: str, tags: Sequence[str] = (job_keys.FLEET_TAG,)) -> None:
+        """Makes the users of these tags unless this process has made them on this server, with the passwords
+        of today. Safe to repeat. Raises `RedisError`.
+
+        `server`: the server's run id. The passwords of earlier versions stay as long as the server lives,
+        since another host may hold versions that this one lacks.
+        """
+        for tag in tags:
+            passwords = tuple(passwords_of_jobs(self._secrets.job_keys(tag)))
+            if self._made.get(tag) == (server, passwords):
+                continue
+            await self._define(tag, passwords)
+            self._made[tag] = server, passwords
+            log.info("job_fleet_user_made", user=user_of_jobs(tag))
+
+    async def delete(self, tag: str) -> None:
+        """Ends the login of this tag's fleets, and their connections."""
+        self._made.pop(tag, None)
+        await self._ask("ACL", "DELUSER", user_of_jobs(tag))
+
+    async def _define(self, tag: str, passwords: Sequence[str]) -> None:
+        rights = ("resetkeys", "resetchannels", "clearselectors", "-@all", *job_fleet_rights(tag))
+        words = [f">{password}" for password in passwords]
+        await self._ask("ACL", "SETUSER", user_of_jobs(tag), "on", *words, *rights)
+
+    async def _ask(self, *words: str) -> None:
+        await reply_of(self._client.execute_command(*words))  # type: ignore[no-untyped-call]

@@ -1,0 +1,148 @@
+"""What runners of an application announce, and which jobs their claims take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.integration.jobs.stage import QueueStage
+from tests.signed import SECRETS
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import manifest as wire
+from worker_runtime.jobs.protocol.messages import Job
+from worker_runtime.jobs.queue import JobQueue, RunnerIdentity
+from worker_runtime.process.valkey import Valkey
+from worker_runtime.protocol.errors import InvalidSignature, MalformedMessage
+
+TAG = job_keys.application_tag("shop")
+KEYS = SECRETS.job_keys(TAG)
+
+
+def a_manifest(*names: str, package: str = "shop-jobs", application: str = "shop", version: int = 1) -> bytes:
+    types = [
+        {"name": f"{application}/{name}", "version": version, "arguments_schema": {"type": "object"}}
+        for name in names
+    ]
+    manifest = {"application": application, "package": package, "package_version": "1.0", "types": types}
+    return msgspec.json.encode(manifest, order="sorted")
+
+
+def a_runner(stage: QueueStage, name: str, *manifests: bytes) -> JobQueue:
+    client = Valkey(stage.url, timeout=25)
+    stage._clients.append(client)
+    queue = JobQueue(client, RunnerIdentity(f"{name}-1", name, "n"), TAG)
+    queue.join()
+    if manifests:
+        assert announce(stage, queue, *manifests)
+    return queue
+
+
+def announce(stage: QueueStage, queue: JobQueue, *manifests: bytes) -> bool:
+    reply = stage.call(wire.publish(queue.identity.runner_id, manifests, KEYS, "shop"))
+    return wire.check_reply(reply)
+
+
+def enqueue(stage: QueueStage, job_id: str, name: str, version: int = 1, **fields: Any) -> None:
+    job = Job(job_id=job_id, name=f"shop/{name}", type_version=version, **fields)
+    assert stage.call(job_calls.enqueue(job, KEYS, TAG))[0] == "queued"
+
+
+def claimed(queue: JobQueue, wanted: int = 10) -> list[str]:
+    claims = queue.finish_and_claim([], wanted)[1]
+    assert claims is not None
+    return [job.job_id for job in claims.jobs]
+
+
+def test_a_runner_takes_only_jobs_of_types_and_versions_that_it_has_announced(stage: QueueStage) -> None:
+    first = a_runner(stage, "first", a_manifest("resize"))
+    second = a_runner(stage, "second", a_manifest("resize", version=2))
+    enqueue(stage, "unknown", "send")
+    enqueue(stage, "old", "resize")
+    enqueue(stage, "new", "resize", version=2)
+    assert claimed(first) == ["old"]
+    assert claimed(second) == ["new"]
+    # It waits, and has lost no attempt.
+    state = stage.client.execute("HMGET", job_keys.job(TAG, "unknown"), "state", "attempt")
+    assert state == [b"waiting", b"0"]
+    third = a_runner(stage, "third", a_manifest("send"))
+    assert claimed(third) == ["unknown"]
+
+
+def test_a_ring_that_comes_to_a_runner_without_the_type_wakes_one_that_has_it(stage: QueueStage) -> None:
+    first = a_runner(stage, "first", a_manifest("resize"))
+    second = a_runner(stage, "second", a_manifest("send"))
+    for queue in (first, second):
+        assert claimed(queue) == []
+        queue.renew("idle", ())
+    enqueue(stage, "1", "send")
+    assert claimed(first) == []
+    assert stage.client.execute("LRANGE", second.mailbox(), 0, -1) == [b"check"]
+    assert claimed(first) == []  # and once is enough
+    assert stage.client.execute("LLEN", second.mailbox()) == 1
+
+
+def test_two_packages_with_the_same_type_are_refused_until_the_other_has_left(stage: QueueStage) -> None:
+    first = a_runner(stage, "first", a_manifest("resize", "send"))
+    second = a_runner(stage, "second")
+    with pytest.raises(wire.PackageConflict, match="shop/resize of other-jobs is also declared by shop-jobs"):
+        announce(stage, second, a_manifest("resize", package="other-jobs"))
+    assert stage.client.execute("HGET", job_keys.runner(TAG, "second-1"), "manifests") is None
+    assert announce(stage, second, a_manifest("resize", version=2))  # the same package may, and again
+    assert announce(stage, second, a_manifest("resize", version=2))
+    for queue in (first, second):
+        queue.sign_off()
+    third = a_runner(stage, "third", a_manifest("resize", package="other-jobs"))
+    enqueue(stage, "1", "resize")
+    assert claimed(third) == ["1"]
+    with pytest.raises(wire.PackageConflict):
+        announce(stage, third, a_manifest("a", package="x"), a_manifest("a", package="y"))
+
+
+def test_a_runner_that_is_not_registered_announces_nothing(stage: QueueStage) -> None:
+    queue = a_runner(stage, "first")
+    queue.sign_off()
+    assert not announce(stage, queue, a_manifest("resize"))
+    assert not stage.client.execute("EXISTS", job_keys.manifests(TAG))
+
+
+def test_old_manifests_go_and_those_of_live_runners_stay(stage: QueueStage) -> None:
+    first = a_runner(stage, "first", a_manifest("resize"))
+    second = a_runner(stage, "second")
+    for number in range(wire.MAX_MANIFESTS + 5):
+        assert announce(stage, second, a_manifest("send", version=number + 1))
+    digests = [name.decode() for name in stage.client.execute("HKEYS", job_keys.manifests(TAG))]
+    assert wire.digest_of(a_manifest("resize")) in digests
+    assert wire.digest_of(a_manifest("send")) not in digests
+    assert len(digests) == wire.MAX_MANIFESTS + 1
+    assert stage.client.execute("ZCARD", job_keys.announced(TAG)) == len(digests)
+    enqueue(stage, "1", "resize")
+    assert claimed(first) == ["1"]
+
+
+def test_limits_and_counts_are_those_of_all_versions_of_a_type(stage: QueueStage) -> None:
+    queue = a_runner(stage, "first", a_manifest("resize"), a_manifest("resize", version=2))
+    stage.client.execute("HSET", job_keys.meta(TAG), job_calls.limit_field("shop/resize"), "1")
+    enqueue(stage, "old", "resize")
+    enqueue(stage, "new", "resize", version=2)
+    assert claimed(queue) == ["old"]
+    assert claimed(queue) == []
+    assert stage.client.execute("HVALS", job_keys.running(TAG, "shop/resize")) == [b"1"]
+
+
+def test_a_manifest_counts_for_its_application_alone(stage: QueueStage) -> None:
+    a_runner(stage, "first", a_manifest("resize"))
+    [entry] = stage.client.execute("HVALS", job_keys.manifests(TAG))
+    assert wire.read_signed(entry, "shop", KEYS) == a_manifest("resize")
+    bank = SECRETS.job_keys(job_keys.application_tag("bank"))
+    for keys in (bank, SECRETS.job_keys(job_keys.FLEET_TAG)):
+        with pytest.raises(InvalidSignature):
+            wire.read_signed(entry, "shop", keys)
+    with pytest.raises(MalformedMessage, match="declares types of bank, not of shop"):
+        wire.publish("first-1", [a_manifest("resize", application="bank")], KEYS, "shop")
+    with pytest.raises(MalformedMessage, match="bank/resize is no job type of the application shop"):
+        wire.publish(
+            "first-1", [a_manifest("resize", application="bank").replace(b'"bank"', b'"shop"')], KEYS, "shop"
+        )

@@ -1,0 +1,1 @@
+"""Tests the job runner without Valkey."""
