@@ -72,8 +72,10 @@ class KeptJobSweeper:
         """Jobs of the fleet that have ended are checked at once: while an end is not noted, a flush of Valkey
         would have the job run again. Waits `block` ms for news."""
         stream = job_keys.events(job_keys.FLEET_TAG)
-        found = await valkey.reply_of(self._client.xread({stream: self._cursor}, count=MOST, block=block))
-        entries = [entry for lists in (found or {}).values() for some in lists for entry in some]
+        reply = await valkey.reply_of(self._client.xread({stream: self._cursor}, count=MOST, block=block))
+        entries = [
+            entry for lists in (reply or {}).values() for stream_entries in lists for entry in stream_entries
+        ]
         if entries:
             names = {valkey.text_of(told.get(b"job")).replace("\0", "") for _, told in entries}
             ended = KeptJob.job_id.in_(names)
@@ -91,7 +93,9 @@ class KeptJobSweeper:
             call = job_calls.configure(row.fields, job_keys.tag_of(row.user_id))
             with suppress(ResponseError):  # a user's worker may make another kind of key of it
                 there = await valkey.reply_of(self._client.hmget(call.keys[0], list(row.fields)))
-                if [valkey.text_of(one) for one in there] != [one or "" for one in row.fields.values()]:
+                if [valkey.text_of(value) for value in there] != [
+                    value or "" for value in row.fields.values()
+                ]:
                     await valkey.run_script(self._client, *call)
                     log.warning("job_settings_restored", user_id=row.user_id)
 
@@ -101,7 +105,7 @@ class KeptJobSweeper:
         due = lease_due(KeptJob.check_at).returning(KeptJob)
         async with self._kept.database.session() as session:
             rows = (await session.scalars(due, {"most": MOST, "lease": CHECK})).all()
-        for row in sorted(rows, key=lambda one: one.created_at):
+        for row in sorted(rows, key=lambda kept: kept.created_at):
             try:
                 await self._check(row)
             except Exception as error:  # the boundary of one job, which must not hold up the others
@@ -158,7 +162,7 @@ class KeptJobSweeper:
             log.warning("job_enqueued_again", job_id=row.job_id, job=job.name, user_id=row.user_id)
         await self._start_worker(row.user_id)
 
-    async def _note_failure(self, row: KeptJob, failure: Failure, seconds: float, **more: Any) -> None:
+    async def _note_failure(self, row: KeptJob, failure: Failure, seconds: float, **fields: Any) -> None:
         at = datetime.fromtimestamp(seconds, UTC)
         if row.outcome == "failed" and row.ended_at is not None and row.ended_at >= at:
             return  # known
@@ -167,7 +171,7 @@ class KeptJobSweeper:
             handle = ON_FAILED.get(row.job_id.partition("-")[0])
             if handle is not None and not row.user_id:
                 await handle(session, row.job_id, failure)
-        await self._kept.change(row.job_id, row.user_id, outcome="failed", ended_at=at, **more)
+        await self._kept.change(row.job_id, row.user_id, outcome="failed", ended_at=at, **fields)
 
 
 def _letter(row: KeptJob, at: datetime | None = None, reason: str = "") -> DeadLetter:
