@@ -81,11 +81,13 @@ def check_price(request: PlaceOrder | ReplaceOrder, broker: Broker) -> None:
     if request.price is None:
         if most_price is not None and reference > most_price:
             raise NotionalLimit(
-                f"At the reference price {reference}, the order is above the account's limit. Reduce its quantity."
+                f"At the reference price {reference}, the order is above the account's"
+                f" limit. Reduce its quantity."
             )
     elif request.price_band is not None and abs(request.price - reference) > reference * request.price_band:
         raise PriceBand(
-            f"Price {request.price} is more than {request.price_band:.1%} away from the reference price {reference}."
+            f"Price {request.price} is more than {request.price_band:.1%} away from the"
+            f" reference price {reference}."
         )
 
 
@@ -115,8 +117,8 @@ def pass_switch(
         if send_buffer.switch_is_stale:
             if time.monotonic() >= until:
                 raise WorkerUnavailable(
-                    "The order was not submitted, because Valkey has restarted and does not yet know whether trading"
-                    " is allowed. Try again with a new id."
+                    "The order was not submitted, because Valkey has restarted and does not yet know"
+                    " whether trading is allowed. Try again with a new id."
                 )
             broker_calls.pause(item)
             continue
