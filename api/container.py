@@ -198,7 +198,7 @@ class Services:
         key, owner, disabled = await self.database.read(find)
         if key is None or owner is None:
             return None
-        ends = min((one.expires_at for one in (key, owner) if one.expires_at), default=None)
+        ends = min((api_key.expires_at for api_key in (key, owner) if api_key.expires_at), default=None)
         session_id = "" if key is owner else str(key.id)
         return Principal(
             str(owner.id),
@@ -219,11 +219,11 @@ class Services:
     async def write_metrics(self, page: metrics.MetricsPage) -> None:
         """Leaves out what a server that is down would tell. Raises `DatabaseUnavailable`, `RedisError` and
         `TemporalUnavailable` for one that goes down meanwhile."""
-        found = await self.readiness.check()
-        for name, server in found.dependencies.items():
+        readiness = await self.readiness.check()
+        for name, server in readiness.dependencies.items():
             page.add("berth_server_up", server.state == "up", name)
         metrics.write_host(page, self.settings, self.webhooks.calendar)
-        up = {name for name, server in found.dependencies.items() if server.state == "up"}
+        up = {name for name, server in readiness.dependencies.items() if server.state == "up"}
         # One that refuses to write answers a question, and says why.
         with suppress(RedisError):
             await metrics.write_valkey(page, self.valkey)
@@ -289,8 +289,8 @@ async def _wait_then_lead(services: Services) -> None:
 
 
 async def current_services(request: Request) -> Services:
-    found: Services = request.app.state.services
-    return found
+    services: Services = request.app.state.services
+    return services
 
 
 InServices = Annotated[Services, Depends(current_services)]

@@ -180,7 +180,7 @@ async def _serve(temporal: Client, parts: OrchestratorResources, stopping: async
         queues = hosted_queues(temporal, starter, parts)
         workers = [make_worker(temporal, hosted, deployment, settings.stop_grace) for hosted in queues]
         versioned = [hosted.name for hosted in queues if hosted.workflows]
-        promotion = Promotion(deployment, wanted=settings.promote, queues=versioned)
+        promotion = Promotion(deployment, promotes=settings.promote, queues=versioned)
         loops = _loops(temporal, starter, parts)
         if _hosts_workflows(settings):
             mover = WorkflowMover(

@@ -45,7 +45,7 @@ from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol.errors import BerthError, DeadlineExceeded, MemoryShort, OutcomeUnknown
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState
 from workflows import names
-from workflows.order import messages as om
+from workflows.order.messages import FollowOrder, FollowSettings
 
 #: Orders of one round: about 0.1 s of work, with one round trip for most of them.
 MOST = 100
@@ -91,19 +91,21 @@ class OrderSweeper:
 
     async def round(self) -> int:
         """Recovers the orders that are due; returns how many. Raises `DatabaseUnavailable`."""
-        found = await self.database.fetch(
+        due_orders = await self.database.fetch(
             order_watch.take_due_orders, most=MOST, lease=self.settings.sweep_lease, grace=self.grace
         )
-        if not found:
+        if not due_orders:
             return 0
-        log.info("orders_swept", **Counter(due.order.state for due in found))
-        await self._each(self._recover, [due for due in found if due.order.state in _QUEUEABLE])
-        await self._each(self._follow, [due for due in found if due.order.state not in _QUEUEABLE])
-        return len(found)
+        log.info("orders_swept", **Counter(due.order.state for due in due_orders))
+        await self._each(self._recover, [due for due in due_orders if due.order.state in _QUEUEABLE])
+        await self._each(self._follow, [due for due in due_orders if due.order.state not in _QUEUEABLE])
+        return len(due_orders)
 
-    async def _each(self, work: Callable[[DueOrder], Awaitable[None]], found: Sequence[DueOrder]) -> None:
+    async def _each(
+        self, work: Callable[[DueOrder], Awaitable[None]], due_orders: Sequence[DueOrder]
+    ) -> None:
         """Orders that cannot be handled now are due again after the lease."""
-        for due in found:
+        for due in due_orders:
             try:
                 await work(due)
             except (RedisError, OSError, RPCError) as error:
@@ -154,11 +156,11 @@ class OrderSweeper:
             withdrawn=not copied,
         )
         answer = Answer(request_id=str(order.id), outcome=outcome, failure=Failure.of(late))
-        fate, found = await self._queue.overdue(order, answer)
+        fate, stored = await self._queue.overdue(order, answer)
         if order.generation != await self._generation():
             return  # a flushed server knows nothing; due again
-        if fate == RequestFate.ANSWERED and found is not None:
-            await self.database.write(recording.apply_outcome, *outcome_of(found, str(order.id)))
+        if fate == RequestFate.ANSWERED and stored is not None:
+            await self.database.write(recording.apply_outcome, *outcome_of(stored, str(order.id)))
         elif fate in (RequestFate.WITHDRAWN, RequestFate.ABSENT):
             if copied or await self._queue.may_be_stale(order.created_at):  # or it came in between
                 await self._unknown(due, _COPIED)
@@ -187,11 +189,11 @@ class OrderSweeper:
         """Starts the order's workflow, or wakes the running one if a person asked."""
         order = due.order
         midnight = datetime.combine(order.trading_day, time(), TAIPEI)
-        follow = om.FollowOrder(
+        follow = FollowOrder(
             order_id=str(order.id),
             user_id=order.user_id,
             day_end=(midnight + timedelta(seconds=self.settings.trading_day_end)).timestamp(),
-            settings=om.FollowSettings(
+            settings=FollowSettings(
                 first_pause=self.settings.verify_pause,
                 longest_pause=self.settings.verify_longest_pause,
                 absent_after=self.settings.absent_after,

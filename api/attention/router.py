@@ -149,10 +149,10 @@ async def list_attention(
     rows = await call.database.fetch(
         attention.orders_for_a_person, after=behind, limit=limit + 1, unknown=unknown
     )
-    more, rows = len(rows) > limit, rows[:limit]
-    found = [_attention_view(row) for row in rows]
-    end = cursor_of((rows[-1].attention_at or rows[-1].created_at, rows[-1].id)) if more else None
-    return AttentionPage(orders=found, next_cursor=end)
+    has_more, rows = len(rows) > limit, rows[:limit]
+    orders = [_attention_view(row) for row in rows]
+    end = cursor_of((rows[-1].attention_at or rows[-1].created_at, rows[-1].id)) if has_more else None
+    return AttentionPage(orders=orders, next_cursor=end)
 
 
 @router.post(
@@ -181,15 +181,15 @@ async def resolve_order(order_id: UUID, body: ResolveOrderRequest, call: Call) -
 
     Nothing is changed at the broker: find out there first. Operators only; it stands in the audit trail.
     """
-    found = attention.Resolution(**body.model_dump())
-    row = await call.database.write(attention.resolve_order, order_id, found, actor=call.actor)
+    resolution = attention.Resolution(**body.model_dump())
+    row = await call.database.write(attention.resolve_order, order_id, resolution, actor=call.actor)
     return view_of(row)
 
 
 def _attention_view(row: models.Order) -> AttentionOrderView:
     step = attention.next_step(row)
-    more = {"attention_at": row.attention_at, "known_state": row.state, "next_step": step}
-    return AttentionOrderView.model_validate(view_of(row).model_dump() | more)
+    details = {"attention_at": row.attention_at, "known_state": row.state, "next_step": step}
+    return AttentionOrderView.model_validate(view_of(row).model_dump() | details)
 
 
 @router.get("/users/{user_id}/reconciliations", summary="Differences with the broker")

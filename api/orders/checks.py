@@ -74,14 +74,14 @@ class PreTradeChecks:
         until, usage = self._known.get(name, (0.0, None))
         if until > now:
             return usage
-        found = await self._database.read(trading_limits.account_usage, *name)
-        if found is None or self._max_orders(found) - found.tags < RECOUNT_BELOW:
+        usage = await self._database.read(trading_limits.account_usage, *name)
+        if usage is None or self._max_orders(usage) - usage.tags < RECOUNT_BELOW:
             self._known.pop(name, None)
-            return found
+            return usage
         if len(self._known) >= MAX_REMEMBERED:
             self._known.clear()
-        self._known[name] = (now + REMEMBERED, found)
-        return found
+        self._known[name] = (now + REMEMBERED, usage)
+        return usage
 
     def _symbol(self, new: CheckedTerms, usage: AccountUsage) -> Decimal | None:
         lot = self._symbols.lot(new.symbol)
@@ -102,25 +102,25 @@ class PreTradeChecks:
 
     def _quantity(self, new: CheckedTerms, usage: AccountUsage) -> None:
         own = usage.limits.max_quantity
-        most = self._settings.check_max_quantity if own is None else own
-        if new.quantity > most and new.lot not in ODD_LOTS:
+        limit = self._settings.check_max_quantity if own is None else own
+        if new.quantity > limit and new.lot not in ODD_LOTS:
             raise errors.QuantityLimit(
-                f"Quantity {new.quantity} is above this account's limit of {most} lots per order. Reduce it,"
+                f"Quantity {new.quantity} is above this account's limit of {limit} lots per order. Reduce it,"
                 " or ask an operator to raise the limit."
             )
 
     def _notional(self, order: CheckedTerms, usage: AccountUsage, lot: Decimal | None) -> Decimal | None:
         """Returns the price up to which a market order is within the limit."""
         own = usage.limits.max_notional
-        most = self._settings.check_max_notional or None if own is None else own
-        if most is None or lot is None:
+        limit = self._settings.check_max_notional or None if own is None else own
+        if limit is None or lot is None:
             return None
-        if order.price is None and most:
-            return min(round(most / (order.quantity * lot), 6), most)
+        if order.price is None and limit:
+            return min(round(limit / (order.quantity * lot), 6), limit)
         value = (order.price or 0) * order.quantity * lot
-        if value > most or not most:
+        if value > limit or not limit:
             raise errors.NotionalLimit(
-                f"{value:f} TWD is above this account's limit of {most:f} TWD per order. Reduce the"
+                f"{value:f} TWD is above this account's limit of {limit:f} TWD per order. Reduce the"
                 " quantity, or ask an operator to raise the limit."
             )
         return None
@@ -130,17 +130,17 @@ class PreTradeChecks:
         return self._settings.check_daily_orders if own is None else own
 
     async def _day(self, new: CheckedTerms, usage: AccountUsage) -> None:
-        most = self._max_orders(usage)
-        if usage.tags < most:
+        limit = self._max_orders(usage)
+        if usage.tags < limit:
             return
         # Repeats of a client order id use tags, too: only orders count.
         async with self._database.session(autocommit=True) as session:
             placed = await trading_limits.count_orders_of_day(
                 session, new.user_id, new.account_id, new.trading_day
             )
-        if placed >= most:
+        if placed >= limit:
             raise errors.DailyOrderLimit(
-                f"{placed} orders are placed today, and this account's limit is {most}. Ask an"
+                f"{placed} orders are placed today, and this account's limit is {limit}. Ask an"
                 " operator to raise the limit."
             )
 
@@ -178,5 +178,5 @@ def refuse_mixed_terms(new: CheckedTerms, *, futures: bool) -> None:
         raise errors.PriceTypeRule(f"Orders with lot `{new.lot}` must be LMT and ROD.")
     if new.lot in ODD_LOTS and new.condition != OrderCondition.CASH:
         raise errors.OrderTermsRule("odd lots cannot be bought on margin or sold short")
-    if new.quantity > (most := _MOST[OrderLot(new.lot)]):
-        raise errors.OrderTermsRule(f"an order with lot {new.lot} has at most {most}")
+    if new.quantity > (max_quantity := _MOST[OrderLot(new.lot)]):
+        raise errors.OrderTermsRule(f"an order with lot {new.lot} has at most {max_quantity}")

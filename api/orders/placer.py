@@ -335,10 +335,10 @@ class OrderPlacer:
             bounds = await self.checks.check(new)
         except CheckFailed:  # a repeat is answered whatever the checks would say of it now
             async with self.database.session(autocommit=True) as reading:
-                found = await orders_by_client_ids(reading, user_id, [body.client_order_id])
-                if not found:
+                known = await orders_by_client_ids(reading, user_id, [body.client_order_id])
+                if not known:
                     raise
-                bounds = await acceptance.kept_bounds(reading, found[body.client_order_id].id)
+                bounds = await acceptance.kept_bounds(reading, known[body.client_order_id].id)
         if body.allow_duplicate:
             bounds = bounds._replace(window=-bounds.window)
         if session is None:

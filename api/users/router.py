@@ -92,7 +92,7 @@ async def get_user(user_id: VisibleUserId, call: Call) -> schemas.UserDetailView
         user = await users.get_user(session, user_id)
         stored = await accounts.accounts_of_user(session, user_id)
         epoch = await accounts.serving_epoch(session, user_id)
-    held = [schemas.AccountView.of(one, epoch) for one in stored]
+    held = [schemas.AccountView.of(account, epoch) for account in stored]
     return schemas.UserDetailView(**schemas.UserView.model_validate(user).model_dump(), accounts=held)
 
 
@@ -141,8 +141,8 @@ async def remove_user(user_id: UserId, call: Call, reason: Why = "requested") ->
 @router.get(_ADDRESSES_PATH, summary="Look at statement addresses")
 async def get_statement_addresses(user_id: KnownUserId, call: Call) -> schemas.StatementAddressesView:
     """Where the statement of each trading day goes."""
-    found = await call.database.fetch(users.get_addresses, user_id)
-    return schemas.StatementAddressesView.model_validate(found)
+    addresses = await call.database.fetch(users.get_addresses, user_id)
+    return schemas.StatementAddressesView.model_validate(addresses)
 
 
 @router.put(_ADDRESSES_PATH, summary="Set statement addresses", responses=problems.responses(NotFound))
@@ -267,8 +267,8 @@ async def get_limits(user_id: VisibleUserId, account_id: AccountId, call: Call) 
     """What the account may do, where that differs from the settings."""
     async with call.database.session() as session:
         await accounts.require_account(session, user_id, account_id)
-        found = await trading_limits.get_limits(session, user_id, account_id)
-    return schemas.AccountLimitsView.model_validate(found)
+        limits = await trading_limits.get_limits(session, user_id, account_id)
+    return schemas.AccountLimitsView.model_validate(limits)
 
 
 @limit_router.put(_LIMITS_PATH, summary="Set limits", responses=problems.responses(AccountNotFound))
@@ -296,8 +296,8 @@ def _check_not_wider(body: schemas.AccountLimitsRequest, present: AccountLimits,
         (body.price_band, present.price_band, settings.check_price_band or math.inf),
     )
     wider = any(
-        (default if wanted is None else wanted) > (default if own is None else min(own, default))
-        for wanted, own, default in limits
+        (default if requested is None else requested) > (default if own is None else min(own, default))
+        for requested, own, default in limits
     )
     default = settings.check_duplicate_window  # a shorter one is the wider one
     window = default if body.duplicate_window_s is None else body.duplicate_window_s

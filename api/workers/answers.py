@@ -317,9 +317,9 @@ class AnswerWaiter:
         """
         pause = MARK_CHECK_PERIOD if queued.new else FIRST_CHECK
         checks = 0
-        while not answer.done() and (left := until - time.monotonic()) > 0:
+        while not answer.done() and (seconds_left := until - time.monotonic()) > 0:
             if not marked:
-                error = await self._ensure_worker(user_id, answer, left)
+                error = await self._ensure_worker(user_id, answer, seconds_left)
                 if error is not None:
                     return error
             await asyncio.wait({answer}, timeout=min(pause, max(0.0, until - time.monotonic())))
@@ -332,12 +332,12 @@ class AnswerWaiter:
         return None
 
     async def _ensure_worker(
-        self, user_id: str, answer: asyncio.Future[Answer], left: float
+        self, user_id: str, answer: asyncio.Future[Answer], timeout: float
     ) -> BerthError | None:
         """Has a worker started, until it is there or the answer is. Returns why there will be none."""
         task = self.starter.ensure(user_id, mark_missing=True)
         either: set[asyncio.Future[Any]] = {task, answer}
-        await asyncio.wait(either, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if answer.done() or not task.done() or task.cancelled():
             return None
         error = task.exception()

@@ -75,7 +75,7 @@ class JobRequest:
 Call = Generator[JobRequest | float, Any, T]
 
 
-class JobOptions(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class EnqueueOptions(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one job is enqueued. What is left out is what its type says."""
 
     #: 1 to 64 of letters, digits, `_`, `.` and `-`. The same call with the same id is done once.
@@ -94,7 +94,7 @@ class JobCall(Struct, frozen=True, kw_only=True):
     type: str
     #: A JSON object.
     args: msgspec.Raw
-    options: JobOptions
+    options: EnqueueOptions
     #: What the job returns; not sent.
     result_type: Any = Any
 
@@ -213,7 +213,7 @@ def enqueue(call: JobCall, retry_for_s: float) -> Call[JobSnapshot]:
     return snapshot
 
 
-class _Batch(Struct, frozen=True):
+class _BatchAnswer(Struct, frozen=True):
     jobs: list[JobSnapshot]
 
 
@@ -225,7 +225,7 @@ def enqueue_many(calls: Sequence[JobCall], retry_for_s: float) -> Call[list[JobS
     snapshots: list[JobSnapshot] = []
     for batch_calls, body in _batches(calls):
         request = JobRequest(method="POST", path="/jobs/batch", body=body)
-        batch: _Batch = yield from _repeat(request, _Batch, batch_calls[0].job_id, retry_for_s)
+        batch: _BatchAnswer = yield from _repeat(request, _BatchAnswer, batch_calls[0].job_id, retry_for_s)
         snapshots += batch.jobs
     return snapshots
 

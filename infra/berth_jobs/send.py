@@ -26,7 +26,7 @@ import httpx
 import msgspec
 
 from . import api_calls
-from .api_calls import RETRY_FOR_S, Call, JobCall, JobOptions, JobRequest, JobSnapshot
+from .api_calls import RETRY_FOR_S, Call, EnqueueOptions, JobCall, JobRequest, JobSnapshot
 from .connections import (
     APPLICATION_VARIABLE,
     Connection,
@@ -48,7 +48,7 @@ class _Sender:
 
     def __init__(self, application: str, retry_for_s: float) -> None:
         self._application = application
-        self._options = JobOptions()
+        self._options = EnqueueOptions()
         self._retry_for_s = retry_for_s
 
     def type_name(self, job: JobFunction[..., Any] | str) -> str:
@@ -91,7 +91,7 @@ class _Sender:
         priority: int | None,
         delay: float | timedelta | None,
         group: str | None,
-    ) -> JobOptions:
+    ) -> EnqueueOptions:
         changes: dict[str, Any] = {"job_id": job_id, "priority": priority, "group": group}
         changes["delay"] = None if delay is None else api_calls.seconds_of(delay)
         given = {name: value for name, value in changes.items() if value is not None}

@@ -386,14 +386,14 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes | str, wanted: type[T] | Any, *, limit: int = MAX_MESSAGE) -> T:
+def decode(data: bytes | str, message_type: type[T] | Any, *, limit: int = MAX_MESSAGE) -> T:
     """Decodes one message of the `wanted` type (a class or a union of classes), of at most `limit` bytes.
     Raises `MalformedMessage` for anything else, `UnsupportedSchema` for a later schema version."""
     if len(data) > limit:
         raise MalformedMessage(f"{len(data)} bytes are more than {limit}")
-    decoder = _decoders.get(wanted)
+    decoder = _decoders.get(message_type)
     if decoder is None:
-        decoder = _decoders[wanted] = msgspec.json.Decoder(wanted)
+        decoder = _decoders[message_type] = msgspec.json.Decoder(message_type)
     try:
         message = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

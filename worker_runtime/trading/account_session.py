@@ -224,7 +224,7 @@ class CredentialOpener:
 
     def open(self, sealed: Iterable[SealedAccount], *, claim_id: str) -> list[OpenedAccount]:
         """The accounts with their credentials in clear; raises `InvalidSeal` if one cannot be opened."""
-        return [self._open_one(one, claim_id) for one in sealed]
+        return [self._open_one(account, claim_id) for account in sealed]
 
     def open_message_keys(self, sealed: bytes, *, user_id: str, epoch: int, claim_id: str) -> AssignmentKeys:
         """The keys of this worker's messages; raises `InvalidSeal`."""

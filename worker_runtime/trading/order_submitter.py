@@ -72,14 +72,14 @@ def check_switch(switch: UserSwitch, order: PlaceOrder | ReplaceOrder) -> None:
 
 def check_price(request: PlaceOrder | ReplaceOrder, broker: Broker) -> None:
     """Raises `PriceBand` or `NotionalLimit`. Without a reference price nothing is refused."""
-    most = request.most_price if isinstance(request, PlaceOrder) else None
-    if request.price_band is None and most is None:
+    most_price = request.most_price if isinstance(request, PlaceOrder) else None
+    if request.price_band is None and most_price is None:
         return
     reference = broker.reference_price(request.symbol)
     if not reference:
         return
     if request.price is None:
-        if most is not None and reference > most:
+        if most_price is not None and reference > most_price:
             raise NotionalLimit(f"at the reference price {reference} it is above the account's limit")
     elif request.price_band is not None and abs(request.price - reference) > reference * request.price_band:
         raise PriceBand(f"{request.price} is over {request.price_band:.1%} off the reference {reference}")
