@@ -89,12 +89,12 @@ class Principal:
         right = RIGHTS.get(route)
         if right is None or self.role not in right.roles:
             raise Forbidden
-        for scope in right.scopes_for(self.role):
-            if self.scopes is not None and scope not in self.scopes:
-                raise ScopeMissing(
-                    f"This API key does not have the scope `{scope}`, which this call needs."
-                    " Use a key that has it, or ask an administrator for one."
-                )
+        missing = right.missing_scope(self.role, self.scopes)
+        if missing is not None:
+            raise ScopeMissing(
+                f"This API key does not have the scope `{missing}`, which this call needs."
+                " Use a key that has it, or ask an administrator for one."
+            )
 
     def require_source(self, address: str) -> None:
         """Raises `KeySourceRefused` for an address that may not use the key."""
