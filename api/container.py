@@ -67,6 +67,7 @@ from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
 from infra.valkey.switch_fanout import SwitchSigner
 from infra.vault.api_tokens import ApiTokens
+from infra.vault.certificates import CertificateFileReader
 from infra.vault.key_pairs import KeyWrapper
 from infra.vault.master_key import master_wrapper
 from infra.vault.message_secret import MessageSecretFile
@@ -138,6 +139,7 @@ class Services:
         self.pending_orders = PendingOrders(queue, self.answers, waiter, self.outcome_writer, traces)
         self.worker_requests = WorkerRequests(self.database, queue, self.answers, waiter, traces)
         self.reader = OrderReader(self.database, self.answers)
+        self.certificates = CertificateFileReader()
         checks = PreTradeChecks(settings, self.database)
         self.placer = OrderPlacer(
             self.database,

@@ -84,6 +84,27 @@ CONDITIONS = (
         0,
         "{value:.0f} pairs of users log in as one person: `berth users persons`",
     ),
+    Condition(
+        "berth_certificates_expiring",
+        {"days": "30"},
+        0,
+        0,
+        "{value:.0f} certificates of users expire within 30 days: `berth users certificates`",
+    ),
+    Condition(
+        "berth_certificates_expiring",
+        {"days": "7"},
+        0,
+        0,
+        "{value:.0f} certificates of users expire within 7 days: `berth users certificates`",
+    ),
+    Condition(
+        "berth_certificates_expiring",
+        {"days": "1"},
+        0,
+        0,
+        "{value:.0f} certificates of users expire within a day or have expired: `berth users certificates`",
+    ),
     Condition("berth_jobs_oldest_seconds", {}, 300, 0, "jobs in the queue {queue} wait for long"),
     Condition(
         "berth_jobs_without_runner",
