@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from infra.database.engine import Database
-from infra.database.orders.acceptance import UNBOUND, OrderBounds
+from infra.database.orders.acceptance import NO_BOUNDS, OrderBounds
 from infra.database.orders.checks import CheckedTerms
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.limits import AccountUsage
@@ -22,11 +22,11 @@ from worker_runtime.protocol.installed_brokers import market_of
 from worker_runtime.protocol.order_terms import ODD_LOTS, OpenClose, OrderLot
 
 #: Seconds to cache an account's limits; a change takes effect after this time.
-REMEMBERED = 5.0
+LIMITS_CACHE_TTL_S = 5.0
 #: Accounts remembered.
-MAX_REMEMBERED = 10_000
+MAX_CACHED_ACCOUNTS = 10_000
 #: Do not cache when fewer orders than this remain today.
-RECOUNT_BELOW = 500
+UNCACHED_BELOW_ORDERS = 500
 
 
 class PreTradeChecks:
@@ -36,82 +36,87 @@ class PreTradeChecks:
         """Raises `CalendarUnreadable`, `InstrumentsUnreadable`, `BrokerRecordRefused`."""
         self._settings = settings
         self._database = database
-        self._days = calendar.MarketCalendars(
+        self._calendars = calendar.MarketCalendars(
             Path(settings.calendar_file) if settings.calendar_file else None
         )
-        self._symbols = instruments.load_instruments(
+        self._instruments = instruments.load_instruments(
             Path(settings.symbols_file) if settings.symbols_file else None
         )
         #: By user, account and trading day; each until an instant on `time.monotonic`.
-        self._known: dict[tuple[str, str, date], tuple[float, AccountUsage]] = {}
+        self._usage_cache: dict[tuple[str, str, date], tuple[float, AccountUsage]] = {}
 
     async def check(self, order: CheckedTerms, *, is_new: bool = True) -> OrderBounds:
         """Checks an order, new or at another price. Raises the first `CheckFailed`.
 
         An account that does not exist passes: writing the order will say so.
         """
-        usage = await self._usage_of(order)
+        usage = await self._load_usage(order)
         if usage is None:
-            return UNBOUND
+            return NO_BOUNDS
+        _refuse_expired(usage.certificate_expires_at)
         plugin, market = market_of(usage.broker, usage.broker_type)
         refuse_mixed_terms(order, market)
-        lot = self._symbol(order, plugin, market)
-        self._open(order, usage, plugin, market)
+        lot = self._check_symbol(order, plugin, market)
+        self._check_market_open(order, usage, plugin, market)
         if order.reduce_only:  # limits apply only to orders that can increase a position
-            return UNBOUND
-        self._quantity(order, usage)
+            return NO_BOUNDS
+        self._check_quantity(order, usage)
         refuse_quantity(order, market)
-        most_price = self._notional(order, usage, lot, market.currency)
+        max_price = self._check_notional(order, usage, lot, market.currency)
         if is_new:
-            await self._day(order, usage)
+            await self._check_daily_orders(order, usage)
         window, band = usage.limits.duplicate_window_s, usage.limits.price_band
         if band is None and plugin.record.trades_live:
             band = self._settings.check_price_band or None
         return OrderBounds(
-            self._settings.check_duplicate_window if window is None else window, band, most_price
+            self._settings.check_duplicate_window if window is None else window, band, max_price
         )
 
-    async def _usage_of(self, new: CheckedTerms) -> AccountUsage | None:
+    async def _load_usage(self, new: CheckedTerms) -> AccountUsage | None:
         name, now = (new.user_id, new.account_id, new.trading_day), time.monotonic()
-        until, usage = self._known.get(name, (0.0, None))
+        until, usage = self._usage_cache.get(name, (0.0, None))
         if until > now:
             return usage
         usage = await self._database.read(trading_limits.account_usage, *name)
-        if usage is None or self._max_orders(usage) - usage.tags < RECOUNT_BELOW:
-            self._known.pop(name, None)
+        if usage is None or self._max_orders(usage) - usage.tags < UNCACHED_BELOW_ORDERS:
+            self._usage_cache.pop(name, None)
             return usage
-        if len(self._known) >= MAX_REMEMBERED:
-            self._known.clear()
-        self._known[name] = (now + REMEMBERED, usage)
+        if len(self._usage_cache) >= MAX_CACHED_ACCOUNTS:
+            self._usage_cache.clear()
+        self._usage_cache[name] = (now + LIMITS_CACHE_TTL_S, usage)
         return usage
 
-    def _symbol(self, new: CheckedTerms, plugin: Plugin, market: MarketRule) -> Decimal | None:
+    def _check_symbol(self, new: CheckedTerms, plugin: Plugin, market: MarketRule) -> Decimal | None:
         """Returns the value of one of the order's quantity at a price of 1."""
         # The operator's list is of the home markets.
-        symbols = instruments.Instruments() if plugin.distribution else self._symbols
+        symbols = instruments.Instruments() if plugin.distribution else self._instruments
         value = symbols.lot(new.symbol, plugin.record.markets)
         if value is None:
             if self._concerns(self._settings.check_symbols, plugin):
-                raise errors.UnknownSymbol(f"there is no symbol {new.symbol}")
+                raise errors.UnknownSymbol(f"There is no symbol {new.symbol}. Check its code.")
             return None
         ordered, common = market.lots[OrderLot(new.lot)], market.lots.get(OrderLot.COMMON)
         if common is None or ordered.units == common.units:
             return value
         return value * ordered.units / common.units
 
-    def _open(self, new: CheckedTerms, usage: AccountUsage, plugin: Plugin, market: MarketRule) -> None:
+    def _check_market_open(
+        self, new: CheckedTerms, usage: AccountUsage, plugin: Plugin, market: MarketRule
+    ) -> None:
         if not self._concerns(self._settings.check_market_open, plugin):
             return
-        days = self._days.find(usage.broker, usage.broker_type)
+        days = self._calendars.find(usage.broker, usage.broker_type)
         lot = OrderLot(new.lot)
         if days is not None and not days.is_open(usage.broker_type, datetime.now(UTC), lot):
             kind = "" if lot is OrderLot.COMMON else f" with lot {new.lot}"
-            raise errors.MarketClosed(f"{market.title} takes no orders{kind} now")
+            raise errors.MarketClosed(
+                f"{market.title} takes no orders{kind} now. Place the order when it is open."
+            )
 
     def _concerns(self, setting: str, plugin: Plugin) -> bool:
         return setting == "all" or (setting == "real" and plugin.record.trades_live)
 
-    def _quantity(self, new: CheckedTerms, usage: AccountUsage) -> None:
+    def _check_quantity(self, new: CheckedTerms, usage: AccountUsage) -> None:
         own = usage.limits.max_quantity
         limit = self._settings.check_max_quantity if own is None else own
         if new.quantity > limit and new.lot not in ODD_LOTS:
@@ -120,7 +125,7 @@ class PreTradeChecks:
                 " or ask an operator to raise the limit."
             )
 
-    def _notional(
+    def _check_notional(
         self, order: CheckedTerms, usage: AccountUsage, lot: Decimal | None, currency: str
     ) -> Decimal | None:
         """Returns the price up to which a market order is within the limit."""
@@ -142,7 +147,7 @@ class PreTradeChecks:
         own = usage.limits.max_daily_orders
         return self._settings.check_daily_orders if own is None else own
 
-    async def _day(self, new: CheckedTerms, usage: AccountUsage) -> None:
+    async def _check_daily_orders(self, new: CheckedTerms, usage: AccountUsage) -> None:
         limit = self._max_orders(usage)
         if usage.tags < limit:
             return
@@ -158,6 +163,15 @@ class PreTradeChecks:
             )
 
 
+def _refuse_expired(certificate_expires_at: datetime | None) -> None:
+    """Raises `CertificateExpired`: the broker would refuse the order, after the wait for a worker."""
+    if certificate_expires_at is not None and certificate_expires_at <= datetime.now(UTC):
+        raise errors.CertificateExpired(
+            f"The account's certificate expired on {certificate_expires_at:%Y-%m-%d}. Get a new one from "
+            "the broker and store it with the credentials."
+        )
+
+
 def refuse_mixed_terms(new: CheckedTerms, market: MarketRule) -> None:
     """Raises `PriceTypeRule` or `OrderTermsRule` for terms that the market does not take together, as its
     record says."""
@@ -165,7 +179,9 @@ def refuse_mixed_terms(new: CheckedTerms, market: MarketRule) -> None:
     if refusal is not None:
         raise refusal
     if new.reduce_only and new.open_close in (OpenClose.NEW, OpenClose.DAY_TRADE):
-        raise errors.OrderTermsRule(f"{new.open_close} opens a position, and this order closes one")
+        raise errors.OrderTermsRule(
+            f"This order closes a position, but `{new.open_close}` opens one. Use `auto` or `cover`."
+        )
     if new.lot != OrderLot.COMMON:  # for common lots the account's own limit comes first
         refuse_quantity(new, market)
 

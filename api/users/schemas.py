@@ -7,9 +7,10 @@ from datetime import datetime
 from decimal import Decimal
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, Base64Bytes, Field, SecretStr, model_validator
+from pydantic import AliasChoices, Base64Bytes, Field, SecretStr, field_validator, model_validator
 
 from api.http.fields import Body, Price, UserId, View
+from api.http.rights import SCOPES_OF, Role, Scope
 from api.jobs.schemas import MailAddress, WebUrl
 from api.orders.schemas import MAX_QUANTITY
 from infra.database.accounts import LoginState, login_of
@@ -21,6 +22,18 @@ class UserRequest(Body):
     """A user to be. Without a `user_id` one is made up."""
 
     user_id: UserId | None = None
+    scopes: list[Scope] | None = Field(
+        default=None,
+        min_length=1,
+        description="What the user's first key may do; null: all that a user may do.",
+    )
+
+    @field_validator("scopes")
+    @classmethod
+    def _are_of_users(cls, scopes: list[Scope] | None) -> list[Scope] | None:
+        if surplus := sorted(set(scopes or ()) - SCOPES_OF[Role.USER]):
+            raise ValueError(f"users have no scope {', '.join(surplus)}")
+        return scopes
 
 
 class UserWithKeyView(View):
@@ -61,6 +74,9 @@ class AccountView(View):
     login: LoginState = Field(description="`rejected`: not tried again before a change or a retry.")
     login_code: str = Field(description="What is wrong; empty if nothing is.")
     login_detail: str
+    certificate_expires_at: datetime | None = Field(
+        description="When the certificate that signs orders expires; null: there is none, or it is not known."
+    )
 
     @classmethod
     def of(cls, stored: StoredCredentials, epoch: int) -> Self:
@@ -155,6 +171,9 @@ class CredentialsView(View):
     login: LoginTrial = Field(description="What the broker says to them now; stored in any case.")
     login_detail: str = Field(description="Why they were rejected or not tried.")
     reload_signalled: bool = Field(description="The user's running worker was told to load them now.")
+    certificate_expires_at: datetime | None = Field(
+        default=None, description="When the certificate expires; null: there is none, or it is not known."
+    )
 
 
 #: What the columns can hold.
