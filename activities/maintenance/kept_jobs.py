@@ -21,7 +21,8 @@ from activities.reports.daily import note_failed_statement
 from infra.database.dead_letters import DeadLetter, DeadLetterRow, put_letter, reason_of
 from infra.database.engine import DatabaseUnavailable
 from infra.database.locks import lease_due, seconds_from_now
-from infra.jobs.kept import CHECK, JobSettings, KeptJob, KeptJobs
+from infra.jobs.applications import ApplicationDirectory
+from infra.jobs.kept import CHECK, JobSettings, KeptJob, KeptJobs, queued_form
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
 from worker_runtime.jobs.protocol import calls as job_calls
@@ -53,12 +54,14 @@ class KeptJobSweeper:
         self._client = client
         self._kept = kept
         self._starter = starter
-        #: The last entry of the fleet's events that was read; at first all are.
-        self._cursor = b"0-0"
+        self._directory = ApplicationDirectory(kept.database, kept.queue.secrets)
+        #: Tag → the last entry of its events that was read; at first all are.
+        self._cursors = {job_keys.FLEET_TAG: b"0-0"}
 
     async def run(self) -> None:
         while True:
             try:
+                await self.know_applications()
                 await self.hear_ends()
                 await self.restore_settings()
                 while await self.sweep() == MOST:
@@ -68,20 +71,31 @@ class KeptJobSweeper:
                 await asyncio.sleep(PERIOD_MS / 1000)
             await asyncio.sleep(PAUSE)
 
+    async def know_applications(self) -> None:
+        """Reads which applications there are, and which of their keys count."""
+        tags = {job_keys.application_tag(name) for name in await self._directory.load()}
+        tags.add(job_keys.FLEET_TAG)
+        self._cursors = {tag: self._cursors.get(tag, b"0-0") for tag in sorted(tags)}
+
     async def hear_ends(self, block: int = PERIOD_MS) -> None:
-        """Jobs of the fleet that have ended are checked at once: while an end is not noted, a flush of Valkey
-        would have the job run again. Waits `block` ms for news."""
-        stream = job_keys.events(job_keys.FLEET_TAG)
-        found = await valkey.reply_of(self._client.xread({stream: self._cursor}, count=MOST, block=block))
-        entries = [entry for lists in (found or {}).values() for some in lists for entry in some]
-        if entries:
+        """Jobs of the fleet and of applications that have ended are checked at once: while an end is not
+        noted, a flush of Valkey would have the job run again. Waits `block` ms for news."""
+        tags = {job_keys.events(tag): tag for tag in self._cursors}
+        cursors: dict[Any, Any] = {stream: self._cursors[tag] for stream, tag in tags.items()}
+        found = await valkey.reply_of(self._client.xread(cursors, count=MOST, block=block))
+        for stream, lists in (found or {}).items():
+            entries = [entry for some in lists for entry in some]
+            if not entries:
+                continue
+            tag = tags[valkey.text_of(stream)]
+            owner = "" if tag == job_keys.FLEET_TAG else tag
             names = {valkey.text_of(told.get(b"job")).replace("\0", "") for _, told in entries}
             ended = KeptJob.job_id.in_(names)
-            live = KeptJob.user_id == "", KeptJob.sealed != b""
+            live = KeptJob.user_id == owner, KeptJob.sealed != b""
             async with self._kept.database.session() as session:
                 check = update(KeptJob).where(ended, *live).values(check_at=func.clock_timestamp())
                 await session.execute(check)
-            self._cursor = entries[-1][0]
+            self._cursors[tag] = entries[-1][0]
 
     async def restore_settings(self) -> None:
         """Writes settings that Valkey has lost, or that are not those of PostgreSQL."""
@@ -132,6 +146,7 @@ class KeptJobSweeper:
                 async with self._kept.database.session() as session:
                     await session.execute(delete(DeadLetterRow).where(*listed))
             if state.ended:
+                await self._shorten_result(row)
                 await self._kept.end(row.job_id, row.user_id, state.state)
             elif row.outcome or row.missing:
                 await self._kept.change(row.job_id, row.user_id, outcome=None, missing=False)
@@ -139,8 +154,16 @@ class KeptJobSweeper:
             if state.state == "waiting" and (row.outcome or young):
                 await self._start_worker(row.user_id)
 
+    async def _shorten_result(self, row: KeptJob) -> None:
+        """An application's result is kept for as long as its job says once PostgreSQL knows the end."""
+        if job_keys.application_of_tag(row.user_id) and row.sealed:
+            seconds = self._kept.unseal(row).result_ttl
+            await self._client.expire(job_keys.result(row.user_id, row.job_id), seconds, lt=True)
+
     async def _start_worker(self, user_id: str) -> None:
-        if user_id and not await self._client.exists(keys.mark(user_id)):
+        if not user_id or job_keys.application_of_tag(user_id):
+            return
+        if not await self._client.exists(keys.mark(user_id)):
             self._starter.ensure(user_id, mark_missing=True)
 
     async def _enqueue_again(self, row: KeptJob) -> None:
@@ -154,8 +177,12 @@ class KeptJobSweeper:
         due = row.created_at.timestamp() + job.delay
         again = msgspec.structs.replace(job, delay=max(0.0, due - time.time()))
         tag = job_keys.tag_of(row.user_id)
-        if await self._kept.queue.enqueue(again, tag=tag):
+        [reply] = await self._kept.queue.enqueue_many([queued_form(again, row.user_id)], tag=tag)
+        if reply.queued:
             log.warning("job_enqueued_again", job_id=row.job_id, job=job.name, user_id=row.user_id)
+        elif reply.status == "duplicate":  # another one has the unique key by now
+            await self._kept.end(row.job_id, row.user_id, "cancelled")
+            log.warning("job_is_duplicate", job_id=row.job_id, other=reply.job_id, user_id=row.user_id)
         await self._start_worker(row.user_id)
 
     async def _note_failure(self, row: KeptJob, failure: Failure, seconds: float, **more: Any) -> None:
@@ -172,5 +199,5 @@ class KeptJobSweeper:
 
 def _letter(row: KeptJob, at: datetime | None = None, reason: str = "") -> DeadLetter:
     kind = "alert" if not row.user_id and row.job_id.startswith("alert-") else "job"
-    source = row.user_id or "fleet jobs"  # no id of a user has a space
+    source = row.user_id or "fleet jobs"  # no id of a user has a space, or a colon
     return DeadLetter(kind=kind, subject=row.job_id, source=source, user_id=row.user_id, reason=reason, at=at)
