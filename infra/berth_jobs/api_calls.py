@@ -104,7 +104,7 @@ class OptionValues(TypedDict, total=False):
     group: str
     #: While a job of the type with the same key has not ended, no other one is accepted.
     unique: str
-    #: For which a result is kept.
+    #: For which a result is kept; of a job over REST at least a day.
     result_ttl: float | timedelta
     #: Jobs of the type with the same key share the type's rate.
     rate_key: str
