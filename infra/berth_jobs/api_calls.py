@@ -77,7 +77,7 @@ class JobRequest:
 Call = Generator[JobRequest | float, Any, T]
 
 
-class SendOptions(JobOptions, frozen=True, kw_only=True, omit_defaults=True):
+class EnqueueOptions(JobOptions, frozen=True, kw_only=True, omit_defaults=True):
     """How one job is enqueued. What is left out is what its type says."""
 
     #: 1 to 64 of letters, digits, `_`, `.` and `-`. The same call with the same id is done once.
@@ -113,7 +113,7 @@ class OptionValues(TypedDict, total=False):
 _IN_SECONDS = ("timeout", "delay", "result_ttl")
 
 
-def options_with(options: SendOptions, changes: OptionValues) -> SendOptions:
+def options_with(options: EnqueueOptions, changes: OptionValues) -> EnqueueOptions:
     """Return options with these changes. Raises `ValueError` or `TypeError`, which name the option."""
     fields: dict[str, Any] = msgspec.to_builtins(options)
     for name, value in changes.items():
@@ -126,7 +126,7 @@ def options_with(options: SendOptions, changes: OptionValues) -> SendOptions:
     if "result_ttl_s" in fields:
         fields["result_ttl_s"] = math.ceil(fields["result_ttl_s"])
     try:
-        return msgspec.convert(fields, SendOptions)
+        return msgspec.convert(fields, EnqueueOptions)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
         raise ValueError(f"{path.rstrip('`').removesuffix('_s') or 'options'}: {reason}") from None
@@ -138,7 +138,7 @@ class JobCall(Struct, frozen=True, kw_only=True):
     type: str
     #: A JSON object.
     args: msgspec.Raw
-    options: SendOptions
+    options: EnqueueOptions
     #: What the job returns; not sent.
     result_type: Any = Any
 
@@ -267,7 +267,7 @@ def enqueue(call: JobCall, retry_for_s: float) -> Call[JobSnapshot]:
     return snapshot
 
 
-class _Batch(Struct, frozen=True):
+class _BatchAnswer(Struct, frozen=True):
     jobs: list[JobSnapshot]
 
 
@@ -279,7 +279,7 @@ def enqueue_many(calls: Sequence[JobCall], retry_for_s: float) -> Call[list[JobS
     snapshots: list[JobSnapshot] = []
     for batch_calls, body in _batches(calls):
         request = JobRequest(method="POST", path="/jobs/batch", body=body)
-        batch: _Batch = yield from _repeat(request, _Batch, batch_calls[0].job_id, retry_for_s)
+        batch: _BatchAnswer = yield from _repeat(request, _BatchAnswer, batch_calls[0].job_id, retry_for_s)
         snapshots += batch.jobs
     return snapshots
 

@@ -29,7 +29,7 @@ from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import TimeoutError as TooLate
 
 from . import api_calls
-from .api_calls import MAX_PAUSE_S, OptionValues, SendOptions
+from .api_calls import MAX_PAUSE_S, EnqueueOptions, OptionValues
 from .declaration import JobFunction
 from .errors import (
     EnqueueUnsettled,
@@ -111,7 +111,7 @@ class DirectProducer:
         self._settings_key = f"jobs:{{app:{application}}}:meta"
         self._defaults = defaults or JobDefaults()
         self._retry_for_s = retry_for
-        self._options = SendOptions()
+        self._options = EnqueueOptions()
         self._kinds: dict[int, ManifestType] = {}
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from .api_calls import JobFailure, JobRequest, JobSnapshot, SendOptions
+from .api_calls import EnqueueOptions, JobFailure, JobRequest, JobSnapshot
 from .connections import pop_fake, push_fake
 from .context import JobContext, use_context
 from .declaration import JobFunction, declared_jobs, encode_value
@@ -47,10 +47,10 @@ class NotRun(BerthJobsError):
 class _Body(msgspec.Struct, frozen=True):
     type: str
     args: dict[str, Any] = {}
-    options: SendOptions = SendOptions()
+    options: EnqueueOptions = EnqueueOptions()
 
 
-class _Batch(msgspec.Struct, frozen=True):
+class _BatchRequest(msgspec.Struct, frozen=True):
     jobs: list[msgspec.Raw]
 
 
@@ -74,7 +74,7 @@ class RecordedJob:
     type: str
     #: As JSON has them.
     args: dict[str, Any]
-    options: SendOptions
+    options: EnqueueOptions
     #: How it ended, or stands.
     snapshot: JobSnapshot
     _body: bytes = field(repr=False)
@@ -131,7 +131,7 @@ class Recorder:
         if request.method == "POST" and parts == ["jobs"]:
             return self._enqueue(request.body or b"")
         if request.method == "POST" and parts == ["jobs", "batch"]:
-            batch = msgspec.json.decode(request.body or b"", type=_Batch)
+            batch = msgspec.json.decode(request.body or b"", type=_BatchRequest)
             return {"jobs": [self._enqueue(bytes(raw)) for raw in batch.jobs]}
         recorded = self._by_id.get(parts[1])
         if recorded is None:

@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from infra.berth_jobs import direct, errors, job
-from infra.berth_jobs.api_calls import SendOptions
+from infra.berth_jobs.api_calls import EnqueueOptions
 from infra.berth_jobs.direct import DirectProducer
 from infra.berth_jobs.manifest import describe_type
 from infra.berth_jobs.options import job_fields
@@ -84,7 +84,7 @@ def test_a_job_is_what_the_api_would_enqueue(client: redis.Redis, producer: Dire
     fields = stored(client, sent.id)
     found, _ = read_signed_job(fields["body"].encode(), sent.id, KEYS)
     kind = describe_type("shop", count.type)
-    options = SendOptions(priority=9, timeout_s=7.0)
+    options = EnqueueOptions(priority=9, timeout_s=7.0)
     expected = Job(job_id=sent.id, **job_fields(kind, b'{"page":"a b","visits":2}', options))
     assert msgspec.json.encode(found) == msgspec.json.encode(expected)
     call = enqueue(expected, KEYS, TAG)
