@@ -7,6 +7,7 @@ enqueued after its timeout, when any earlier run has ended and its runner has le
 
 import asyncio
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -21,10 +22,11 @@ from activities.reports.daily import note_failed_statement
 from infra.database.dead_letters import DeadLetter, DeadLetterRow, put_letter, reason_of
 from infra.database.engine import DatabaseUnavailable
 from infra.database.locks import lease_due, seconds_from_now
-from infra.jobs.applications import ApplicationDirectory
+from infra.jobs.applications import ApplicationDirectory, JobApplication
 from infra.jobs.kept import CHECK, JobSettings, KeptJob, KeptJobs, queued_form
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
+from infra.valkey.job_users import JobUsers
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobFailed, JobResult, JobStatus
@@ -50,8 +52,14 @@ log = structlog.get_logger()
 class KeptJobSweeper:
     """A background loop. Several may run: each job is checked by one of them at a time."""
 
-    def __init__(self, client: Redis, kept: KeptJobs, starter: WorkerStarter) -> None:
+    def __init__(
+        self, client: Redis, kept: KeptJobs, starter: WorkerStarter, job_users: JobUsers | None = None
+    ) -> None:
+        """`job_users`: makes the logins of applications at Valkey; None: they log in as we do."""
         self._client = client
+        self._job_users = job_users
+        #: Application → generations of its key whose logins this process has seen to.
+        self._logins: dict[str, tuple[int, ...]] = {}
         self._kept = kept
         self._starter = starter
         self._directory = ApplicationDirectory(kept.database, kept.queue.secrets)
@@ -76,6 +84,25 @@ class KeptJobSweeper:
         tags = {job_keys.application_tag(name) for name in await self._directory.load()}
         tags.add(job_keys.FLEET_TAG)
         self._cursors = {tag: self._cursors.get(tag, b"0-0") for tag in sorted(tags)}
+        if self._job_users is not None:
+            await self._make_logins(self._job_users, await self._directory.load())
+
+    async def _make_logins(self, users: JobUsers, applications: Mapping[str, JobApplication]) -> None:
+        """Lets the runners and direct producers of applications log in to Valkey; those whose key was retired
+        no longer."""
+        server = await valkey.read_server_id(self._client) if applications else ""
+        for name, application in applications.items():
+            tag = job_keys.application_tag(name)
+            await users.ensure(server, [tag])
+            if self._logins.get(name) != application.generations:
+                retired = [
+                    number
+                    for number in range(1, application.generation)
+                    if number not in application.generations
+                ]
+                keys_of_retired = self._kept.queue.secrets.application_keys(name, retired) if retired else ()
+                await users.revoke(tag, keys_of_retired)
+                self._logins[name] = application.generations
 
     async def hear_ends(self, block: int = PERIOD_MS) -> None:
         """Jobs of the fleet and of applications that have ended are checked at once: while an end is not

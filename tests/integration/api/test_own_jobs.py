@@ -17,8 +17,8 @@ from infra.jobs.applications import add_application
 from infra.settings import Settings
 from infra.vault.message_secret import MessageSecretFile
 from tests.integration.api.conftest import ServedApi, make_key
-from tests.integration.jobs.queue.test_announced_types import a_manifest
 from tests.integration.jobs.kept import NotingStarter
+from tests.integration.jobs.queue.test_announced_types import a_manifest
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import manifest as wire
@@ -86,13 +86,13 @@ def manifest(version: int = 1, schema: Any = SCHEMA, **options: Any) -> bytes:
 
 
 @pytest.fixture
-async def shop(api: ServedApi) -> AsyncIterator[ServedApi]:
+async def shop(api: ServedApi) -> ServedApi:
     async with api.services.database.session() as session:  # other tests have used it, too
         await session.execute(text("delete from kept_jobs"))
         await session.execute(text("delete from job_settings"))
         await session.execute(text("delete from job_applications"))
         await add_application(session, "shop", "a test")
-    yield api
+    return api
 
 
 @pytest.fixture
@@ -198,8 +198,9 @@ async def test_a_job_remembers_the_version_that_has_checked_it_and_waits_for_a_r
         for version in kind["versions"]
     ]
     assert told == [(2, 0, 1, True), (1, 1, 0, False)]
-    metrics = [line async for line in _metrics(shop) if line.startswith("berth_jobs_without_runner{")]
-    assert metrics == ['berth_jobs_without_runner{application="shop",type="shop/jobs.resize@2"} 1.0']
+    metrics = [line async for line in _metrics(shop) if line.startswith(("berth_jobs_without", "berth_app"))]
+    assert 'berth_application_jobs_waiting{application="shop"} 1.0' in metrics
+    assert metrics[1:] == ['berth_jobs_without_runner{application="shop",type="shop/jobs.resize@2"} 1.0']
 
 
 async def _metrics(api: ServedApi) -> AsyncIterator[str]:
@@ -291,7 +292,7 @@ async def test_a_flush_of_valkey_loses_no_job(
         assert (await producer.post("/jobs", json=resize(job_id=f"f-{number}"))).status_code == 202
     [claimed] = runner.claim()
     runner.end(claimed, 1)
-    sweeper = KeptJobSweeper(shop.services.valkey, shop.services.kept_jobs, NotingStarter())  # type: ignore[arg-type]
+    sweeper = KeptJobSweeper(shop.services.valkey, shop.services.kept_jobs, NotingStarter())
     await sweeper.know_applications()
     await sweeper.hear_ends(block=10)
     await sweeper.sweep()
@@ -337,6 +338,8 @@ async def test_limits_of_a_type_come_from_its_options_and_from_operators(
         assert (limits["shop/jobs.resize"]["running"], limits["shop/jobs.resize"]["running_now"]) == (1, 1)
         wider = await admin.put("/job-limits/shop/jobs.resize", json={"running": 2})
         assert wider.json()["running"] == 2
+        newest = (await admin.get("/audit", params={"limit": 1})).json()["entries"][0]
+        assert (newest["action"], newest["subject"]) == ("job_limits.set", "job-type:shop/jobs.resize")
         assert (await admin.put("/job-limits/shop/none", json={"running": 2})).status_code == 404
     assert len(runner.claim(3)) == 1
 
