@@ -17,9 +17,9 @@ def main() -> int:
     forget_library_variables()
     settings = read_settings(Settings)
     configure_log(settings.log_level)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     # It is often 1,024, which 1,000 slow clients would fill.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
     if settings.api_processes == 1:
         # Here, because a master needs neither.
         from api.app import load_app

@@ -167,7 +167,7 @@ def _document_more(app: FastAPI, root_path: str) -> None:
                 problems.add_common(operation, method, path.removeprefix("/v1"))
                 # In the order of the path; a user that a dependency reads would come last.
                 operation.get("parameters", []).sort(
-                    key=lambda one: (one["in"] != "path", path.find(f"{{{one['name']}}}"))
+                    key=lambda parameter: (parameter["in"] != "path", path.find(f"{{{parameter['name']}}}"))
                 )
         for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which no answer has
             schemas.pop(name, None)

@@ -67,6 +67,7 @@ from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
 from infra.valkey.switch_fanout import SwitchSigner
 from infra.vault.api_tokens import ApiTokens
+from infra.vault.certificates import CertificateFileReader
 from infra.vault.key_pairs import KeyWrapper
 from infra.vault.master_key import master_wrapper
 from infra.vault.message_secret import MessageSecretFile
@@ -138,6 +139,7 @@ class Services:
         self.pending_orders = PendingOrders(queue, self.answers, waiter, self.outcome_writer, traces)
         self.worker_requests = WorkerRequests(self.database, queue, self.answers, waiter, traces)
         self.reader = OrderReader(self.database, self.answers)
+        self.certificates = CertificateFileReader()
         checks = PreTradeChecks(settings, self.database)
         self.placer = OrderPlacer(
             self.database,
@@ -198,7 +200,7 @@ class Services:
         key, owner, disabled = await self.database.read(find)
         if key is None or owner is None:
             return None
-        ends = min((one.expires_at for one in (key, owner) if one.expires_at), default=None)
+        ends = min((api_key.expires_at for api_key in (key, owner) if api_key.expires_at), default=None)
         session_id = "" if key is owner else str(key.id)
         return Principal(
             str(owner.id),
@@ -219,11 +221,11 @@ class Services:
     async def write_metrics(self, page: metrics.MetricsPage) -> None:
         """Leaves out what a server that is down would tell. Raises `DatabaseUnavailable`, `RedisError` and
         `TemporalUnavailable` for one that goes down meanwhile."""
-        found = await self.readiness.check()
-        for name, server in found.dependencies.items():
+        readiness = await self.readiness.check()
+        for name, server in readiness.dependencies.items():
             page.add("berth_server_up", server.state == "up", name)
         metrics.write_host(page, self.settings, self.webhooks.calendar)
-        up = {name for name, server in found.dependencies.items() if server.state == "up"}
+        up = {name for name, server in readiness.dependencies.items() if server.state == "up"}
         # One that refuses to write answers a question, and says why.
         with suppress(RedisError):
             await metrics.write_valkey(page, self.valkey)
@@ -289,8 +291,8 @@ async def _wait_then_lead(services: Services) -> None:
 
 
 async def current_services(request: Request) -> Services:
-    found: Services = request.app.state.services
-    return found
+    services: Services = request.app.state.services
+    return services
 
 
 InServices = Annotated[Services, Depends(current_services)]

@@ -14,14 +14,48 @@ from temporalio.common import RetryPolicy
 from temporalio.exceptions import ApplicationError, FailureError
 
 with workflow.unsafe.imports_passed_through():
-    from workflows.maintenance import messages as mm
-    from workflows.morning import messages as mo
+    from workflows.maintenance.messages import Batch, Cleaned, FinishPass, MaintenanceInput, Scanned
+    from workflows.morning.messages import Connected, ConnectUser, MorningPlan, PlanMorning, RecentUsers
     from workflows.names import BULK_QUEUE, LAUNCH_QUEUE, LIFECYCLE_QUEUE, ORDERS_QUEUE
-    from workflows.order import messages as om
-    from workflows.reports import messages as sm
-    from workflows.rollout import messages as rm
-    from workflows.user_worker import messages as m
-    from workflows.worker_pool import messages as pm
+    from workflows.order.messages import UnresolvedOrder, Verified, VerifyOrder
+    from workflows.reports.messages import (
+        EnqueueStatements,
+        MakeReport,
+        PlanStatements,
+        ReportResult,
+        StatementsPage,
+        StatementsPlan,
+    )
+    from workflows.rollout.messages import (
+        AskToMove,
+        CheckRelease,
+        ReleaseSnapshot,
+        RetireWorkers,
+        TellRollout,
+    )
+    from workflows.user_worker.messages import (
+        STOP_TIMEOUT,
+        CheckWorker,
+        ClaimRequest,
+        ClaimResult,
+        ConnectRequest,
+        Launched,
+        LaunchForClaim,
+        RecordTimeline,
+        ReloadRequest,
+        ReloadResult,
+        Stopped,
+        StopWorker,
+        WorkerHealth,
+    )
+    from workflows.worker_pool.messages import (
+        CountPool,
+        KeepPool,
+        KeptPool,
+        LaunchPoolWorker,
+        PoolCount,
+        StopPoolWorkers,
+    )
 
 T = TypeVar("T")
 
@@ -90,15 +124,15 @@ def _delta(seconds: float | None) -> timedelta | None:
 # --- a user's worker ----------------------------------------------------------------------------------
 
 
-async def claim_worker(request: m.ClaimRequest, claim_timeout: float) -> m.ClaimResult:
+async def claim_worker(request: ClaimRequest, claim_timeout: float) -> ClaimResult:
     """A local activity: with a warm worker it takes about 10 ms, and a regular one would add two hops.
 
     It waits `reply_wait` for the worker's answer, which must stay far below the workflow task's 10 s.
     """
-    result: m.ClaimResult = await workflow.execute_local_activity(
+    result: ClaimResult = await workflow.execute_local_activity(
         "claim_worker",
         request,
-        result_type=m.ClaimResult,
+        result_type=ClaimResult,
         start_to_close_timeout=timedelta(seconds=request.reply_wait + 6.0),
         schedule_to_close_timeout=timedelta(seconds=claim_timeout),
         retry_policy=_QUICKLY,
@@ -108,53 +142,53 @@ async def claim_worker(request: m.ClaimRequest, claim_timeout: float) -> m.Claim
     return result
 
 
-async def launch_for_claim(request: m.LaunchForClaim) -> m.Launched:
+async def launch_for_claim(request: LaunchForClaim) -> Launched:
     """On the launch queue, whose rate is limited. 10 s above the launch's own time: to stop a late one."""
     limits = _Limits(request.timeout + 10.0, beat=_BEAT)
     why = "pool is empty: launch a worker for this claim"
-    return await _call(LAUNCH_QUEUE, "launch_for_claim", request, m.Launched, limits, why)
+    return await _call(LAUNCH_QUEUE, "launch_for_claim", request, Launched, limits, why)
 
 
-async def await_connected(request: m.ConnectRequest) -> m.ClaimResult:
+async def await_connected(request: ConnectRequest) -> ClaimResult:
     """Waits for the login that the claim began. A repeat waits again, within the whole time."""
     limits = _Limits(request.timeout + 10.0, each=request.timeout + 3.0, beat=_BEAT)
     why = "wait for the broker login"
-    return await _call(LIFECYCLE_QUEUE, "await_connected", request, m.ClaimResult, limits, why)
+    return await _call(LIFECYCLE_QUEUE, "await_connected", request, ClaimResult, limits, why)
 
 
-async def connect_again(request: m.ConnectRequest) -> m.ClaimResult:
+async def connect_again(request: ConnectRequest) -> ClaimResult:
     """A further login: the worker counts attempts, so that a repeated message is one login."""
     limits = _Limits(request.timeout + 10.0, each=request.timeout + 3.0, beat=_BEAT)
     why = f"broker login, attempt {request.attempt}"
-    return await _call(LIFECYCLE_QUEUE, "connect_again", request, m.ClaimResult, limits, why)
+    return await _call(LIFECYCLE_QUEUE, "connect_again", request, ClaimResult, limits, why)
 
 
-async def stop_worker(request: m.StopWorker) -> m.Stopped:
+async def stop_worker(request: StopWorker) -> Stopped:
     """Returns when the launcher confirms the end: nothing else lets another worker connect (one-owner).
 
     STOP_TIMEOUT beyond the grace: the launcher asks, waits and kills. The caller repeats a failed call.
     """
-    each = request.grace + m.STOP_TIMEOUT
+    each = request.grace + STOP_TIMEOUT
     limits = _Limits(each + 10.0, each=each, beat=_BEAT)
     why = f"stop the worker: {request.reason}"[:200]
-    return await _call(LIFECYCLE_QUEUE, "stop_worker", request, m.Stopped, limits, why)
+    return await _call(LIFECYCLE_QUEUE, "stop_worker", request, Stopped, limits, why)
 
 
-async def check_worker(request: m.CheckWorker) -> m.WorkerHealth:
+async def check_worker(request: CheckWorker) -> WorkerHealth:
     """Reads the mark and the launcher's list; a caller of `ensure_active` may wait for it."""
     limits = _Limits(20.0, each=_LOOKUP)
     why = "is the worker alive, and when was it last used?"
-    return await _call(LIFECYCLE_QUEUE, "check_worker", request, m.WorkerHealth, limits, why)
+    return await _call(LIFECYCLE_QUEUE, "check_worker", request, WorkerHealth, limits, why)
 
 
-async def reload_credentials(request: m.ReloadRequest) -> m.ReloadResult:
+async def reload_credentials(request: ReloadRequest) -> ReloadResult:
     """The worker answers when the accounts that changed are connected again."""
     limits = _Limits(request.timeout + 10.0, each=request.timeout + 3.0, beat=_BEAT)
     why = "give the worker its new credentials"
-    return await _call(LIFECYCLE_QUEUE, "reload_credentials", request, m.ReloadResult, limits, why)
+    return await _call(LIFECYCLE_QUEUE, "reload_credentials", request, ReloadResult, limits, why)
 
 
-async def record_timeline(request: m.RecordTimeline) -> None:
+async def record_timeline(request: RecordTimeline) -> None:
     """Tried every 10 s: a closing run waits for it, and its user cannot start anew before."""
     limits = _Limits(TIMELINE_TIMEOUT, each=_STATEMENT, retry=_PATIENTLY)
     why = f"write {len(request.transitions)} transitions to the timeline"
@@ -164,36 +198,34 @@ async def record_timeline(request: m.RecordTimeline) -> None:
 # --- the pool -----------------------------------------------------------------------------------------
 
 
-async def count_pool(request: pm.CountPool) -> pm.PoolCount:
+async def count_pool(request: CountPool) -> PoolCount:
     """A round trip to the launcher and two to Valkey, after every claim. The pool itself counts again.
 
     Not a local activity: on a host without CPU its workflow task may take more than 10 s, and signals that
     come in between would stand before the count in the history, but after it in what the run did.
     """
     limits = _Limits(None, each=_LOOKUP, retry=_ONCE)
-    return await _call(LIFECYCLE_QUEUE, "count_pool", request, pm.PoolCount, limits, "count the pool")
+    return await _call(LIFECYCLE_QUEUE, "count_pool", request, PoolCount, limits, "count the pool")
 
 
-async def keep_pool(request: pm.KeepPool) -> pm.KeptPool:
+async def keep_pool(request: KeepPool) -> KeptPool:
     """One statement in PostgreSQL. An operator may wait for it, so the first repeats come quickly."""
     limits = _Limits(_OUTAGE, each=_STATEMENT)
     return await _call(
-        LIFECYCLE_QUEUE, "keep_pool", request, pm.KeptPool, limits, "keep what operators have set"
+        LIFECYCLE_QUEUE, "keep_pool", request, KeptPool, limits, "keep what operators have set"
     )
 
 
-async def launch_pool_worker(request: pm.LaunchPoolWorker) -> m.Launched:
+async def launch_pool_worker(request: LaunchPoolWorker) -> Launched:
     """Returns when the worker is ready. One attempt: the pool backs off and takes a new token.
 
     An attempt waits up to 25 s for its turn, gives the worker its time, and has 10 s for a stop.
     """
     limits = _Limits(request.timeout + 60.0, each=request.timeout + 40.0, beat=_BEAT, retry=_ONCE)
-    return await _call(
-        LAUNCH_QUEUE, "launch_pool_worker", request, m.Launched, limits, "launch a pool worker"
-    )
+    return await _call(LAUNCH_QUEUE, "launch_pool_worker", request, Launched, limits, "launch a pool worker")
 
 
-async def shrink_pool(request: pm.StopPoolWorkers) -> int:
+async def shrink_pool(request: StopPoolWorkers) -> int:
     """Stops free workers; each leaves the pool by a claim of its own, so no user's claim can meet it."""
     limits = _Limits(90.0, each=60.0, beat=_BEAT, retry=_PATIENTLY)
     return await _call(
@@ -204,7 +236,7 @@ async def shrink_pool(request: pm.StopPoolWorkers) -> int:
 # --- orders -------------------------------------------------------------------------------------------
 
 
-async def verify_order(request: om.VerifyOrder) -> om.Verified:
+async def verify_order(request: VerifyOrder) -> Verified:
     """Asks PostgreSQL and the broker; it may have to start the user's worker first (50 s).
 
     Two attempts: the workflow comes back by itself, in a pause that grows.
@@ -212,17 +244,17 @@ async def verify_order(request: om.VerifyOrder) -> om.Verified:
     whole = 2 * (request.timeout + 65.0)
     limits = _Limits(whole, each=request.timeout + 60.0, beat=_BEAT, retry=_TWICE)
     why = f"verify the order, {request.check + 1}"
-    return await _call(ORDERS_QUEUE, "verify_order", request, om.Verified, limits, why)
+    return await _call(ORDERS_QUEUE, "verify_order", request, Verified, limits, why)
 
 
-async def settle_absent(request: om.UnresolvedOrder) -> bool:
+async def settle_absent(request: UnresolvedOrder) -> bool:
     """One statement in PostgreSQL."""
     limits = _Limits(60.0, each=_STATEMENT, retry=_PATIENTLY)
     why = "the order never reached the broker"
     return await _call(ORDERS_QUEUE, "settle_absent", request, bool, limits, why)
 
 
-async def demand_attention(request: om.UnresolvedOrder) -> bool:
+async def demand_attention(request: UnresolvedOrder) -> bool:
     """Nobody waits for it, and it must not be lost: PostgreSQL may be away for an hour."""
     limits = _Limits(_OUTAGE, each=_STATEMENT, retry=_SLOWLY)
     why = "put the order on the list for a person"
@@ -232,19 +264,26 @@ async def demand_attention(request: om.UnresolvedOrder) -> bool:
 # --- maintenance --------------------------------------------------------------------------------------
 
 
-async def scan_fleet(request: mm.MaintenanceInput) -> mm.Scanned:
+async def scan_fleet(request: MaintenanceInput) -> Scanned:
     """10,000 workers take below a second. One attempt: the next pass comes within a minute."""
     limits = _Limits(50.0, each=45.0, retry=_ONCE)
-    return await _call(BULK_QUEUE, "scan_fleet", request, mm.Scanned, limits, "scan all workers")
+    return await _call(BULK_QUEUE, "scan_fleet", request, Scanned, limits, "scan all workers")
 
 
-async def clean_up(batch: mm.Batch) -> mm.Cleaned:
+async def clean_up(batch: Batch) -> Cleaned:
     """A hundred stops, twenty at a time, each with the time for a logout. What is left is found again."""
     limits = _Limits(240.0, each=120.0, beat=_SLOW_BEAT, retry=_TWICE)
-    return await _call(BULK_QUEUE, "clean_up", batch, mm.Cleaned, limits, f"clean up {batch.count} anomalies")
+    return await _call(
+        BULK_QUEUE,
+        "clean_up",
+        batch,
+        Cleaned,
+        limits,
+        f"clean up {batch.count} anomalies",
+    )
 
 
-async def finish_pass(request: mm.FinishPass) -> float:
+async def finish_pass(request: FinishPass) -> float:
     """One statement in PostgreSQL."""
     limits = _Limits(60.0, each=_STATEMENT, retry=_PATIENTLY)
     return await _call(BULK_QUEUE, "finish_pass", request, float, limits, "record the outcome of the pass")
@@ -253,28 +292,28 @@ async def finish_pass(request: mm.FinishPass) -> float:
 # --- rollouts -----------------------------------------------------------------------------------------
 
 
-async def check_release(request: rm.CheckRelease) -> rm.ReleaseSnapshot:
+async def check_release(request: CheckRelease) -> ReleaseSnapshot:
     """An update of the pool's workflow, a listing of the launcher and a page of Valkey."""
     limits = _Limits(60.0, each=20.0, retry=_TWICE)
     why = f"how many workers are of version {request.release.version or 'of the settings'}?"
-    return await _call(BULK_QUEUE, "check_release", request, rm.ReleaseSnapshot, limits, why)
+    return await _call(BULK_QUEUE, "check_release", request, ReleaseSnapshot, limits, why)
 
 
-async def retire_workers(request: rm.RetireWorkers) -> int:
+async def retire_workers(request: RetireWorkers) -> int:
     """Several stops beside each other, each with the grace of a logout. A repeat ends the same workers."""
     limits = _Limits(130.0, each=60.0, beat=_BULK_BEAT, retry=_TWICE)
     why = f"end {request.count} free workers of other versions"
     return await _call(BULK_QUEUE, "retire_workers", request, int, limits, why)
 
 
-async def ask_to_move(request: rm.AskToMove) -> int:
+async def ask_to_move(request: AskToMove) -> int:
     """A signal a user, several at a time."""
     limits = _Limits(130.0, each=60.0, beat=_BULK_BEAT, retry=_TWICE)
     why = "ask the users of other versions to move"
     return await _call(BULK_QUEUE, "ask_to_move", request, int, limits, why)
 
 
-async def tell_rollout(request: rm.TellRollout) -> None:
+async def tell_rollout(request: TellRollout) -> None:
     """One row of the audit trail."""
     limits = _Limits(_OUTAGE, each=_STATEMENT, retry=_SLOWLY)
     await _call(
@@ -285,14 +324,14 @@ async def tell_rollout(request: rm.TellRollout) -> None:
 # --- the morning, daily statements and reports -------------------------------------------------------------
 
 
-async def plan_morning(request: mo.PlanMorning) -> mo.MorningPlan:
+async def plan_morning(request: PlanMorning) -> MorningPlan:
     """One count over the orders' index: seconds for millions of orders."""
     limits = _Limits(1800.0, each=30.0, retry=_PATIENTLY)
     why = "is it a trading day, and who traded recently?"
-    return await _call(BULK_QUEUE, "plan_morning", request, mo.MorningPlan, limits, why)
+    return await _call(BULK_QUEUE, "plan_morning", request, MorningPlan, limits, why)
 
 
-async def recent_users(request: mo.RecentUsers) -> list[str]:
+async def recent_users(request: RecentUsers) -> list[str]:
     """One page of an index."""
     limits = _Limits(1800.0, each=30.0, retry=_PATIENTLY)
     return await _call(
@@ -300,32 +339,37 @@ async def recent_users(request: mo.RecentUsers) -> list[str]:
     )
 
 
-async def connect_user(request: mo.ConnectUser) -> mo.Connected:
+async def connect_user(request: ConnectUser) -> Connected:
     """A claim and a login: the caller's own limit is 50 s with the default settings."""
     limits = _Limits(240.0, each=180.0, beat=_BULK_BEAT, retry=_ONCE)
     return await _call(
-        BULK_QUEUE, "connect_user", request, mo.Connected, limits, f"connect user {request.user_id}"
+        BULK_QUEUE,
+        "connect_user",
+        request,
+        Connected,
+        limits,
+        f"connect user {request.user_id}",
     )
 
 
-async def plan_statements(request: sm.PlanStatements) -> sm.StatementsPlan:
+async def plan_statements(request: PlanStatements) -> StatementsPlan:
     """One count over a table with at most one row a user. Tried until the next day's are due."""
     limits = _Limits(12 * 3600.0, each=30.0, retry=_SLOWLY)
     why = "which day, and was it a trading day?"
-    return await _call(BULK_QUEUE, "plan_statements", request, sm.StatementsPlan, limits, why)
+    return await _call(BULK_QUEUE, "plan_statements", request, StatementsPlan, limits, why)
 
 
-async def enqueue_statements(request: sm.EnqueueStatements) -> sm.StatementsPage:
+async def enqueue_statements(request: EnqueueStatements) -> StatementsPage:
     """One page of users: reads their orders and enqueues a job for each, some ms a user."""
     limits = _Limits(12 * 3600.0, each=300.0, beat=_SLOW_BEAT, retry=_SLOWLY)
     why = f"users after {request.after!r}"
-    return await _call(BULK_QUEUE, "enqueue_statements", request, sm.StatementsPage, limits, why)
+    return await _call(BULK_QUEUE, "enqueue_statements", request, StatementsPage, limits, why)
 
 
-async def make_report(request: sm.MakeReport) -> sm.ReportResult:
+async def make_report(request: MakeReport) -> ReportResult:
     """Some statements, up to 60 s for the figures, and a job a mail. Tried until the next report is due."""
     limits = _Limits(24 * 3600.0, each=120.0, beat=_BULK_BEAT, retry=_SLOWLY)
-    return await _call(BULK_QUEUE, "make_report", request, sm.ReportResult, limits, "make the daily report")
+    return await _call(BULK_QUEUE, "make_report", request, ReportResult, limits, "make the daily report")
 
 
 # --- what a failed call says --------------------------------------------------------------------------

@@ -25,12 +25,12 @@ from workflows.reports.messages import StatementsPlan
 T = TypeVar("T")
 
 
-def read_payload(signal: str, payload: tuple[Any, ...], wanted: type[T]) -> T | None:
+def read_payload(signal: str, payload: tuple[Any, ...], message_type: type[T]) -> T | None:
     """The one message that `signal` carries; None, and logged, when it is something else."""
     why = f"{len(payload)} values instead of one"
     if len(payload) == 1:
         try:
-            message: T = value_to_type(wanted, payload[0])
+            message: T = value_to_type(message_type, payload[0])
             return message
         except (TypeError, ValueError, OverflowError) as error:
             why = str(error)[:200]

@@ -98,14 +98,14 @@ class BudgetPlanner:
             address_names = self.keys.budget_names("address", self.egress_address, broker, plan.user_id)
             shared_by_all = self.keys.former_budget_names("address", self.egress_address)
             former += tuple(f"{broker}-{name}" for name in shared_by_all)
-        found = AccountBudgets(
+        account_budgets = AccountBudgets(
             person=SealedPerson(stored.version, hashes),
             names=names[-_MAX_NAMES:],
             address_names=[*address_names][-_MAX_NAMES:],
             former_names=[*former],
         )
-        plan.accounts[stored.account_id] = found
-        return found
+        plan.accounts[stored.account_id] = account_budgets
+        return account_budgets
 
     async def record(self, plan: AssignmentBudgets, *, reload: bool = False) -> list[str] | None:
         """Records what is about to be sent; returns what the worker may use, None: the names of 0.1.0."""

@@ -32,7 +32,14 @@ from infra.valkey.worker_users import WorkerUsers
 from worker_runtime.protocol import errors, keys
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Claim, ClaimReply, Connect, PlaceOrder
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import (
+    CRASH_WINDOW,
+    ClaimRequest,
+    ClaimResult,
+    ClaimStatus,
+    ConnectRequest,
+    WorkerRef,
+)
 
 #: Recent crashes after which a start is held back. After the first one, the user gets a new worker at once.
 BACK_OFF_FROM = 2
@@ -54,8 +61,8 @@ class _EntryRefused(Exception):
 class _ClaimedWorker:
     """What a claim got in its transaction."""
 
-    found: entries.PoolEntry
-    worker: m.WorkerRef
+    entry: entries.PoolEntry
+    worker: WorkerRef
     accounts: Sequence[StoredCredentials] = ()
     open_orders: list[PlaceOrder] = field(default_factory=list)
     crashes: tuple[float, ...] = ()
@@ -79,23 +86,23 @@ class ClaimActivities:
         self._canaries = CanaryRegistry(self.client)
 
     @activity.defn
-    async def claim_worker(self, request: m.ClaimRequest) -> m.ClaimResult:
+    async def claim_worker(self, request: ClaimRequest) -> ClaimResult:
         """Gives the user a worker of the pool: assignment, claim, owner key, sealed credentials."""
         if request.failed:
             await self._canaries.failed(request.pool, request.failed[-1], request.user_id)
         claimed = await self._assign(request)
-        found, worker = claimed.found, claimed.worker
+        entry, worker = claimed.entry, claimed.worker
         if claimed.adopted is not None:
             return _adopted(claimed, claimed.adopted)
-        if found.status == "none":
-            return m.ClaimResult(status=m.ClaimStatus.NONE)
+        if entry.status == "none":
+            return ClaimResult(status=ClaimStatus.NONE)
         if claimed.crashes and not worker.epoch:
-            return m.ClaimResult(status=m.ClaimStatus.BACK_OFF, crashes=claimed.crashes)
-        if found.status == "empty":
-            return m.ClaimResult(status=m.ClaimStatus.EMPTY)
-        if found.status == "gone":
+            return ClaimResult(status=ClaimStatus.BACK_OFF, crashes=claimed.crashes)
+        if entry.status == "empty":
+            return ClaimResult(status=ClaimStatus.EMPTY)
+        if entry.status == "gone":
             return _gone(worker, "the claimed worker is gone")
-        if found.status == "refused":
+        if entry.status == "refused":
             return _no_account(request, claimed)
         # Read after the commit of the assignment, so that no change of the switch is missed.
         (generation, server), switch = await asyncio.gather(
@@ -106,33 +113,36 @@ class ClaimActivities:
         if not await entries.write_owner(self.client, request.user_id, worker, generation, words):
             return _gone(worker, "a later assignment owns the user")
         replies = ClaimReplies(self.client, self.sealer.keys, worker)
-        reply = None if found.status == "claimed" else await replies.present(1)
+        reply = None if entry.status == "claimed" else await replies.present(1)
         if reply is None:
             inbox = keys.pool_inbox(request.pool, worker.worker_id)
             # Sent again only if it was lost on the way: a worker answers a repeated claim again.
-            if found.status == "claimed" or not await valkey.reply_of(self.client.llen(inbox)):
+            if entry.status == "claimed" or not await valkey.reply_of(self.client.llen(inbox)):
                 claim = await self._claim_message(request, claimed, generation, switch.version)
                 await push_signed(self.client, inbox, claim, self.sealer.keys.signing_keys)
             reply = await replies.wait(1, request.reply_wait)
         return await self._result(request, worker, reply)
 
     async def _result(
-        self, request: m.ClaimRequest | m.ConnectRequest, worker: m.WorkerRef, reply: ClaimReply | None
-    ) -> m.ClaimResult:
+        self,
+        request: ClaimRequest | ConnectRequest,
+        worker: WorkerRef,
+        reply: ClaimReply | None,
+    ) -> ClaimResult:
         result = _result(worker, reply)
         if reply is not None and any(login.rejected for login in reply.logins):  # the others have their event
             async with self.database.session() as session:
                 await record_logins(session, request.user_id, worker.epoch, reply.at_ms, reply.logins)
         if result.failure_code:
             count_claim_failure(result.failure_code)
-        if result.status == m.ClaimStatus.ACTIVE:
+        if result.status == ClaimStatus.ACTIVE:
             if self.traces is not None:
                 began, ended = result.claimed_at, result.connected_at
                 self.traces.add("worker login", self.traces.context("claim"), began, ended)
             await self._canaries.served(worker.pool, worker.version)
         return result
 
-    async def _assign(self, request: m.ClaimRequest) -> _ClaimedWorker:
+    async def _assign(self, request: ClaimRequest) -> _ClaimedWorker:
         """Skips invalid pool entries, so that a forged one cannot block claims."""
         avoid = await self._canaries.to_avoid(request.pool, request.failed)
         refused: set[str] = set()
@@ -147,10 +157,10 @@ class ClaimActivities:
                     "pool_entry_refused", worker_id=error.worker_id, pool=request.pool, reason=str(error)
                 )
                 await entries.discard_entry(self.client, request.pool, error.worker_id, request.claim_id)
-        return _ClaimedWorker(found=entries.PoolEntry(status="empty"), worker=_nobody(request))
+        return _ClaimedWorker(entry=entries.PoolEntry(status="empty"), worker=_nobody(request))
 
     async def _assign_once(
-        self, request: m.ClaimRequest, avoided: str, refused: Collection[str]
+        self, request: ClaimRequest, avoided: str, refused: Collection[str]
     ) -> _ClaimedWorker:
         """Epoch, worker and accounts in one transaction; a repeat of the claim id gets the same ones.
 
@@ -165,7 +175,7 @@ class ClaimActivities:
                     claim_id=request.claim_id,
                     pool=request.pool,
                     crash_limit=BACK_OFF_FROM if request.check_crashes else 0,
-                    crash_window=m.CRASH_WINDOW,
+                    crash_window=CRASH_WINDOW,
                     adopt_only=request.adopt_only,
                 )
             except UserNotFound:
@@ -176,9 +186,9 @@ class ClaimActivities:
                 return adopted
             gone = await self._to_end_first(request, assigned)
             if gone is not None:
-                return _ClaimedWorker(found=entries.PoolEntry(status="gone"), worker=gone)
+                return _ClaimedWorker(entry=entries.PoolEntry(status="gone"), worker=gone)
             if request.adopt_only:
-                return _ClaimedWorker(found=entries.PoolEntry(status="none"), worker=_nobody(request))
+                return _ClaimedWorker(entry=entries.PoolEntry(status="none"), worker=_nobody(request))
             accounts: Sequence[StoredCredentials] = ()
             open_orders: list[PlaceOrder] = []
             rejection: BerthError | None = None
@@ -188,7 +198,7 @@ class ClaimActivities:
                 )
                 accounts, rejection = await split_rejected(session, stored, starts=True)
             if accounts:
-                found = await entries.claim_entry(
+                entry = await entries.claim_entry(
                     self.client,
                     request.pool,
                     request.claim_id,
@@ -197,33 +207,31 @@ class ClaimActivities:
                     refused=refused,
                 )
             else:  # no account to log in with, or too many crashes: no worker is claimed
-                found = entries.PoolEntry(status="refused")
-            if found.status == "full":
+                entry = entries.PoolEntry(status="refused")
+            if entry.status == "full":
                 raise ApplicationError(
                     errors.MemoryShort.title(), type=errors.MemoryShort.code, non_retryable=True
                 )
-            if found.status == "gone" and found.worker_id != assigned.worker_id:
-                raise _EntryRefused(found.worker_id, "its entry is gone")  # nothing was sent to it
-            worker = m.WorkerRef(
-                worker_id=found.worker_id,
+            if entry.status == "gone" and entry.worker_id != assigned.worker_id:
+                raise _EntryRefused(entry.worker_id, "its entry is gone")  # nothing was sent to it
+            worker = WorkerRef(
+                worker_id=entry.worker_id,
                 task_id=assigned.task_id,
                 epoch=epoch,
                 claim_id=request.claim_id,
                 pool=request.pool,
-                warm=not found.worker_id.startswith(COLD_PREFIX),
-                public_key=found.public_key.hex(),
+                warm=not entry.worker_id.startswith(COLD_PREFIX),
+                public_key=entry.public_key.hex(),
             )
-            if found.status in ("claimed", "again"):
-                worker = await self._take(session, worker, found)
+            if entry.status in ("claimed", "again"):
+                worker = await self._take(session, worker, entry)
         return _ClaimedWorker(
-            found, worker, accounts, open_orders, crashes=assigned.crashes, rejection=rejection
+            entry, worker, accounts, open_orders, crashes=assigned.crashes, rejection=rejection
         )
 
-    async def _take(
-        self, session: AsyncSession, worker: m.WorkerRef, found: entries.PoolEntry
-    ) -> m.WorkerRef:
+    async def _take(self, session: AsyncSession, worker: WorkerRef, entry: entries.PoolEntry) -> WorkerRef:
         """Writes down the worker of the claim: the only one that it ever has. Raises `_EntryRefused`."""
-        if not found.proven(self.sealer.keys):
+        if not entry.proven(self.sealer.keys):
             raise _EntryRefused(worker.worker_id, "its public key is not proven to be its own")
         try:
             launched = await worker_sessions.assign_worker(
@@ -231,13 +239,16 @@ class ClaimActivities:
             )
         except worker_sessions.NotAssignable as error:
             raise _EntryRefused(worker.worker_id, str(error)) from None
-        if found.status == "claimed":  # and not again
+        if entry.status == "claimed":  # and not again
             kind = "warm" if worker.warm else "cold"
             CLAIM_SECONDS.labels(worker.pool, kind).observe(launched.waited)
         return replace(worker, task_id=launched.task_id, version=launched.version)
 
     async def _adopt(
-        self, session: AsyncSession, request: m.ClaimRequest, assigned: worker_sessions.AssignmentResult
+        self,
+        session: AsyncSession,
+        request: ClaimRequest,
+        assigned: worker_sessions.AssignmentResult,
     ) -> _ClaimedWorker | None:
         """Returns the worker that the user still has, though no run of the workflow knows it; else None.
 
@@ -255,7 +266,7 @@ class ClaimActivities:
         if not alive:
             return None
         launched = await session.get(WorkerLaunch, worker_id)
-        worker = m.WorkerRef(
+        worker = WorkerRef(
             worker_id=worker_id,
             task_id=other.task_id or (launched and launched.task_id) or "",
             epoch=other.epoch,
@@ -265,12 +276,12 @@ class ClaimActivities:
             warm=bool(other.warm),
         )
         log.warning("worker_adopted", user_id=user, worker_id=worker_id, epoch=other.epoch)
-        found = entries.PoolEntry(status="adopted")
-        return _ClaimedWorker(found, worker, crashes=assigned.crashes, adopted=other)
+        entry = entries.PoolEntry(status="adopted")
+        return _ClaimedWorker(entry, worker, crashes=assigned.crashes, adopted=other)
 
     async def _to_end_first(
-        self, request: m.ClaimRequest, assigned: worker_sessions.AssignmentResult
-    ) -> m.WorkerRef | None:
+        self, request: ClaimRequest, assigned: worker_sessions.AssignmentResult
+    ) -> WorkerRef | None:
         """Returns the former worker that must end first, or None (one-owner)."""
         other = assigned.unended
         claim_id, pool = (other or request).claim_id, (other or request).pool
@@ -282,18 +293,20 @@ class ClaimActivities:
         ):
             return None
         epoch, warm = (other or assigned).epoch, bool(own) and other is None
-        return m.WorkerRef(
-            worker_id=own, task_id=task_id, epoch=epoch, claim_id=claim_id, pool=pool, warm=warm
-        )
+        return WorkerRef(worker_id=own, task_id=task_id, epoch=epoch, claim_id=claim_id, pool=pool, warm=warm)
 
     async def _claim_message(
-        self, request: m.ClaimRequest, claimed: _ClaimedWorker, generation: str, switch_version: int
+        self,
+        request: ClaimRequest,
+        claimed: _ClaimedWorker,
+        generation: str,
+        switch_version: int,
     ) -> Claim:
         """Seals the user's accounts, and lets the worker reach the keys that it needs for them."""
         worker, planner = claimed.worker, self.sealer.budgets
         plan = await planner.plan(request.user_id, worker.epoch)
         accounts, sealed_keys = await self.sealer.seal(
-            request.user_id, claimed.accounts, claimed.found.public_key, worker, request.claim_id, plan
+            request.user_id, claimed.accounts, claimed.entry.public_key, worker, request.claim_id, plan
         )
         permitted = await planner.record(plan)
         if self.users:
@@ -312,12 +325,12 @@ class ClaimActivities:
         )
 
     @activity.defn
-    async def await_connected(self, request: m.ConnectRequest) -> m.ClaimResult:
+    async def await_connected(self, request: ConnectRequest) -> ClaimResult:
         """Waits for the answer to a login that has begun."""
         worker, deadline = request.worker, time.monotonic() + request.timeout
         replies = ClaimReplies(self.client, self.sealer.keys, worker)
-        while (left := deadline - time.monotonic()) > 0:
-            reply = await replies.wait(request.attempt, min(left, WAIT_SLICE))
+        while (seconds_left := deadline - time.monotonic()) > 0:
+            reply = await replies.wait(request.attempt, min(seconds_left, WAIT_SLICE))
             if reply is not None:
                 return await self._result(request, worker, reply)
             activity.heartbeat()
@@ -329,15 +342,15 @@ class ClaimActivities:
         settled = await entries.release_claim(self.client, worker.pool, worker.worker_id, worker.claim_id)
         if settled == "released":
             return _gone(worker, "the worker did not confirm the claim in time")
-        return m.ClaimResult(
-            status=m.ClaimStatus.FAILED,
+        return ClaimResult(
+            status=ClaimStatus.FAILED,
             worker=worker,
             failure_code=errors.BrokerUnreachable.code,
             failure_detail=f"no broker login within {request.timeout:.0f} s",
         )
 
     @activity.defn
-    async def connect_again(self, request: m.ConnectRequest) -> m.ClaimResult:
+    async def connect_again(self, request: ConnectRequest) -> ClaimResult:
         """Asks the worker for a further login; it knows a repeated message by its attempt."""
         worker = request.worker
         replies = ClaimReplies(self.client, self.sealer.keys, worker)
@@ -354,26 +367,29 @@ class ClaimActivities:
         return await self.await_connected(request)
 
 
-def _no_account(request: m.ClaimRequest, claimed: _ClaimedWorker) -> m.ClaimResult:
+def _no_account(request: ClaimRequest, claimed: _ClaimedWorker) -> ClaimResult:
     """The user is unknown, has stored no credentials, or only such as the broker has rejected."""
     unknown = UserNotFound(f"there is no user {request.user_id}")
     error = claimed.rejection or (errors.UnknownAccount() if claimed.worker.epoch else unknown)
-    return m.ClaimResult(
-        status=m.ClaimStatus.FAILED, failure_code=error.code, failure_detail=error.detail, retryable=False
+    return ClaimResult(
+        status=ClaimStatus.FAILED,
+        failure_code=error.code,
+        failure_detail=error.detail,
+        retryable=False,
     )
 
 
-def _nobody(request: m.ClaimRequest) -> m.WorkerRef:
-    return m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id=request.claim_id, pool=request.pool)
+def _nobody(request: ClaimRequest) -> WorkerRef:
+    return WorkerRef(worker_id="", task_id="", epoch=0, claim_id=request.claim_id, pool=request.pool)
 
 
-def _adopted(claimed: _ClaimedWorker, assignment: WorkerSession) -> m.ClaimResult:
+def _adopted(claimed: _ClaimedWorker, assignment: WorkerSession) -> ClaimResult:
     claimed_at, connected_at = assignment.claimed_at, assignment.connected_at
     if connected_at is None and claimed_at is not None:
         # The event of its connect may be lost.
         connected_at = claimed_at if datetime.now(UTC) - claimed_at > worker_sessions.LONG_CLAIMED else None
-    return m.ClaimResult(
-        status=m.ClaimStatus.ADOPTED,
+    return ClaimResult(
+        status=ClaimStatus.ADOPTED,
         worker=claimed.worker,
         claimed_at=claimed_at.timestamp() if claimed_at else 0.0,
         connected_at=connected_at.timestamp() if connected_at else 0.0,
@@ -381,17 +397,17 @@ def _adopted(claimed: _ClaimedWorker, assignment: WorkerSession) -> m.ClaimResul
     )
 
 
-def _gone(worker: m.WorkerRef, why: str) -> m.ClaimResult:
-    return m.ClaimResult(status=m.ClaimStatus.GONE, worker=worker, failure_detail=why)
+def _gone(worker: WorkerRef, why: str) -> ClaimResult:
+    return ClaimResult(status=ClaimStatus.GONE, worker=worker, failure_detail=why)
 
 
-def _result(worker: m.WorkerRef, reply: ClaimReply | None) -> m.ClaimResult:
+def _result(worker: WorkerRef, reply: ClaimReply | None) -> ClaimResult:
     if reply is None:
-        return m.ClaimResult(status=m.ClaimStatus.CONNECTING, worker=worker)
+        return ClaimResult(status=ClaimStatus.CONNECTING, worker=worker)
     failure = reply.failure
     if failure is None:
-        return m.ClaimResult(
-            status=m.ClaimStatus.ACTIVE,
+        return ClaimResult(
+            status=ClaimStatus.ACTIVE,
             worker=worker,
             claimed_at=reply.claimed_at_ms / 1000,
             connected_at=reply.connected_at_ms / 1000,
@@ -401,8 +417,8 @@ def _result(worker: m.WorkerRef, reply: ClaimReply | None) -> m.ClaimResult:
     if failure.code == errors.InvalidSeal.code:
         # Sealed to the key of a session that was replaced meanwhile: no fault of the user's credentials.
         return _gone(worker, "the worker's session was replaced during the claim")
-    return m.ClaimResult(
-        status=m.ClaimStatus.FAILED,
+    return ClaimResult(
+        status=ClaimStatus.FAILED,
         worker=worker,
         claimed_at=reply.claimed_at_ms / 1000,
         failure_code=failure.code,

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import msgspec
 import structlog
@@ -61,25 +62,30 @@ class AssignmentSealer:
         the clear text exists only in this call (sealed). Adds the budgets of the accounts to the plan."""
         known = {"user_id": user_id, "claim_id": claim_id, "worker_id": worker.worker_id}
         sealed = []
-        for one in stored:
+        for credentials_row in stored:
             await asyncio.sleep(0)  # each takes about 0.3 ms, and a user may have `MAX_ACCOUNTS`
-            account = one.account
+            account = credentials_row.account
             credentials = await vault.decrypt_credentials(
-                one.encrypted, self.unwrapper, user_id=user_id, account_id=one.account_id
+                credentials_row.encrypted,
+                self.unwrapper,
+                user_id=user_id,
+                account_id=credentials_row.account_id,
             )
-            counted = self.budgets.account(plan, one, credentials)
+            counted = self.budgets.account(plan, credentials_row, credentials)
             clear = msgspec.json.encode(credentials)
             sealed.append(
                 SealedAccount(
-                    account_id=one.account_id,
+                    account_id=credentials_row.account_id,
                     broker=account.broker,
                     broker_type=account.broker_type,
                     simulation=account.simulation,
                     number=account.number,
-                    version=one.version,
+                    version=credentials_row.version,
                     budgets=counted.names,
                     address_budgets=counted.address_names,
-                    sealed=sealing.seal(clear, key, account_id=one.account_id, epoch=worker.epoch, **known),
+                    sealed=sealing.seal(
+                        clear, key, account_id=credentials_row.account_id, epoch=worker.epoch, **known
+                    ),
                     books_first=self.books_first,
                 )
             )
@@ -135,10 +141,11 @@ class ClaimReplies:
         deadline = time.monotonic() + timeout
         while True:
             reply = await self.present(attempt)
-            left = deadline - time.monotonic()
-            if reply is not None or left <= 0:
+            seconds_left = deadline - time.monotonic()
+            if reply is not None or seconds_left <= 0:
                 return reply
-            await valkey.reply_of(self._client.blmove(self._key, self._key, max(left, 0.01), "LEFT", "RIGHT"))  # type: ignore[arg-type]
+            timeout_s: Any = max(seconds_left, 0.01)  # a fraction, which redis-py's types do not know
+            await valkey.reply_of(self._client.blmove(self._key, self._key, timeout_s, "LEFT", "RIGHT"))
 
     def _read(self, item: bytes) -> ClaimReply | None:
         """The reply, if it is the worker's own to this claim."""

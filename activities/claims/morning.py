@@ -12,7 +12,14 @@ from infra.database.engine import Database
 from infra.database.orders import listing as recent_users
 from infra.market.calendar import TAIPEI, Calendar, Market
 from worker_runtime.protocol.errors import BerthError
-from workflows.morning import messages as mo
+from workflows.morning.messages import (
+    BellGroup,
+    Connected,
+    ConnectUser,
+    MorningPlan,
+    PlanMorning,
+    RecentUsers,
+)
 
 log = structlog.get_logger()
 
@@ -30,7 +37,7 @@ class MorningActivities:
         self._ensure_active = ensure_active
 
     @activity.defn
-    async def plan_morning(self, request: mo.PlanMorning) -> mo.MorningPlan:
+    async def plan_morning(self, request: PlanMorning) -> MorningPlan:
         try:
             now = datetime.fromtimestamp(request.at, TAIPEI) if request.at else datetime.now(TAIPEI)
             day = date.fromisoformat(request.day) if request.day else now.date()
@@ -38,8 +45,8 @@ class MorningActivities:
             raise ApplicationError(str(error), type="INVALID_DAY", non_retryable=True) from None
         bells = self._calendar.bells(day, evening=request.evening)
         if not bells:
-            what = "has no evening session" if request.evening else "is no trading day"
-            return mo.MorningPlan(day=day.isoformat(), reason=f"{day} {what}")
+            why = "has no evening session" if request.evening else "is no trading day"
+            return MorningPlan(day=day.isoformat(), reason=f"{day} {why}")
         first = first_recent_day(self._calendar, day, request.days)
         since = datetime.combine(first, time(), TAIPEI)
         async with self._database.session() as session:
@@ -48,12 +55,12 @@ class MorningActivities:
         users = sum(group.users for group in groups)
         log.info("morning_planned", day=day.isoformat(), users=users, since=since.date().isoformat())
         bell = groups[-1].bell
-        return mo.MorningPlan(
+        return MorningPlan(
             day=day.isoformat(), users=users, since=since.timestamp(), bell=bell, groups=groups
         )
 
     @activity.defn
-    async def recent_users(self, request: mo.RecentUsers) -> list[str]:
+    async def recent_users(self, request: RecentUsers) -> list[str]:
         since = datetime.fromtimestamp(request.since, UTC)
         return await self._database.write(
             recent_users.recent_users_after,
@@ -65,22 +72,22 @@ class MorningActivities:
         )
 
     @activity.defn
-    async def connect_user(self, request: mo.ConnectUser) -> mo.Connected:
+    async def connect_user(self, request: ConnectUser) -> Connected:
         try:
             async with beating():
                 await self._ensure_active(request.user_id, request.stay_until)
         except BerthError as error:
             log.warning("morning_user_failed", user_id=request.user_id, code=error.code)
-            return mo.Connected(ok=False, code=error.code, detail=error.detail, retryable=error.retryable)
-        return mo.Connected(ok=True)
+            return Connected(ok=False, code=error.code, detail=error.detail, retryable=error.retryable)
+        return Connected(ok=True)
 
 
-def _groups(bells: dict[Market, datetime], counted: dict[str, int]) -> tuple[mo.BellGroup, ...]:
+def _groups(bells: dict[Market, datetime], counted: dict[str, int]) -> tuple[BellGroup, ...]:
     """The users by their first bell. Markets that begin together are one group: its logins share a window."""
     at = {market: bell.timestamp() for market, bell in bells.items()}
     if len(set(at.values())) == 1:
-        return (mo.BellGroup(bell=min(at.values()), users=sum(counted.values())),)
-    groups = [mo.BellGroup(bell=at[one], users=counted.get(one, 0), market=one.value) for one in at]
+        return (BellGroup(bell=min(at.values()), users=sum(counted.values())),)
+    groups = [BellGroup(bell=at[market], users=counted.get(market, 0), market=market.value) for market in at]
     return tuple(sorted(groups, key=lambda group: group.bell))
 
 

@@ -20,7 +20,7 @@ from infra.valkey.client import reply_of
 from infra.valkey.worker_users import WorkerUsers
 from worker_runtime.protocol import errors, keys
 from worker_runtime.protocol.messages import ClaimReply, Failure, PlaceOrder, ReloadCredentials
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import ReloadRequest, ReloadResult
 
 #: The cause of a reload that the worker itself asked for: its session is new.
 SESSION_REPLACED = "session replaced"
@@ -39,7 +39,7 @@ class ReloadActivity:
     users: WorkerUsers | None = None
 
     @activity.defn
-    async def reload_credentials(self, request: m.ReloadRequest) -> m.ReloadResult:
+    async def reload_credentials(self, request: ReloadRequest) -> ReloadResult:
         """Seals the user's accounts to the worker's present key and waits for its answer.
 
         A repeat finds the answer, or sends the same again, which the worker ignores by the accounts'
@@ -74,7 +74,7 @@ class ReloadActivity:
 
     async def _reload(
         self,
-        request: m.ReloadRequest,
+        request: ReloadRequest,
         stored: Sequence[StoredCredentials],
         open_orders: list[PlaceOrder],
         number: int,
@@ -113,7 +113,7 @@ class ReloadActivity:
                 return reply
         return "the worker did not answer in time"
 
-    async def _public_key(self, request: m.ReloadRequest) -> bytes:
+    async def _public_key(self, request: ReloadRequest) -> bytes:
         """The proven key of the worker's present session; empty if it does not appear within FRESH_KEY.
 
         A replaced session has a new key pair. The key of the claim is used only if the session was not
@@ -131,24 +131,24 @@ class ReloadActivity:
             activity.heartbeat()
             await asyncio.sleep(POLL)
 
-    async def _published_key(self, request: m.ReloadRequest) -> bytes:
+    async def _published_key(self, request: ReloadRequest) -> bytes:
         """The key in the worker's metadata, if it is proven to be the worker's own."""
         fields = await reply_of(self.client.hmget(keys.metadata(request.user_id), ["public_key", "proof"]))
         try:
             key, proof = (bytes.fromhex((value or b"").decode("ascii")) for value in fields)
         except ValueError:
             return b""
-        found = entries.PoolEntry(
+        entry = entries.PoolEntry(
             status="again", worker_id=request.worker.worker_id, public_key=key, proof=proof
         )
-        return key if found.proven(self.sealer.keys) else b""
+        return key if entry.proven(self.sealer.keys) else b""
 
 
-def _result(reply: ClaimReply | str) -> m.ReloadResult:
+def _result(reply: ClaimReply | str) -> ReloadResult:
     if isinstance(reply, str):
         return _failed(errors.WorkerUnavailable(reply))
-    return _failed(reply.failure) if reply.failure else m.ReloadResult(ok=True)
+    return _failed(reply.failure) if reply.failure else ReloadResult(ok=True)
 
 
-def _failed(why: errors.BerthError | Failure) -> m.ReloadResult:
-    return m.ReloadResult(ok=False, failure_code=why.code, failure_detail=why.detail)
+def _failed(why: errors.BerthError | Failure) -> ReloadResult:
+    return ReloadResult(ok=False, failure_code=why.code, failure_detail=why.detail)

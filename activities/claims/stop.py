@@ -35,7 +35,7 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import WorkerUnavailable
 from worker_runtime.protocol.messages import ReleaseClaim, Shutdown
 from worker_runtime.protocol.worker_reports import read_metadata
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import WAS_GONE, CheckWorker, Stopped, StopWorker, WorkerHealth, WorkerRef
 
 log = structlog.get_logger()
 
@@ -62,7 +62,7 @@ class _WorkerAccess:
     def __post_init__(self) -> None:
         self._switches = SwitchSigner(self.message_secrets)
 
-    async def _write_owner(self, user_id: str, worker: m.WorkerRef) -> None:
+    async def _write_owner(self, user_id: str, worker: WorkerRef) -> None:
         """Makes the worker the user's owner, and writes the user's switch beside it."""
         generation, server = await valkey.read_generation_and_server(self.client, uuid.uuid4().hex)
         switch = await self.database.fetch(switches.switch_of_user, user_id)
@@ -74,7 +74,13 @@ class EndConfirmer(_WorkerAccess):
     """Ends a user's worker, and knows when that is certain (one-owner)."""
 
     async def end(
-        self, user_id: str, worker: m.WorkerRef, reason: str, *, wait: float = 0.0, grace: float | None = None
+        self,
+        user_id: str,
+        worker: WorkerRef,
+        reason: str,
+        *,
+        wait: float = 0.0,
+        grace: float | None = None,
     ) -> None:
         """Returns when the worker has certainly ended; `wait`: seconds that it gets to end by itself first.
 
@@ -91,16 +97,23 @@ class EndConfirmer(_WorkerAccess):
         fenced = await self.fence(user_id, worker)
         # Read after the fence: from there on nothing renews it.
         lapsed = await valkey.has_lapsed(self.client, user_id, mark, known_for)
-        left = (min(MARGIN, known_for) if lapsed else known_for) - fenced
-        log.warning("worker_fenced", user_id=user_id, worker_id=worker.worker_id, why=why, seconds_left=left)
-        if not lapsed and left > 0:
-            raise StopFailed(f"{why}; it is fenced, and counts as ended in {left:.0f} s")
-        until = time.monotonic() + left
-        if left > 0 and await self._ask(worker, reason, 0.0, grace, left):
+        seconds_left = (min(MARGIN, known_for) if lapsed else known_for) - fenced
+        log.warning(
+            "worker_fenced", user_id=user_id, worker_id=worker.worker_id, why=why, seconds_left=seconds_left
+        )
+        if not lapsed and seconds_left > 0:
+            raise StopFailed(f"{why}; it is fenced, and counts as ended in {seconds_left:.0f} s")
+        until = time.monotonic() + seconds_left
+        if seconds_left > 0 and await self._ask(worker, reason, 0.0, grace, seconds_left):
             await asyncio.sleep(until - time.monotonic())
 
     async def _ask(
-        self, worker: m.WorkerRef, reason: str, wait: float, grace: float | None, timeout: float | None
+        self,
+        worker: WorkerRef,
+        reason: str,
+        wait: float,
+        grace: float | None,
+        timeout: float | None,
     ) -> str:
         """Has the launcher stop the worker; why it did not confirm the end in `timeout` seconds, '' if so."""
         try:
@@ -112,7 +125,7 @@ class EndConfirmer(_WorkerAccess):
         except (LauncherUnreachable, StopFailed) as error:
             return error.detail
 
-    async def _stop(self, worker: m.WorkerRef, reason: str, wait: float, grace: float | None) -> bool:
+    async def _stop(self, worker: WorkerRef, reason: str, wait: float, grace: float | None) -> bool:
         """Return whether the launcher confirmed the end of each task of the worker, at least of one.
 
         Ends the task that was noted, and any other that the launcher finds: a worker may run twice.
@@ -138,7 +151,7 @@ class EndConfirmer(_WorkerAccess):
             await asyncio.sleep(POLL)
         return runs is False or await self.launcher.stop(task_id, reason, grace=grace)
 
-    async def fence(self, user_id: str, worker: m.WorkerRef) -> float:
+    async def fence(self, user_id: str, worker: WorkerRef) -> float:
         """Takes the user from the worker's epoch, and returns for how many seconds that has been so.
 
         PostgreSQL first: from there a lost owner key is written again. The time counts from the owner key on.
@@ -147,7 +160,7 @@ class EndConfirmer(_WorkerAccess):
         if since is not None:
             return since
         if epoch:
-            nobody = m.WorkerRef(worker_id=FENCED, task_id="", epoch=epoch, claim_id="", pool=worker.pool)
+            nobody = WorkerRef(worker_id=FENCED, task_id="", epoch=epoch, claim_id="", pool=worker.pool)
             await self._write_owner(user_id, nobody)
         await self.database.fetch(assignments.set_fenced, worker.claim_id)
         return 0.0
@@ -168,7 +181,7 @@ class StopActivity:
     users: WorkerUsers | None = None
 
     @activity.defn
-    async def stop_worker(self, request: m.StopWorker) -> m.Stopped:
+    async def stop_worker(self, request: StopWorker) -> Stopped:
         """Returns when the worker has certainly ended; finds it by its claim if its id is unknown."""
         asked = request.worker
         worker_id = await self._worker_of(asked)
@@ -184,15 +197,15 @@ class StopActivity:
                     grace=grace,
                 )
             await self._clean_up(request, worker_id)
-            who = {"user_id": request.user_id, "worker_id": worker_id}
-            log.info("worker_stopped", reason=request.reason, was_marked=marked, **who)
+            ids = {"user_id": request.user_id, "worker_id": worker_id}
+            log.info("worker_stopped", reason=request.reason, was_marked=marked, **ids)
         async with self.database.session() as session:
             late = await worker_sessions.end_session(
                 session, claim_id=asked.claim_id, reason=request.reason[:200], crashed=request.crashed
             )
         if late not in ("", worker_id):
             raise WorkerUnavailable(f"worker {late} was claimed meanwhile")  # the repeat stops it
-        return m.Stopped(waiting=await self._waiting(request.user_id))
+        return Stopped(waiting=await self._waiting(request.user_id))
 
     async def _waiting(self, user_id: str) -> int:
         """What needs another worker: queued orders, orders that the ended worker had in hand, and jobs.
@@ -207,7 +220,7 @@ class StopActivity:
             queued, in_hand, jobs = await pipe.execute()
         return int(queued) + int(in_hand) + int(jobs)
 
-    async def _worker_of(self, asked: m.WorkerRef) -> str:
+    async def _worker_of(self, asked: WorkerRef) -> str:
         """The worker of a claim, from the assignment's row, or from Valkey if its claimer died before that.
 
         Empty if it is another claim's: whoever can write to Valkey may name any worker there.
@@ -216,19 +229,19 @@ class StopActivity:
             row = await worker_sessions.latest_session(session, claim_id=asked.claim_id)
             own = (row.worker_id or "") if row is not None else ""
             noted = "" if own else await entries.worker_of_claim(self.client, asked.pool, asked.claim_id)
-            found = asked.worker_id or own or noted
-            if found in ("", own):
-                return found
-            other = await worker_sessions.latest_session(session, worker_id=found)
+            worker_id = asked.worker_id or own or noted
+            if worker_id in ("", own):
+                return worker_id
+            other = await worker_sessions.latest_session(session, worker_id=worker_id)
         holder = "" if other is None else other.claim_id
         if not holder and not asked.worker_id:
-            holder = await entries.claim_of_worker(self.client, asked.pool, found) or "nobody's"
+            holder = await entries.claim_of_worker(self.client, asked.pool, worker_id) or "nobody's"
         if holder in ("", asked.claim_id):
-            return found
-        log.warning("worker_of_another_claim", worker_id=found, claim_id=asked.claim_id)
+            return worker_id
+        log.warning("worker_of_another_claim", worker_id=worker_id, claim_id=asked.claim_id)
         return ""
 
-    async def _ask_to_end(self, request: m.StopWorker, worker_id: str) -> bool:
+    async def _ask_to_end(self, request: StopWorker, worker_id: str) -> bool:
         """Sends signed messages to the worker's inbox and, if it has its mark, to the control list."""
         worker, user = request.worker, request.user_id
         # A worker that has not confirmed the claim cannot do so from here on.
@@ -246,7 +259,7 @@ class StopActivity:
         await push_signed(self.client, inbox, release, self.orchestrator_keys.signing_keys)
         return marked
 
-    async def _clean_up(self, request: m.StopWorker, worker_id: str) -> None:
+    async def _clean_up(self, request: StopWorker, worker_id: str) -> None:
         user, worker = request.user_id, request.worker
         await entries.remove_entry(self.client, worker.pool, worker_id)
         await entries.remove_mark(self.client, user, f"{worker.epoch}:{worker_id}")
@@ -260,7 +273,7 @@ ASK = 2.0
 
 class HealthActivity(_WorkerAccess):
     @activity.defn
-    async def check_worker(self, request: m.CheckWorker) -> m.WorkerHealth:
+    async def check_worker(self, request: CheckWorker) -> WorkerHealth:
         """Reads the mark and the metadata, asks the launcher for the task; writes a missing owner key again.
 
         Only the orchestrator writes that key. A flushed Valkey has lost it, and the worker takes no order
@@ -273,23 +286,23 @@ class HealthActivity(_WorkerAccess):
         generation = await self.client.get(keys.GENERATION)
         marked = mark == f"{request.worker.epoch}:{request.worker.worker_id}".encode()
         keys_of = self.message_secrets.assignment_keys
-        found = read_metadata(metadata, mark, request.user_id, now_ms, keys_of) if marked else {}
-        if marked and not found:
+        reported = read_metadata(metadata, mark, request.user_id, now_ms, keys_of) if marked else {}
+        if marked and not reported:
             # Nobody can say how long it was not used: no healthy worker ends for that (no-healthy-kill).
             log.warning("metadata_not_authentic", user_id=request.user_id, epoch=request.worker.epoch)
-            found = {"last_activity_ms": str(time.time_ns() // 1_000_000)}
-        return m.WorkerHealth(
+            reported = {"last_activity_ms": str(time.time_ns() // 1_000_000)}
+        return WorkerHealth(
             unreported=running is False,
             over=over,
             in_flight=not marked and await self._in_flight(request),
             marked=marked,
             running=running,
-            last_activity=valkey.seconds_of(found.get("last_activity_ms")),
+            last_activity=valkey.seconds_of(reported.get("last_activity_ms")),
             generation=valkey.text_of(generation),
-            worker_state=found.get("state", ""),
+            worker_state=reported.get("state", ""),
         )
 
-    async def _is_over(self, worker: m.WorkerRef) -> bool:
+    async def _is_over(self, worker: WorkerRef) -> bool:
         """Whether somebody has ended the assignment, as far as PostgreSQL answers.
 
         A worker that announced its own end is still to be ended by its workflow.
@@ -300,16 +313,16 @@ class HealthActivity(_WorkerAccess):
             return False
         if row is None or row.ended_at is None:
             return False
-        return not (row.end_reason or "").startswith((worker_sessions.CLOSED_BY_WORKER, m.WAS_GONE))
+        return not (row.end_reason or "").startswith((worker_sessions.CLOSED_BY_WORKER, WAS_GONE))
 
-    async def _in_flight(self, request: m.CheckWorker) -> bool:
+    async def _in_flight(self, request: CheckWorker) -> bool:
         user, worker = request.user_id, request.worker
         if not await valkey.reply_of(self.client.llen(keys.processing(user))):
             return False
         mark = f"{worker.epoch}:{worker.worker_id}"
         return not await valkey.has_lapsed(self.client, user, mark, self.mark_ttl)
 
-    async def _running(self, worker: m.WorkerRef) -> bool | None:
+    async def _running(self, worker: WorkerRef) -> bool | None:
         """None: nobody knows."""
         try:
             task = worker.task_id
@@ -320,7 +333,7 @@ class HealthActivity(_WorkerAccess):
         except (DatabaseUnavailable, LauncherUnreachable, TimeoutError):
             return None
 
-    async def _restore_owner(self, request: m.CheckWorker) -> None:
+    async def _restore_owner(self, request: CheckWorker) -> None:
         owner = keys.owner(request.user_id)
         try:
             if await valkey.reply_of(self.client.exists(owner)):

@@ -26,12 +26,12 @@ from infra.launchers.port import Launcher
 from infra.process_metrics import CUT_OFF
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
-from infra.valkey.request_queue import SEEN_AFTER_DEADLINE
+from infra.valkey.request_queue import SEEN_AFTER_DEADLINE_MS
 from infra.valkey.worker_users import WorkerUsers
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
 from worker_runtime.protocol.requests import parse_frame
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import WorkerRef
 
 #: Seconds until a step that failed is tried again, and the grace of a worker that is stopped.
 RETRY_INTERVAL_S = 1.0
@@ -83,7 +83,9 @@ class WorkerCutOff:
             return await self.cut_off(Offender(worker_id=name), reason)
         # Several are users of one person, by an operator's word: nobody can tell which of them it was.
         workers = await self.users.workers_with_budget(name) if self.users else []
-        begun = [await self.cut_off(Offender(worker_id=one, budget=name), reason) for one in workers]
+        begun = [
+            await self.cut_off(Offender(worker_id=worker_id, budget=name), reason) for worker_id in workers
+        ]
         if not workers:
             log.error("budget_too_large", budget=name, reason=reason)
         return any(begun)
@@ -137,7 +139,10 @@ class WorkerCutOff:
                 self.client, worker_id, each=entries.LAST_EVENTS, each_bytes=entries.LAST_EVENT_BYTES
             )
         kept = [name for user_id in users for name in await self._keep_orders(user_id)]
-        writers = [*(f"user {user_id}" for user_id in users), *(f"worker {one}" for one in workers)]
+        writers = [
+            *(f"user {user_id}" for user_id in users),
+            *(f"worker {worker_id}" for worker_id in workers),
+        ]
         writers += [f"budget {offender.budget}"] if offender.budget else []
         removed = await self._remove_names(writers, kept)
         for user_id in users:
@@ -151,13 +156,13 @@ class WorkerCutOff:
 
     async def _assignments(self, offender: Offender) -> list[AssignmentRow]:
         users, workers = [offender.user_id], [offender.worker_id]
-        found = await self.database.fetch(assignments.open_assignments_of, users, workers, ())
+        rows = await self.database.fetch(assignments.open_assignments_of, users, workers, ())
         # A later worker of the same user has done nothing.
-        return [row for row in found if not offender.worker_id or row.worker_id == offender.worker_id]
+        return [row for row in rows if not offender.worker_id or row.worker_id == offender.worker_id]
 
     async def _fence(self, rows: Sequence[AssignmentRow]) -> None:
         for row in rows:
-            worker = m.WorkerRef(
+            worker = WorkerRef(
                 worker_id=row.worker_id,
                 task_id=row.task_id,
                 epoch=row.epoch,
@@ -206,8 +211,8 @@ class WorkerCutOff:
                     frame = parse_frame(item)
                 except MalformedMessage:
                     continue
-                left = max(0, frame.deadline_ms - now_ms) + SEEN_AFTER_DEADLINE
-                pipe.set(keys.seen(user_id, frame.request_id), item, px=left, nx=True)
+                lifetime_ms = max(0, frame.deadline_ms - now_ms) + SEEN_AFTER_DEADLINE_MS
+                pipe.set(keys.seen(user_id, frame.request_id), item, px=lifetime_ms, nx=True)
             await pipe.execute()
 
 

@@ -25,8 +25,8 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.launch import ExitCode
 from workflows import names
-from workflows.user_worker import messages as m
-from workflows.worker_pool import messages as pm
+from workflows.user_worker.messages import WAS_GONE, WorkerLostSignal
+from workflows.worker_pool.messages import WorkerLeft
 
 #: Ends that are not the worker's own doing: somebody asked for it, or its host or node went away.
 NO_CRASH = frozenset({STOPPED, HOST_RESTARTED, HOST_LOST, LOST})
@@ -104,7 +104,7 @@ class ExitWatcher:
                 pool = next(iter(self._lost))
                 worker_id = self._lost.pop(pool)
                 try:
-                    gone = pm.WorkerLeft(worker_id=worker_id)
+                    gone = WorkerLeft(worker_id=worker_id)
                     await signal_workflow(self.temporal, names.worker_pool_id(pool), "worker_gone", gone)
                 except (RPCError, OSError) as error:
                     log.warning("pool_not_signalled", pool=pool, error=type(error).__name__)
@@ -147,10 +147,10 @@ class ExitWatcher:
             self._lost[pool] = ended.worker_id
             self._losing.set()
         elif row.ended_at is None or (row.end_reason or "").startswith(
-            (worker_sessions.CLOSED_BY_WORKER, m.WAS_GONE)
+            (worker_sessions.CLOSED_BY_WORKER, WAS_GONE)
         ):
             blamed = await self.client.exists(keys.cut_off(ended.worker_id))
-            lost = m.WorkerLostSignal(
+            lost = WorkerLostSignal(
                 task_id=ended.task_id,
                 worker_id=ended.worker_id,
                 exit_code=ended.exit_code,

@@ -40,7 +40,7 @@ from infra.worker_task import LauncherUnreachable
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 from workflows import names
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import WorkerRef, WorkerUnmarked
 
 log = structlog.get_logger()
 
@@ -103,9 +103,11 @@ class Absences:
             self._since.clear()
             self._settled_at = now + self._settle
         self._place = place
-        missing = [one for one, mark in marks.items() if mark != one.mark]
-        self._since = {one: self._since.get(one, now) for one in missing}
-        self._signalled_at = {one: at for one, at in self._signalled_at.items() if one in self._since}
+        missing = [worker for worker, mark in marks.items() if mark != worker.mark]
+        self._since = {worker: self._since.get(worker, now) for worker in missing}
+        self._signalled_at = {
+            worker: at for worker, at in self._signalled_at.items() if worker in self._since
+        }
         self._without_workflow &= self._since.keys()
         counted = len(missing) - len(self._without_workflow)
         were_many, self.many = self.many, is_many(counted, len(marks))
@@ -114,31 +116,31 @@ class Absences:
             self._settled_at = max(self._settled_at, now + self._hold)
         if now < self._settled_at:
             return []
-        return sorted((one for one in missing if self._due_at(one) <= now), key=self._due_at)
+        return sorted((worker for worker in missing if self._due_at(worker) <= now), key=self._due_at)
 
-    def _due_at(self, one: WorkerInService) -> float:
-        if one in self._without_workflow:
+    def _due_at(self, worker: WorkerInService) -> float:
+        if worker in self._without_workflow:
             return float("inf")
-        signalled_at = self._signalled_at.get(one)
-        due = self._since[one] + self._wanted
+        signalled_at = self._signalled_at.get(worker)
+        due = self._since[worker] + self._wanted
         return due if signalled_at is None else max(due, signalled_at + SIGNAL_AGAIN)
 
     def pause(self, now: float, period: float) -> float:
         """Seconds until the next read: `period`, or less if a worker becomes due before."""
-        times = (max(self._due_at(one), self._settled_at) for one in self._since)
+        times = (max(self._due_at(worker), self._settled_at) for worker in self._since)
         return min((at - now for at in times if now < at < now + period), default=period)
 
-    def signalled(self, now: float, one: WorkerInService) -> None:
-        self._signalled_at[one] = now
+    def signalled(self, now: float, worker: WorkerInService) -> None:
+        self._signalled_at[worker] = now
 
-    def without_workflow(self, one: WorkerInService) -> None:
+    def without_workflow(self, worker: WorkerInService) -> None:
         """It has no workflow to signal, and does not count as missing while its mark is."""
-        self._without_workflow.add(one)
+        self._without_workflow.add(worker)
 
-    def restored(self, now: float, ones: Iterable[WorkerInService]) -> None:
+    def restored(self, now: float, workers: Iterable[WorkerInService]) -> None:
         """Their owner keys were restored, without which they could not renew."""
-        for one in ones:
-            self._since[one] = now + self._settle
+        for worker in workers:
+            self._since[worker] = now + self._settle
 
 
 #: Names the watcher's lock among PostgreSQL's advisory locks; any constant that no other lock has.
@@ -245,7 +247,7 @@ class MarkWatcher:
             if absences.missing:
                 restored = await self._restore_owners(absences.missing, generation, server, connection)
                 absences.restored(_now(), restored)
-                due = [one for one in due if one not in restored]
+                due = [worker for worker in due if worker not in restored]
             if absences.many:
                 due = await self._asking_first(due)
             await self._restore_switches(workers, server, connection)
@@ -268,8 +270,8 @@ class MarkWatcher:
         generation, server = await valkey.read_generation_and_server(self.client, uuid.uuid4().hex)
         marks: list[bytes | None] = []
         for start in range(0, len(workers), CHUNK):
-            some = [keys.mark(one.user_id) for one in workers[start : start + CHUNK]]
-            marks += await valkey.read_strings(self.client, some)
+            mark_keys = [keys.mark(worker.user_id) for worker in workers[start : start + CHUNK]]
+            marks += await valkey.read_strings(self.client, mark_keys)
         if await self.client.get(keys.GENERATION) != generation.encode():
             raise RedisError("the generation changed during a read")
         return generation, server, marks
@@ -290,7 +292,7 @@ class MarkWatcher:
             log.warning("free_workers_not_restored", reason=error.detail)
             await self.users.restore((), assigned)
             return
-        await self.users.restore(((one.worker_id, one.pool) for one in running), assigned)
+        await self.users.restore(((task.worker_id, task.pool) for task in running), assigned)
         self._users_on = server
 
     async def _restore_switches(
@@ -298,14 +300,14 @@ class MarkWatcher:
     ) -> None:
         """Writes the switches that Valkey lost or never got, that were forged, or copied from another
         server."""
-        picture, users = await switches.read_switches(connection), [one.user_id for one in workers]
+        picture, users = await switches.read_switches(connection), [worker.user_id for worker in workers]
         behind = await switch_fanout.users_behind(self.client, self._switches, server, picture, users)
         if behind:
             # Read again: a switch that was set since, and lost by Valkey, would come back open.
             picture = await switches.read_switches(connection)
-            wanted = {user_id: picture.for_user(user_id) for user_id in behind}
+            by_user = {user_id: picture.for_user(user_id) for user_id in behind}
             try:
-                await switch_fanout.write_switches(self.client, self._switches, server, wanted, behind)
+                await switch_fanout.write_switches(self.client, self._switches, server, by_user, behind)
             except (
                 ResponseError
             ) as error:  # of some users: their orders wait, and the marks are read all the same
@@ -318,19 +320,23 @@ class MarkWatcher:
     ) -> set[WorkerInService]:
         """Writes missing owner keys again, without which no mark is renewed; returns their workers."""
         async with self.client.pipeline(transaction=False) as pipe:
-            for one in missing:
-                pipe.exists(keys.owner(one.user_id))
+            for unowned in missing:
+                pipe.exists(keys.owner(unowned.user_id))
             present = await pipe.execute()
-        without = {one for one, there in zip(missing, present, strict=True) if not there}
+        without = {worker for worker, there in zip(missing, present, strict=True) if not there}
         if not without:
             return without
         picture = await switches.read_switches(connection)  # after the read of Valkey, as above
-        for one in without:
-            worker = m.WorkerRef(
-                worker_id=one.worker_id, task_id="", epoch=one.epoch, claim_id=one.claim_id, pool=""
+        for unowned in without:
+            worker = WorkerRef(
+                worker_id=unowned.worker_id,
+                task_id="",
+                epoch=unowned.epoch,
+                claim_id=unowned.claim_id,
+                pool="",
             )
-            words = self._switches.words(one.user_id, picture.for_user(one.user_id), server)
-            await entries.write_owner(self.client, one.user_id, worker, generation, words)
+            words = self._switches.words(unowned.user_id, picture.for_user(unowned.user_id), server)
+            await entries.write_owner(self.client, unowned.user_id, worker, generation, words)
         log.warning("owner_keys_restored", count=len(without))
         return without
 
@@ -339,39 +345,43 @@ class MarkWatcher:
         asked: list[int] = []
         for start in range(0, len(due), CHUNK):
             async with self.client.pipeline(transaction=False) as pipe:
-                for one in due[start : start + CHUNK]:
-                    tag = job_keys.user_tag(one.user_id)
+                for worker in due[start : start + CHUNK]:
+                    tag = job_keys.user_tag(worker.user_id)
                     pipe.exists(
-                        keys.requests(one.user_id),
-                        keys.processing(one.user_id),
+                        keys.requests(worker.user_id),
+                        keys.processing(worker.user_id),
                         job_keys.ready(tag),
                         job_keys.beats(tag),
                     )
                 asked += await pipe.execute()
-        asking = [one for one, work in zip(due, asked, strict=True) if work]
-        quiet = [one for one, work in zip(due, asked, strict=True) if not work]
+        asking = [worker for worker, work in zip(due, asked, strict=True) if work]
+        quiet = [worker for worker, work in zip(due, asked, strict=True) if not work]
         return asking + quiet[:QUIET_AT_ONCE]
 
     async def _signal(self, due: Sequence[WorkerInService], generation: str, absences: Absences) -> None:
         until = _now() + self.signalling
-        for number, one in enumerate(due):
+        for number, worker in enumerate(due):
             if number and _now() >= until:
                 return
-            workflow_id = names.user_worker_id(one.user_id)
-            unmarked = m.WorkerUnmarked(
-                worker_id=one.worker_id, epoch=one.epoch, generation=generation, outage=True
+            workflow_id = names.user_worker_id(worker.user_id)
+            unmarked = WorkerUnmarked(
+                worker_id=worker.worker_id, epoch=worker.epoch, generation=generation, outage=True
             )
             try:
-                found = await signal_workflow(self.temporal, workflow_id, "worker_unmarked", unmarked)
+                signalled = await signal_workflow(self.temporal, workflow_id, "worker_unmarked", unmarked)
             except RPCError as error:
-                log.warning("unmarked_not_signalled", user_id=one.user_id, reason=str(error)[:200])
+                log.warning("unmarked_not_signalled", user_id=worker.user_id, reason=str(error)[:200])
                 return  # Temporal is away: the next check tries again
-            if found:
-                absences.signalled(_now(), one)
-                log.warning("worker_unmarked", user_id=one.user_id, worker_id=one.worker_id, epoch=one.epoch)
+            if signalled:
+                absences.signalled(_now(), worker)
+                log.warning(
+                    "worker_unmarked", user_id=worker.user_id, worker_id=worker.worker_id, epoch=worker.epoch
+                )
             else:
-                absences.without_workflow(one)
-                log.warning("unmarked_worker_of_no_workflow", user_id=one.user_id, worker_id=one.worker_id)
+                absences.without_workflow(worker)
+                log.warning(
+                    "unmarked_worker_of_no_workflow", user_id=worker.user_id, worker_id=worker.worker_id
+                )
 
 
 def _now() -> float:

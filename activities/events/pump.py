@@ -89,8 +89,8 @@ class EventPump:
         """One round; returns how many rings it took."""
         pumped = await pump_events(self.client, rings=self.most_rings, each=EACH, long=LONG)
         now = time.monotonic()
-        if pumped.left > self.most_rings and self._sweep_at > now + RETRY:  # they were dropped
-            log.error("rings_dropped", count=pumped.left)
+        if pumped.remaining > self.most_rings and self._sweep_at > now + RETRY:  # they were dropped
+            log.error("rings_dropped", count=pumped.remaining)
             self._sweep_at = now + RETRY
             self._wake.set()
         if pumped.announced:
@@ -101,7 +101,7 @@ class EventPump:
         return pumped.rings
 
     async def _cut_off_floods(self, pumped: PumpedEvents) -> None:
-        watched = dict(self._long) if pumped.left else {}  # some had no turn
+        watched = dict(self._long) if pumped.remaining else {}  # some had no turn
         for worker_id, length in pumped.long.items():
             first, rounds = self._long.get(worker_id, (length, 0))
             if rounds < ROUNDS:
@@ -136,9 +136,9 @@ class EventPump:
         Which claim a worker is launched for follows from its id.
         """
         names = [keys.pool_worker(pool, worker_id) for pool, worker_id in announced]
-        found = await read_hashes(self.client, names) if names else []
+        hashes = await read_hashes(self.client, names) if names else []
         reserved: dict[str, dict[str, str]] = defaultdict(dict)
-        for (pool, worker_id), fields in zip(announced, found, strict=True):
+        for (pool, worker_id), fields in zip(announced, hashes, strict=True):
             public_key, proof, claim_id = map(fields.get, (b"public_key", b"proof", b"reserved"))
             if public_key is None or not pool.isprintable():  # it has ended, or there was none
                 continue

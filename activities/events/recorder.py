@@ -36,7 +36,7 @@ from worker_runtime.protocol.messages import (
     encode,
 )
 from worker_runtime.protocol.requests import BooksCompared, ControlMessage
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import RecordTimeline
 
 #: Begins the reason for which a person has to look at an order.
 LATE_NEWS = "a worker that is long gone has news of it"
@@ -94,7 +94,7 @@ class Recorder:
                 late = [order_events[place] for place in sorted(recorded.late)]
                 await _show_late(session, late)
             # By user, so that two recorders lock accounts in the same order.
-            for event, at in sorted(zip(events, received, strict=True), key=lambda one: one[0].user_id):
+            for event, at in sorted(zip(events, received, strict=True), key=lambda pair: pair[0].user_id):
                 if isinstance(event, WorkerEvent):
                     await self._record_worker(session, event)
                 elif isinstance(event, AccountReported) and not await _is_late(session, event, at):
@@ -110,8 +110,8 @@ class Recorder:
     async def _record_worker(self, session: AsyncSession, event: WorkerEvent) -> None:
         failed = event.kind in (WorkerEventKind.FAILED, WorkerEventKind.SESSION_REPLACED)
         if failed and self._failed.add(f"{event.kind}:{event.worker_id}"):
-            who = {"user_id": event.user_id, "worker_id": event.worker_id}
-            log.error("worker_failed", kind=str(event.kind), said=event.detail[:200], **who)
+            ids = {"user_id": event.user_id, "worker_id": event.worker_id}
+            log.error("worker_failed", kind=str(event.kind), said=event.detail[:200], **ids)
         await record_logins(session, event.user_id, event.epoch, event.at_ms, event.logins)
         if event.kind not in (WorkerEventKind.CONNECTED, WorkerEventKind.CLOSED):
             return
@@ -193,7 +193,7 @@ class TimelineActivity:
         self._database = database
 
     @activity.defn
-    async def record_timeline(self, request: m.RecordTimeline) -> None:
+    async def record_timeline(self, request: RecordTimeline) -> None:
         """Raises `DatabaseUnavailable`; an error that is not retried for rows that PostgreSQL never takes."""
         rows = [asdict(transition) for transition in request.transitions]
         try:

@@ -15,14 +15,21 @@ from infra.temporal.client import TemporalUnavailable, signal_workflow
 from worker_runtime.protocol.authentication import RefusalCounter
 from worker_runtime.protocol.messages import Event, WorkerEvent, WorkerEventKind
 from workflows import names
-from workflows.user_worker import messages as m
-
-K = WorkerEventKind
+from workflows.user_worker.messages import WorkerEventSignal
 
 #: A worker's first connect: the claim's reply reports it already.
 FIRST_SEQUENCE = 2
 #: Events on which a workflow acts, besides a connect.
-RELAYED = frozenset({K.RECONNECTING, K.DEGRADED, K.SESSION_REPLACED, K.FAILED, K.OWNER_MISSING, K.FENCED})
+RELAYED = frozenset(
+    {
+        WorkerEventKind.RECONNECTING,
+        WorkerEventKind.DEGRADED,
+        WorkerEventKind.SESSION_REPLACED,
+        WorkerEventKind.FAILED,
+        WorkerEventKind.OWNER_MISSING,
+        WorkerEventKind.FENCED,
+    }
+)
 #: Signals of one assignment in `WINDOW` seconds. A worker whose broker comes and goes would else fill its
 #: workflow's history: each signal is three events or more. Of what comes beyond, the newest stays in the
 #: stream until the window is over, so the workflow gets the present state though any process is killed.
@@ -79,7 +86,9 @@ class Relay:
         now = time.monotonic()
         if now >= self._forget_at:
             self._forget_at = now + self._window
-            self._windows = {at: one for at, one in self._windows.items() if one.until + self._window > now}
+            self._windows = {
+                at: window for at, window in self._windows.items() if window.until + self._window > now
+            }
         window = self._windows.get(key)
         if window is None or window.until <= now:
             newest_ms = window.newest_ms if window else 0
@@ -87,7 +96,7 @@ class Relay:
         return window
 
     async def _signal(self, event: WorkerEvent) -> None:
-        message = m.WorkerEventSignal(
+        message = WorkerEventSignal(
             worker_id=event.worker_id,
             epoch=event.epoch,
             sequence=event.sequence,
@@ -97,13 +106,15 @@ class Relay:
         )
         try:
             workflow_id = names.user_worker_id(event.user_id)
-            found = await signal_workflow(self._temporal, workflow_id, "worker_event", message)
+            signalled = await signal_workflow(self._temporal, workflow_id, "worker_event", message)
         except RPCError as error:
             raise TemporalUnavailable(error.message) from error
-        if not found and self._unheard.add(f"{event.user_id} {event.worker_id}"):
-            who = {"user_id": event.user_id[:64], "worker_id": event.worker_id[:64]}
-            log.warning("event_of_no_workflow", kind=str(event.kind), **who)
+        if not signalled and self._unheard.add(f"{event.user_id} {event.worker_id}"):
+            ids = {"user_id": event.user_id[:64], "worker_id": event.worker_id[:64]}
+            log.warning("event_of_no_workflow", kind=str(event.kind), **ids)
 
 
 def _matters(event: WorkerEvent) -> bool:
-    return event.kind in RELAYED or (event.kind == K.CONNECTED and event.sequence > FIRST_SEQUENCE)
+    return event.kind in RELAYED or (
+        event.kind == WorkerEventKind.CONNECTED and event.sequence > FIRST_SEQUENCE
+    )

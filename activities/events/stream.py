@@ -134,12 +134,14 @@ class EventStream:
 
     async def step(self, cursor: bytes = b">") -> int:
         """Handles one batch; returns its size."""
-        found = await reply_of(
+        reply = await reply_of(
             self.client.xreadgroup(
                 self.group, self._consumer, {self._stream: cursor}, count=BATCH, block=BLOCK_MS
             )
         )
-        entries = [entry for lists in (found or {}).values() for some in lists for entry in some]
+        entries = [
+            entry for lists in (reply or {}).values() for stream_entries in lists for entry in stream_entries
+        ]
         if entries:
             self._last_id = entries[-1][0]
         await self._handle(entries)
@@ -149,8 +151,8 @@ class EventStream:
         """Takes over abandoned entries and those that were kept, forgets idle consumers, trims."""
         cursor, mine = b"0-0", (self._stream, self.group, self._consumer, self.abandoned_ms)
         while True:
-            cursor, found, _ = await reply_of(self.client.xautoclaim(*mine, start_id=cursor, count=BATCH))
-            await self._handle([entry for entry in found if entry[1]])
+            cursor, claimed, _ = await reply_of(self.client.xautoclaim(*mine, start_id=cursor, count=BATCH))
+            await self._handle([entry for entry in claimed if entry[1]])
             if cursor == b"0-0":
                 break
         for consumer in await reply_of(self.client.xinfo_consumers(self._stream, self.group)):
@@ -184,9 +186,9 @@ class EventStream:
                 if self.group == RECORDER_GROUP:
                     dead.append(_dead_letter("event", entry, error))
         kept = await self._deliver(events, dead)
-        for one in events:
-            if one.entry_id not in kept:
-                EVENTS.labels(self.group, kind_of(one.event)).inc()
+        for received in events:
+            if received.entry_id not in kept:
+                EVENTS.labels(self.group, kind_of(received.event)).inc()
         if self.dead_letters is not None:
             await self.dead_letters.put(dead)
         if done := [entry_id for entry_id, _ in entries if entry_id not in kept]:
@@ -216,21 +218,21 @@ class EventStream:
             if not self._tries.gives_up(error):
                 raise
         kept = set()
-        for one in received:
+        for item in received:
             try:
-                kept |= await self._hand_over([one])
+                kept |= await self._hand_over([item])
             except Exception as error:  # the boundary of one message
                 if not self._tries.gives_up(error):
                     raise
-                dead.append(_dead_letter(self.group, one.entry, error))
+                dead.append(_dead_letter(self.group, item.entry, error))
         self._tries.handled()
         return kept
 
     async def _hand_over(self, received: Sequence[ReceivedEvent]) -> set[bytes]:
         if not received:
             return set()
-        kept = await self.handler.handle([one.event for one in received], [one.at_ms for one in received])
-        return {one.entry_id for one in received if any(one.event is event for event in kept or ())}
+        kept = await self.handler.handle([item.event for item in received], [item.at_ms for item in received])
+        return {item.entry_id for item in received if any(item.event is event for event in kept or ())}
 
     async def _create_group(self) -> None:
         try:

@@ -82,11 +82,11 @@ class FleetSnapshot:
     def __post_init__(self) -> None:
         self.by_worker: dict[str, list[AssignmentRow]] = defaultdict(list)
         self.by_user: dict[str, list[AssignmentRow]] = defaultdict(list)
-        for one in self.open:
-            self.by_user[one.user_id].append(one)
-            if one.worker_id:
-                self.by_worker[one.worker_id].append(one)
-        self.claims = {one.claim_id for one in self.open}
+        for row in self.open:
+            self.by_user[row.user_id].append(row)
+            if row.worker_id:
+                self.by_worker[row.worker_id].append(row)
+        self.claims = {row.claim_id for row in self.open}
         self.running: dict[str, list[Task]] = defaultdict(list)
         for task in self.tasks:
             self.running[task.worker_id].append(task)
@@ -97,54 +97,56 @@ class FleetSnapshot:
         marked = {mark.partition(":")[2] for mark in self.marks.values()}
         return len({*self.running, *self.by_worker, *marked})
 
-    def serves(self, one: AssignmentRow) -> bool:
+    def serves(self, row: AssignmentRow) -> bool:
         """Whether its worker has the user's mark."""
-        return self.marks.get(one.user_id) == mark_of(one)
+        return self.marks.get(row.user_id) == mark_of(row)
 
     def summary(self, anomalies: int) -> ScanSummary:
-        in_service = [one for one in self.open if one.present and one.connected]
-        assigned = {one.worker_id for one in self.open if self.serves(one)}
-        free = {worker for some in self.free.values() for worker in some}
+        in_service = [row for row in self.open if row.present and row.connected]
+        assigned = {row.worker_id for row in self.open if self.serves(row)}
+        free = {worker for workers in self.free.values() for worker in workers}
         return ScanSummary(
             place=self.place,
             size=self.size,
             anomalies=anomalies,
             in_service=len(in_service),
-            unmarked=sum(not self.serves(one) for one in in_service),
-            unlisted=sum(len(some - self.running.keys()) for some in (assigned, free & self.entries.keys())),
+            unmarked=sum(not self.serves(row) for row in in_service),
+            unlisted=sum(
+                len(workers - self.running.keys()) for workers in (assigned, free & self.entries.keys())
+            ),
         )
 
 
-def mark_of(one: AssignmentRow) -> str:
-    return f"{one.epoch}:{one.worker_id}"
+def mark_of(row: AssignmentRow) -> str:
+    return f"{row.epoch}:{row.worker_id}"
 
 
 def find_anomalies(snapshot: FleetSnapshot, limits: OverdueLimits) -> list[Suspect]:
     """All anomalies, each at most once."""
     rules = _duplicates, _marks, _entries
     late = _orphan_tasks(snapshot, limits), _overdue(snapshot, limits)
-    found = chain(*(rule(snapshot) for rule in rules), *late)
-    return list(dict.fromkeys(found))
+    suspects = chain(*(rule(snapshot) for rule in rules), *late)
+    return list(dict.fromkeys(suspects))
 
 
-def _suspect(kind: AnomalyKind, why: str, of: AssignmentRow | Task, **more: str) -> Suspect:
+def _suspect(kind: AnomalyKind, why: str, of: AssignmentRow | Task, **details: str) -> Suspect:
     """With the fields that `of` has."""
     known = {name: getattr(of, name) for name in Suspect.__struct_fields__ if hasattr(of, name)}
-    return Suspect(kind=kind, why=why, **known | more)
+    return Suspect(kind=kind, why=why, **known | details)
 
 
 def _duplicates(snapshot: FleetSnapshot) -> Iterator[Suspect]:
     """Two workers of one user, or two tasks of one worker; the older one is to end."""
     for rows in snapshot.by_user.values():
-        for one in rows:
-            if not one.present and one.worker_id:
-                for task in snapshot.running.get(one.worker_id, ()):
+        for row in rows:
+            if not row.present and row.worker_id:
+                for task in snapshot.running.get(row.worker_id, ()):
                     why = "the user has a later worker"
-                    yield _suspect(AnomalyKind.DUPLICATE, why, one, task_id=task.task_id)
+                    yield _suspect(AnomalyKind.DUPLICATE, why, row, task_id=task.task_id)
     for worker_id, tasks in snapshot.running.items():
         if len(tasks) < 2:
             continue
-        named = {one.task_id for one in snapshot.by_worker.get(worker_id, ())}
+        named = {row.task_id for row in snapshot.by_worker.get(worker_id, ())}
         kept = next((task for task in tasks if task.task_id in named), None)
         kept = kept or max(tasks, key=lambda task: (task.launched_at, task.task_id))
         for task in tasks:
@@ -175,9 +177,9 @@ def _marks(snapshot: FleetSnapshot) -> Iterator[Suspect]:
     for user_id, mark in snapshot.marks.items():
         rows = snapshot.by_user.get(user_id, ())
         worker_id = mark.partition(":")[2]
-        if worker_id in snapshot.running or any(mark == mark_of(one) for one in rows):
+        if worker_id in snapshot.running or any(mark == mark_of(row) for row in rows):
             continue
-        kind = AnomalyKind.STALE_MARK if any(one.worker_id for one in rows) else AnomalyKind.ORPHAN_MARK
+        kind = AnomalyKind.STALE_MARK if any(row.worker_id for row in rows) else AnomalyKind.ORPHAN_MARK
         why = "another worker serves the user" if rows else "nobody serves the user"
         yield Suspect(kind=kind, why=why, user_id=user_id, worker_id=worker_id, value=mark)
     for user_id in snapshot.reported.keys() - snapshot.marks.keys():
@@ -199,27 +201,27 @@ def _entries(snapshot: FleetSnapshot) -> Iterator[Suspect]:
 
 
 def _overdue(snapshot: FleetSnapshot, limits: OverdueLimits) -> Iterator[Suspect]:
-    for one in snapshot.open:
-        why = _late(snapshot, limits, one)
+    for row in snapshot.open:
+        why = _late(snapshot, limits, row)
         if why:
-            tasks = snapshot.running.get(one.worker_id) if one.worker_id else None
-            yield _suspect(AnomalyKind.OVERDUE, why, one, task_id=tasks[0].task_id if tasks else "")
+            tasks = snapshot.running.get(row.worker_id) if row.worker_id else None
+            yield _suspect(AnomalyKind.OVERDUE, why, row, task_id=tasks[0].task_id if tasks else "")
 
 
-def _late(snapshot: FleetSnapshot, limits: OverdueLimits, one: AssignmentRow) -> str:
+def _late(snapshot: FleetSnapshot, limits: OverdueLimits, row: AssignmentRow) -> str:
     """Why this assignment is overdue; '': it is not."""
-    runs, marked = one.worker_id in snapshot.running, snapshot.serves(one)
-    if not one.present:
+    runs, marked = row.worker_id in snapshot.running, snapshot.serves(row)
+    if not row.present:
         return "" if runs else "an earlier assignment that nobody closed"
-    reported = snapshot.reported.get(one.user_id) if marked else None
+    reported = snapshot.reported.get(row.user_id) if marked else None
     if reported is not None and reported.state == "Draining":
         return "drains for too long"
     last = reported.last_activity if reported is not None else 0.0
     if last and snapshot.now - last > limits.idle:
         return "idle for too long"
-    if one.connected or marked:
+    if row.connected or marked:
         return "" if runs or marked else "its worker is gone"
-    return "claimed for too long" if one.age > limits.connect else ""
+    return "claimed for too long" if row.age > limits.connect else ""
 
 
 #: Up to FEW anomalies are never an outage; from the share MANY on they are.

@@ -27,16 +27,22 @@ from infra.temporal.executions import read_execution
 from infra.worker_task import StopFailed
 from worker_runtime.protocol import keys
 from workflows import names
-from workflows.user_worker import messages as m
-
-S = m.WorkerState
+from workflows.user_worker.messages import Examine, UserWorkerView, WorkerRef, WorkerState
 
 #: Anomalies that are cleaned up together: a stop waits up to `GRACE` seconds.
 ABREAST = 20
 #: Seconds that a worker gets to log out.
 GRACE = 10.0
 #: States in which a workflow is busy with its worker, each with a deadline.
-BUSY = frozenset({S.CLAIMED, S.CONNECTING, S.FAILED, S.IDLE_TIMEOUT, S.DRAINING})
+BUSY = frozenset(
+    {
+        WorkerState.CLAIMED,
+        WorkerState.CONNECTING,
+        WorkerState.FAILED,
+        WorkerState.IDLE_TIMEOUT,
+        WorkerState.DRAINING,
+    }
+)
 
 T = TypeVar("T")
 
@@ -60,41 +66,46 @@ class AnomalyCleaner:
         outcomes: Counter[str] = Counter()
         for start in range(0, len(suspects), ABREAST):
             done = await self._clean(suspects[start : start + ABREAST], seen)
-            for one, outcome in done.items():
+            for suspect, outcome in done.items():
                 outcomes[outcome] += 1
                 log.info(
                     "anomaly",
-                    kind=one.kind,
-                    why=one.why,
+                    kind=suspect.kind,
+                    why=suspect.why,
                     outcome=outcome,
-                    user_id=one.user_id,
-                    worker_id=one.worker_id,
-                    task_id=one.task_id,
+                    user_id=suspect.user_id,
+                    worker_id=suspect.worker_id,
+                    task_id=suspect.task_id,
                 )
         return dict(outcomes)
 
     async def _clean(self, suspects: Sequence[Suspect], seen: FleetSnapshot) -> dict[Suspect, str]:
-        bare = [one for one in suspects if one.kind in (AnomalyKind.ORPHAN_MARK, AnomalyKind.STALE_MARK)]
-        done = dict(zip(bare, await _all(self._delete(one) for one in bare), strict=True))
-        users = [one for one in suspects if one.user_id and one not in done]
-        known = await _all(self._known_to_its_workflow(one) for one in users)
-        done |= {one: "signalled" for one, is_known in zip(users, known, strict=True) if is_known}
-        left = [one for one in suspects if one not in done]
-        whose = {one: _users(one, seen) for one in left}
-        busy = await self._with_orders_in_flight({user for some in whose.values() for user in some})
-        done |= {one: "in_flight" for one in left if busy & whose[one]}
-        left = [one for one in left if one not in done]
+        bare = [
+            suspect
+            for suspect in suspects
+            if suspect.kind in (AnomalyKind.ORPHAN_MARK, AnomalyKind.STALE_MARK)
+        ]
+        done = dict(zip(bare, await _all(self._delete(suspect) for suspect in bare), strict=True))
+        users = [suspect for suspect in suspects if suspect.user_id and suspect not in done]
+        known = await _all(self._known_to_its_workflow(suspect) for suspect in users)
+        done |= {suspect: "signalled" for suspect, is_known in zip(users, known, strict=True) if is_known}
+        remaining = [suspect for suspect in suspects if suspect not in done]
+        whose = {suspect: _users(suspect, seen) for suspect in remaining}
+        busy = await self._with_orders_in_flight({user for user_ids in whose.values() for user in user_ids})
+        done |= {suspect: "in_flight" for suspect in remaining if busy & whose[suspect]}
+        remaining = [suspect for suspect in remaining if suspect not in done]
         ended: list[Suspect] = []
         try:
             outcomes = await _all(
-                self._end(one, seen, ended) if one.user_id else self._stop(one) for one in left
+                self._end(suspect, seen, ended) if suspect.user_id else self._stop(suspect)
+                for suspect in remaining
             )
         finally:
             await self._close(ended)
-        return done | dict(zip(left, outcomes, strict=True))
+        return done | dict(zip(remaining, outcomes, strict=True))
 
     async def _close(self, ended: Sequence[Suspect]) -> None:
-        reasons = {one.claim_id: f"maintenance: {one.why}"[:200] for one in ended}
+        reasons = {suspect.claim_id: f"maintenance: {suspect.why}"[:200] for suspect in ended}
         if reasons:
             await self._database.fetch(assignments.close_assignments, reasons)
 
@@ -109,90 +120,92 @@ class AnomalyCleaner:
                 pipe.llen(keys.processing(user))
             for user, order in orders:
                 pipe.exists(keys.journal(user, order))
-            found = await pipe.execute()
+            counts = await pipe.execute()
         whose = [*asked, *(user for user, _ in orders)]
-        return {user for user, some in zip(whose, found, strict=True) if some}
+        return {user for user, count in zip(whose, counts, strict=True) if count}
 
-    async def _delete(self, one: Suspect) -> str:
-        if not one.user_id:
-            await entries.remove_entry(self._client, one.pool, one.worker_id)
+    async def _delete(self, suspect: Suspect) -> str:
+        if not suspect.user_id:
+            await entries.remove_entry(self._client, suspect.pool, suspect.worker_id)
             return "deleted"
-        gone = await entries.remove_mark(self._client, one.user_id, one.value)
+        gone = await entries.remove_mark(self._client, suspect.user_id, suspect.value)
         return "deleted" if gone else "healed"
 
-    async def _known_to_its_workflow(self, one: Suspect) -> bool:
+    async def _known_to_its_workflow(self, suspect: Suspect) -> bool:
         """Whether the user's workflow knows this worker, and was signalled; True if it cannot be queried."""
-        handle = self._temporal.get_workflow_handle(names.user_worker_id(one.user_id))
+        handle = self._temporal.get_workflow_handle(names.user_worker_id(suspect.user_id))
         try:
             run = await read_execution(self._temporal, handle.id)
             if run is None or not run.is_open:
                 return False
             if run.is_paused:  # it does nothing until somebody resumes it
                 return True
-            view = await handle.query("view", result_type=m.UserWorkerView, rpc_timeout=CALL)
+            view = await handle.query("view", result_type=UserWorkerView, rpc_timeout=CALL)
             worker = view.worker
-            if worker is None or worker.worker_id != one.worker_id:
+            if worker is None or worker.worker_id != suspect.worker_id:
                 # With another worker it does not know this one; while it gets one, that may be this one.
                 return worker is None and view.state in BUSY
-            examine = m.Examine(worker_id=one.worker_id, epoch=one.epoch, reason=one.why)
+            examine = Examine(worker_id=suspect.worker_id, epoch=suspect.epoch, reason=suspect.why)
             await handle.signal("examine", examine, rpc_timeout=CALL)
         except (RPCError, WorkflowQueryFailedError) as error:
             if isinstance(error, RPCError) and error.status == RPCStatusCode.NOT_FOUND:
                 return False
-            log.warning("workflow_not_asked", user_id=one.user_id, reason=str(error)[:200])
+            log.warning("workflow_not_asked", user_id=suspect.user_id, reason=str(error)[:200])
         return True
 
-    async def _stop(self, one: Suspect) -> str:
+    async def _stop(self, suspect: Suspect) -> str:
         """Stops a task that serves nobody."""
-        if one.kind == AnomalyKind.OVERDUE:
-            state = await entries.release_claim(self._client, one.pool, one.worker_id, one.claim_id)
+        if suspect.kind == AnomalyKind.OVERDUE:
+            state = await entries.release_claim(
+                self._client, suspect.pool, suspect.worker_id, suspect.claim_id
+            )
             if state == "confirmed":  # else its worker cannot confirm the claim any more
                 return "healed"
         try:
-            await self._launcher.stop(one.task_id, f"maintenance: {one.why}", grace=GRACE)
+            await self._launcher.stop(suspect.task_id, f"maintenance: {suspect.why}", grace=GRACE)
         except StopFailed as error:
-            log.warning("task_not_stopped", task_id=one.task_id, reason=error.detail)
+            log.warning("task_not_stopped", task_id=suspect.task_id, reason=error.detail)
             return "failed"
-        if one.kind != AnomalyKind.DUPLICATE:  # of one that runs twice the other is alive
-            await entries.remove_entry(self._client, one.pool, one.worker_id)
+        if suspect.kind != AnomalyKind.DUPLICATE:  # of one that runs twice the other is alive
+            await entries.remove_entry(self._client, suspect.pool, suspect.worker_id)
         return "stopped"
 
-    async def _end(self, one: Suspect, seen: FleetSnapshot, ended: list[Suspect]) -> str:
+    async def _end(self, suspect: Suspect, seen: FleetSnapshot, ended: list[Suspect]) -> str:
         """Stops a user's worker that no workflow knows, and adds it to `ended` when it has ended."""
-        if one.worker_id:
-            await entries.release_claim(self._client, one.pool, one.worker_id, one.claim_id)
-            worker = m.WorkerRef(
-                worker_id=one.worker_id,
-                task_id=one.task_id,
-                epoch=one.epoch,
-                claim_id=one.claim_id,
-                pool=one.pool,
+        if suspect.worker_id:
+            await entries.release_claim(self._client, suspect.pool, suspect.worker_id, suspect.claim_id)
+            worker = WorkerRef(
+                worker_id=suspect.worker_id,
+                task_id=suspect.task_id,
+                epoch=suspect.epoch,
+                claim_id=suspect.claim_id,
+                pool=suspect.pool,
             )
             try:
-                await self._ends.end(one.user_id, worker, f"maintenance: {one.why}", grace=GRACE)
+                await self._ends.end(suspect.user_id, worker, f"maintenance: {suspect.why}", grace=GRACE)
             except StopFailed as error:
-                log.warning("worker_not_ended", worker_id=one.worker_id, reason=error.detail)
+                log.warning("worker_not_ended", worker_id=suspect.worker_id, reason=error.detail)
                 return "failed"
-        ended.append(one)
-        if one.worker_id:
-            await entries.remove_entry(self._client, one.pool, one.worker_id)
-            await entries.remove_mark(self._client, one.user_id, f"{one.epoch}:{one.worker_id}")
-        return "stopped" if one.worker_id in seen.running else "closed"
+        ended.append(suspect)
+        if suspect.worker_id:
+            await entries.remove_entry(self._client, suspect.pool, suspect.worker_id)
+            await entries.remove_mark(self._client, suspect.user_id, f"{suspect.epoch}:{suspect.worker_id}")
+        return "stopped" if suspect.worker_id in seen.running else "closed"
 
 
-def _users(one: Suspect, seen: FleetSnapshot) -> set[str]:
+def _users(suspect: Suspect, seen: FleetSnapshot) -> set[str]:
     """The users whom its worker serves or may serve."""
-    if one.user_id:
-        return {one.user_id}
-    return {row.user_id for row in seen.by_worker.get(one.worker_id, ())}
+    if suspect.user_id:
+        return {suspect.user_id}
+    return {row.user_id for row in seen.by_worker.get(suspect.worker_id, ())}
 
 
 async def _all(steps: Iterable[Awaitable[T]]) -> list[T]:
     """The results of all steps; if one fails, the others end first."""
     done = await asyncio.gather(*steps, return_exceptions=True)
-    found: list[T] = []
-    for one in done:
-        if isinstance(one, BaseException):
-            raise one
-        found.append(one)
-    return found
+    results: list[T] = []
+    for outcome in done:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        results.append(outcome)
+    return results

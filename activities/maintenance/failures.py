@@ -54,7 +54,7 @@ class FailureCollector:
 
     async def collect_runs(self) -> None:
         """Raises `RPCError`, `DatabaseUnavailable`."""
-        found: dict[DeadLetter, WorkflowExecution] = {}
+        letters: dict[DeadLetter, WorkflowExecution] = {}
         runs = [run async for run in self._temporal.list_workflows(RUNS, limit=self._most_runs)]
         for run in runs:
             last = await read_execution(self._temporal, run.id)  # None: it was deleted meanwhile
@@ -63,7 +63,7 @@ class FailureCollector:
                 letter = DeadLetter(
                     kind="workflow", subject=run.id, source=run.id, user_id=user_id, at=run.close_time
                 )
-                found[letter] = run
+                letters[letter] = run
         ends = [run.close_time for run in runs if run.close_time is not None]
         #: Older failures were not read, and their letters stay.
         read_since = min(ends) if len(runs) == self._most_runs else None
@@ -72,13 +72,13 @@ class FailureCollector:
             known = {letter_id: last_at for letter_id, last_at in await session.execute(rows)}
         since = datetime.now(UTC) - self._kept  # what is older was purged
         new: list[DeadLetter] = []
-        for letter, run in found.items():
+        for letter, run in letters.items():
             if letter.at is not None and letter.at > max(since, known.get(letter.id, since)):
                 reason = await unless_missing(self._cause_of_run(run))
                 if reason is not None:
                     new.append(replace(letter, reason=reason))
         read = {letter_id for letter_id, at in known.items() if read_since is None or at >= read_since}
-        over = read - {letter.id for letter in found}
+        over = read - {letter.id for letter in letters}
         async with self._database.session() as session:
             gone = DeadLetterRow.id.in_(over), DeadLetterRow.closed_at.is_(None)
             await session.execute(delete(DeadLetterRow).where(*gone))

@@ -109,9 +109,9 @@ class KeptJobSweeper:
         noted, a flush of Valkey would have the job run again. Waits `block` ms for news."""
         tags = {job_keys.events(tag): tag for tag in self._cursors}
         cursors: dict[Any, Any] = {stream: self._cursors[tag] for stream, tag in tags.items()}
-        found = await valkey.reply_of(self._client.xread(cursors, count=MOST, block=block))
-        for stream, lists in (found or {}).items():
-            entries = [entry for some in lists for entry in some]
+        reply = await valkey.reply_of(self._client.xread(cursors, count=MOST, block=block))
+        for stream, lists in (reply or {}).items():
+            entries = [entry for stream_entries in lists for entry in stream_entries]
             if not entries:
                 continue
             tag = tags[valkey.text_of(stream)]
@@ -132,7 +132,9 @@ class KeptJobSweeper:
             call = job_calls.configure(row.fields, job_keys.tag_of(row.user_id))
             with suppress(ResponseError):  # a user's worker may make another kind of key of it
                 there = await valkey.reply_of(self._client.hmget(call.keys[0], list(row.fields)))
-                if [valkey.text_of(one) for one in there] != [one or "" for one in row.fields.values()]:
+                if [valkey.text_of(value) for value in there] != [
+                    value or "" for value in row.fields.values()
+                ]:
                     await valkey.run_script(self._client, *call)
                     log.warning("job_settings_restored", user_id=row.user_id)
 
@@ -142,7 +144,7 @@ class KeptJobSweeper:
         due = lease_due(KeptJob.check_at).returning(KeptJob)
         async with self._kept.database.session() as session:
             rows = (await session.scalars(due, {"most": MOST, "lease": CHECK})).all()
-        for row in sorted(rows, key=lambda one: one.created_at):
+        for row in sorted(rows, key=lambda kept: kept.created_at):
             try:
                 await self._check(row)
             except Exception as error:  # the boundary of one job, which must not hold up the others
@@ -212,7 +214,7 @@ class KeptJobSweeper:
             log.warning("job_is_duplicate", job_id=row.job_id, other=reply.job_id, user_id=row.user_id)
         await self._start_worker(row.user_id)
 
-    async def _note_failure(self, row: KeptJob, failure: Failure, seconds: float, **more: Any) -> None:
+    async def _note_failure(self, row: KeptJob, failure: Failure, seconds: float, **fields: Any) -> None:
         at = datetime.fromtimestamp(seconds, UTC)
         if row.outcome == "failed" and row.ended_at is not None and row.ended_at >= at:
             return  # known
@@ -221,7 +223,7 @@ class KeptJobSweeper:
             handle = ON_FAILED.get(row.job_id.partition("-")[0])
             if handle is not None and not row.user_id:
                 await handle(session, row.job_id, failure)
-        await self._kept.change(row.job_id, row.user_id, outcome="failed", ended_at=at, **more)
+        await self._kept.change(row.job_id, row.user_id, outcome="failed", ended_at=at, **fields)
 
 
 def _letter(row: KeptJob, at: datetime | None = None, reason: str = "") -> DeadLetter:

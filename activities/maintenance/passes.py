@@ -20,7 +20,7 @@ from infra.settings import Settings
 from infra.valkey.failures import code_of
 from infra.valkey.worker_users import WorkerUsers
 from infra.worker_task import LauncherUnreachable
-from workflows.maintenance import messages as mm
+from workflows.maintenance.messages import Batch, Cleaned, FinishPass, MaintenanceInput, Scanned
 
 #: Seconds that an assignment may go without a connected worker: a claim or launch (65 s) and three logins
 #: with their pauses (82 s), and as much again.
@@ -50,7 +50,7 @@ class MaintenanceActivities:
         self._boot = boot_id()
 
     @activity.defn
-    async def scan_fleet(self, request: mm.MaintenanceInput) -> mm.Scanned:
+    async def scan_fleet(self, request: MaintenanceInput) -> Scanned:
         """Scans all workers and compares with the pass before. A failed scan counts as a guarded pass.
 
         With `override_guard` it compares with the last pass that is old enough, guarded or not.
@@ -60,7 +60,7 @@ class MaintenanceActivities:
         async with self.database.session() as session:
             before = await passes.latest_pass(session, older_than=confirm if override else 0.0)
         if before is not None and not override and self._seconds_since(before) < confirm:
-            return mm.Scanned(number=0, guarded="too soon after the last pass")
+            return Scanned(number=0, guarded="too soon after the last pass")
         place, workers, seen, running = passes.PassBasis(), 0, None, list[str]()
         suspects: list[passes.Suspect] = []
         confirmed: list[passes.Suspect] = []
@@ -79,7 +79,7 @@ class MaintenanceActivities:
             why = guard_reason(seen.summary(len(suspects)), before, override=override)
             if not why and before is not None and (override or not before.guarded):
                 known = set(before.suspects)
-                confirmed = [one for one in suspects if one in known]
+                confirmed = [suspect for suspect in suspects if suspect in known]
         async with self.database.session() as session:
             if seen is not None and not why:
                 await launches.purge_ended(session, self.settings.worker_history_days, running)
@@ -97,7 +97,7 @@ class MaintenanceActivities:
         if self.users and seen is not None and not why:
             with suppress(RedisError, OSError):  # the next pass deletes them
                 await self.users.delete_unused(running)
-        return mm.Scanned(
+        return Scanned(
             number=number, workers=workers, found=len(suspects), confirmed=len(confirmed), guarded=why
         )
 
@@ -108,7 +108,7 @@ class MaintenanceActivities:
         return before.age
 
     @activity.defn
-    async def clean_up(self, batch: mm.Batch) -> mm.Cleaned:
+    async def clean_up(self, batch: Batch) -> Cleaned:
         """Checks these anomalies once more and cleans up what is left.
 
         A second attempt cannot tell what healed by itself from what the first one cleaned up: `earlier`.
@@ -116,28 +116,28 @@ class MaintenanceActivities:
         async with beating():
             return await self._clean_up(batch, gone="earlier" if activity.info().attempt > 1 else "healed")
 
-    async def _clean_up(self, batch: mm.Batch, *, gone: str) -> mm.Cleaned:
+    async def _clean_up(self, batch: Batch, *, gone: str) -> Cleaned:
         async with self.database.session() as session:
             basis = await passes.basis_of_pass(session, batch.number)
             suspects = await passes.confirmed_batch(session, batch.number, batch.first, batch.count)
         if basis is None or not suspects:
-            return mm.Cleaned()
+            return Cleaned()
         try:
             seen = await self.scanner.scan_suspects(suspects, batch.number)
             if _world_changed(seen.place, basis):
-                return mm.Cleaned(outcomes={"outage": len(suspects)})
+                return Cleaned(outcomes={"outage": len(suspects)})
             still = set(find_anomalies(seen, self._limits))
-            due = [one for one in suspects if one in still]
+            due = [suspect for suspect in suspects if suspect in still]
             outcomes = await self.cleaner.clean(due, seen)
         except (RedisError, LauncherUnreachable) as error:
             log.warning("maintenance_cannot_read", error=type(error).__name__, reason=str(error)[:200])
-            return mm.Cleaned(outcomes={"outage": len(suspects)})
+            return Cleaned(outcomes={"outage": len(suspects)})
         if len(due) < len(suspects):
             outcomes[gone] = outcomes.get(gone, 0) + len(suspects) - len(due)
-        return mm.Cleaned(outcomes=outcomes)
+        return Cleaned(outcomes=outcomes)
 
     @activity.defn
-    async def finish_pass(self, request: mm.FinishPass) -> float:
+    async def finish_pass(self, request: FinishPass) -> float:
         """Records and logs the outcome of a pass; returns its seconds."""
         async with self.database.session() as session:
             seconds = await passes.finish_pass(session, request.number, request.outcomes)

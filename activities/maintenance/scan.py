@@ -74,9 +74,9 @@ class FleetScanner:
         place, now = await self._begin(len(tasks))
         rows = await self.database.write(assignments.open_assignments)
         marked = await self._marked_users()
-        users = sorted({*marked, *(one.user_id for one in rows)})
+        users = sorted({*marked, *(row.user_id for row in rows)})
         await collect_user_counts(self.client, users)
-        pools = {self.pool, *(one.pool for one in rows), *(task.pool for task in tasks)}
+        pools = {self.pool, *(row.pool for row in rows), *(task.pool for task in tasks)}
         free = await self._free(pools)
         return await self._seen(place, now, rows, tasks, users, free)
 
@@ -87,15 +87,15 @@ class FleetScanner:
         `number`: of the pass that they are of.
         """
         place, now = await self._begin(await self._count_tasks(number))
-        users = {one.user_id for one in suspects if one.user_id}
-        workers = {one.worker_id for one in suspects if one.worker_id}
+        users = {suspect.user_id for suspect in suspects if suspect.user_id}
+        workers = {suspect.worker_id for suspect in suspects if suspect.worker_id}
         async with self.database.session() as session:
-            claims = {one.claim_id for one in suspects if one.claim_id}
+            claims = {suspect.claim_id for suspect in suspects if suspect.claim_id}
             rows = await assignments.open_assignments_of(session, users, workers, claims)
-        users |= {one.user_id for one in rows}
-        workers |= {one.worker_id for one in rows if one.worker_id}
+        users |= {row.user_id for row in rows}
+        workers |= {row.worker_id for row in rows if row.worker_id}
         tasks = await self._tasks_of(workers)
-        free = await self._free_among({one.pool for one in suspects if one.pool}, sorted(workers))
+        free = await self._free_among({suspect.pool for suspect in suspects if suspect.pool}, sorted(workers))
         return await self._seen(place, now, rows, tasks, sorted(users), free, verified=True)
 
     async def _seen(
@@ -110,14 +110,14 @@ class FleetScanner:
         verified: bool = False,
     ) -> FleetSnapshot:
         """`verified`: metadata count only if their worker wrote them."""
-        assigned = {one.worker_id for one in rows}
+        assigned = {row.worker_id for row in rows}
         own = {(task.pool, task.worker_id) for task in tasks if task.worker_id not in assigned}
-        own |= {(pool, worker) for pool, some in free.items() for worker in some}
+        own |= {(pool, worker) for pool, worker_ids in free.items() for worker in worker_ids}
         entries = await self._entries(sorted(own))
         unassigned = {task.worker_id for task in tasks} - assigned
         unassigned -= {worker for worker, entry in entries.items() if entry.state == "ready"}
         last = await self.database.write(assignments.assignments_of_workers, unassigned)
-        users = sorted({*users, *(one.user_id for one in last.values())})
+        users = sorted({*users, *(row.user_id for row in last.values())})
         marks, reported = await self._marks(users, now if verified else None)
         if text_of(await self.client.get(keys.GENERATION)) != place.generation:
             raise RedisError("the generation changed during a scan")
@@ -170,10 +170,10 @@ class FleetScanner:
         async with self.client.pipeline(transaction=False) as pipe:
             for pool in names:
                 pipe.zmscore(keys.pool_ready(pool), list(workers))
-            found = await pipe.execute() if names else []
+            score_lists = await pipe.execute() if names else []
         return {
             pool: {worker for worker, score in zip(workers, scores, strict=True) if score is not None}
-            for pool, scores in zip(names, found, strict=True)
+            for pool, scores in zip(names, score_lists, strict=True)
         }
 
     async def _free(self, pools: Collection[str]) -> dict[str, set[str]]:
@@ -181,21 +181,24 @@ class FleetScanner:
         async with self.client.pipeline(transaction=False) as pipe:
             for pool in names:
                 pipe.zrange(keys.pool_ready(pool), 0, FREE - 1)
-            found = await pipe.execute() if names else []
-        return {pool: {_id_of(one) for one in some} - {""} for pool, some in zip(names, found, strict=True)}
+            member_lists = await pipe.execute() if names else []
+        return {
+            pool: {_id_of(member) for member in members} - {""}
+            for pool, members in zip(names, member_lists, strict=True)
+        }
 
     async def _marked_users(self) -> set[str]:
         """Users with a mark or metadata in Valkey, as far as the SCANs of this pass get."""
-        found: set[str] = set()
+        user_ids: set[str] = set()
         for _ in range(SCANNED // STEP):
-            self._cursor, some = await reply_of(self.client.scan(self._cursor, match=_PATTERN, count=STEP))
-            for key in some:
+            self._cursor, scanned = await reply_of(self.client.scan(self._cursor, match=_PATTERN, count=STEP))
+            for key in scanned:
                 for prefix in (_MARK, _METADATA):
                     if key.startswith(prefix):
-                        found.add(_id_of(key[len(prefix) : -1]))
+                        user_ids.add(_id_of(key[len(prefix) : -1]))
             if not self._cursor:
                 break
-        return found - {""}
+        return user_ids - {""}
 
     async def _marks(
         self, users: Sequence[str], verified_at: float | None
@@ -205,10 +208,10 @@ class FleetScanner:
         marks: dict[str, str] = {}
         reported: dict[str, ReportedState] = {}
         for start in range(0, len(users), CHUNK):
-            some = users[start : start + CHUNK]
-            found = await valkey.read_strings(self.client, [keys.mark(user) for user in some])
-            metadata = await valkey.read_hashes(self.client, [keys.metadata(user) for user in some])
-            for user, mark, fields in zip(some, found, metadata, strict=True):
+            batch = users[start : start + CHUNK]
+            values = await valkey.read_strings(self.client, [keys.mark(user) for user in batch])
+            metadata = await valkey.read_hashes(self.client, [keys.metadata(user) for user in batch])
+            for user, mark, fields in zip(batch, values, metadata, strict=True):
                 if mark and not _MARK_VALUE.fullmatch(text_of(mark)):
                     with suppress(ResponseError):  # the key is of another kind by now
                         await remove_mark(self.client, user, mark)
@@ -228,14 +231,14 @@ class FleetScanner:
     async def _entries(self, workers: Sequence[tuple[str, str]]) -> dict[str, EntryState]:
         entries: dict[str, EntryState] = {}
         for start in range(0, len(workers), CHUNK):
-            some = workers[start : start + CHUNK]
-            names = [keys.pool_worker(pool, worker) for pool, worker in some]
-            found = await valkey.read_hashes(self.client, names)
+            batch = workers[start : start + CHUNK]
+            names = [keys.pool_worker(pool, worker) for pool, worker in batch]
+            hashes = await valkey.read_hashes(self.client, names)
             async with self.client.pipeline(transaction=False) as pipe:
                 for name in names:
                     pipe.pexpiretime(name)
                 times = await pipe.execute()
-            for (_, worker), entry, expires in zip(some, found, times, strict=True):
+            for (_, worker), entry, expires in zip(batch, hashes, times, strict=True):
                 if known := _id_of(entry.get(b"state")):
                     claim = _id_of(entry.get(b"claim"))
                     entries[worker] = EntryState(state=known, claim=claim, expires=int(expires))

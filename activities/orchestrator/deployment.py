@@ -86,8 +86,8 @@ class Deployment:
         return DeploymentSnapshot(
             current=info.routing_config.current_deployment_version.build_id,
             versions={
-                one.deployment_version.build_id: one.create_time.ToDatetime()
-                for one in info.version_summaries
+                summary.deployment_version.build_id: summary.create_time.ToDatetime()
+                for summary in info.version_summaries
             },
             token=answer.conflict_token,
         )
@@ -101,7 +101,10 @@ class Deployment:
         answer = await unless_missing(self._service.describe_worker_deployment_version(request, timeout=CALL))
         if answer is None:
             return False
-        known = {(one.name, one.type) for one in answer.worker_deployment_version_info.task_queue_infos}
+        known = {
+            (queue_info.name, queue_info.type)
+            for queue_info in answer.worker_deployment_version_info.task_queue_infos
+        }
         return all((queue, kind) in known for queue in queues for kind in _KINDS)
 
     async def make_current(self, seen: DeploymentSnapshot) -> None:
@@ -127,17 +130,17 @@ class Deployment:
         )
         return [
             RunningWorkflow(
-                found.id,
-                found.run_id,
-                found.workflow_type,
-                (found.typed_search_attributes.get(_VERSION) or "").partition(":")[2],
+                run.id,
+                run.run_id,
+                run.workflow_type,
+                (run.typed_search_attributes.get(_VERSION) or "").partition(":")[2],
             )
-            async for found in self._temporal.list_workflows(query, limit=limit)
+            async for run in self._temporal.list_workflows(query, limit=limit)
         ]
 
-    async def served(self, some: Sequence[RunningWorkflow]) -> bool:
+    async def served(self, runs: Sequence[RunningWorkflow]) -> bool:
         """Whether an orchestrator answers for them; Temporal's list of pollers is minutes old."""
-        return any(await asyncio.gather(*(self._answers(one.workflow_id) for one in some[:_ASKED])))
+        return any(await asyncio.gather(*(self._answers(run.workflow_id) for run in runs[:_ASKED])))
 
     async def _answers(self, workflow_id: str) -> bool:
         try:
@@ -149,17 +152,17 @@ class Deployment:
             return False
         return True
 
-    async def renew(self, one: RunningWorkflow) -> None:
+    async def renew(self, run: RunningWorkflow) -> None:
         """Asks an entity to continue as new, which brings it to the current version."""
-        await signal_workflow(self._temporal, one.workflow_id, "renew")
+        await signal_workflow(self._temporal, run.workflow_id, "renew")
 
-    async def hand_over(self, one: RunningWorkflow) -> None:
+    async def hand_over(self, run: RunningWorkflow) -> None:
         """Lets the current version take over this run, by a replay of its history."""
         behavior = enums.VersioningBehavior.VERSIONING_BEHAVIOR_AUTO_UPGRADE  # what servers before 1.29 read
         override = VersioningOverride(auto_upgrade=True, behavior=behavior)
         request = api.UpdateWorkflowExecutionOptionsRequest(
             namespace=self._space,
-            workflow_execution=WorkflowExecution(workflow_id=one.workflow_id, run_id=one.run_id),
+            workflow_execution=WorkflowExecution(workflow_id=run.workflow_id, run_id=run.run_id),
             workflow_execution_options=WorkflowExecutionOptions(versioning_override=override),
             update_mask=FieldMask(paths=["versioning_override"]),
             identity=self._temporal.identity,

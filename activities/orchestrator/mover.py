@@ -49,54 +49,56 @@ class WorkflowMover:
         await self._promotion.decided.wait()
         while True:
             try:
-                left = await self.round()
+                has_more = await self.round()
             except (RPCError, BerthError) as error:
                 log.warning("move_failed", reason=str(error)[:200])
-                left = True
-            await asyncio.sleep(SOON if left else self._period)
+                has_more = True
+            await asyncio.sleep(SOON if has_more else self._period)
 
     async def round(self) -> bool:
         """Moves for some seconds. Whether something is left that is ours to move."""
         seen = await self._deployment.describe()
         if seen is None or seen.current != self._deployment.build:
             return False
-        found = await self._deployment.running(other_than=self._deployment.build)
-        if not found:
+        runs = await self._deployment.running(other_than=self._deployment.build)
+        if not runs:
             self._done.clear()
             return False
         async with self._database.session() as session:
             if await turn.take_turn(session, TURN):
-                await self._move(found)
+                await self._move(runs)
         return True
 
-    async def _move(self, found: list[RunningWorkflow]) -> None:
+    async def _move(self, runs: list[RunningWorkflow]) -> None:
         # The pool first, because all users need it.
-        found.sort(key=lambda one: (one.build, one.kind == ENTITIES[0]))
-        for build, group in groupby(found, lambda one: one.build):
-            some = list(group)
-            served = await self._deployment.served(some)
+        runs.sort(key=lambda run: (run.build, run.kind == ENTITIES[0]))
+        for build, group in groupby(runs, lambda run: run.build):
+            same_build = list(group)
+            served = await self._deployment.served(same_build)
             until = time.monotonic() + ROUND  # not before: a query without an answer takes almost as long
             moved = 0
-            for one in some:
+            for run in same_build:
                 if time.monotonic() > until:
                     break
-                if await self._move_one(one, handed_over=not served):
+                if await self._move_one(run, handed_over=not served):
                     moved += 1
                     await asyncio.sleep(self._pause)
             if moved:
-                log.info("moving", build=build, count=moved, left=len(some) - moved, handed_over=not served)
+                log.info(
+                    "moving", build=build, count=moved, left=len(same_build) - moved, handed_over=not served
+                )
 
-    async def _move_one(self, one: RunningWorkflow, *, handed_over: bool) -> bool:
+    async def _move_one(self, run: RunningWorkflow, *, handed_over: bool) -> bool:
         """Whether anything was done; a run that was asked a moment ago is left alone."""
-        last = self._done.get((one.run_id, handed_over))
-        entity = one.kind in ENTITIES
+        last = self._done.get((run.run_id, handed_over))
+        entity = run.kind in ENTITIES
         if (last is not None and time.monotonic() - last < AGAIN) or not (entity or handed_over):
             return False
         # The signal first: it makes a workflow task, and the hand-over sends an open one to us at once. An
         # update that waits for a task of its own would wait for its time limit of 5 s.
         if entity:
-            await self._deployment.renew(one)
+            await self._deployment.renew(run)
         if handed_over:
-            await self._deployment.hand_over(one)
-        self._done[(one.run_id, handed_over)] = time.monotonic()
+            await self._deployment.hand_over(run)
+        self._done[(run.run_id, handed_over)] = time.monotonic()
         return True

@@ -55,8 +55,8 @@ def code_hash(folders: list[Path]) -> str:
 
 def release_of(build: str) -> tuple[int, ...] | None:
     """The release in a build id, comparable; None when an operator chose another form."""
-    found = _RELEASE.match(build)
-    return tuple(int(part) for part in found[1].split(".")) if found else None
+    match = _RELEASE.match(build)
+    return tuple(int(part) for part in match[1].split(".")) if match else None
 
 
 #: Seconds between two tries until the first poll of our own workers has reached the server (it took 0.1 s).
@@ -72,9 +72,9 @@ log = structlog.get_logger()
 class Promotion:
     """`decided` is set when this process has promoted its version, or decided not to."""
 
-    def __init__(self, deployment: Deployment, *, wanted: bool, queues: Collection[str]) -> None:
+    def __init__(self, deployment: Deployment, *, promotes: bool, queues: Collection[str]) -> None:
         self._deployment = deployment
-        self._wanted = wanted
+        self._wanted = promotes
         #: The versioned queues that this process polls.
         self._queues = queues
         self._warned_at = 0.0

@@ -186,8 +186,8 @@ def hosted_queues(
             cached=50,
         ),
     )
-    wanted = {f"berth-{name}" for name in parts.settings.task_queues}
-    return [queue for queue in known if queue.name in wanted]
+    served = {f"berth-{name}" for name in parts.settings.task_queues}
+    return [queue for queue in known if queue.name in served]
 
 
 def make_worker(temporal: Client, hosted: HostedQueue, deployment: Deployment, grace: float) -> Worker:

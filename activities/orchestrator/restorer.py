@@ -45,8 +45,8 @@ from infra.temporal.schedules import SCHEDULES, ensure_schedules
 from infra.temporal.starter import WorkerStarter
 from worker_runtime.protocol.errors import BerthError
 from workflows import names
-from workflows.user_worker import messages as m
-from workflows.worker_pool import messages as pm
+from workflows.user_worker.messages import Examine, UserWorkerView
+from workflows.worker_pool.messages import PoolView, SetRelease
 
 #: Names the restorer's locks among PostgreSQL's advisory locks: one for each pool.
 LOCK = 0x6265_0000_0000
@@ -242,12 +242,12 @@ class EntityRestorer:
         """Has a workflow check its worker, which by PostgreSQL is not the user's."""
         entity = names.user_worker_id(live.user_id)
         handle = self.temporal.get_workflow_handle(entity)
-        view: m.UserWorkerView = await handle.query("view", result_type=m.UserWorkerView, rpc_timeout=CALL)
+        view: UserWorkerView = await handle.query("view", result_type=UserWorkerView, rpc_timeout=CALL)
         worker = view.worker
         if worker is None or worker.worker_id == live.worker_id:
             return
         log.warning("workflow_outdated", user_id=live.user_id, worker_id=live.worker_id)
-        wrong = m.Examine(worker_id=worker.worker_id, epoch=worker.epoch, reason="PostgreSQL names another")
+        wrong = Examine(worker_id=worker.worker_id, epoch=worker.epoch, reason="PostgreSQL names another")
         await signal_workflow(self.temporal, entity, "examine", wrong)
 
     async def _pass_on_orders(self, by_id: Mapping[str, ExecutionState]) -> None:
@@ -286,7 +286,7 @@ class EntityRestorer:
         """Return how many workers beyond its target the pool keeps; 0 also if it does not answer."""
         handle = self.temporal.get_workflow_handle(names.worker_pool_id(self.settings.pool))
         try:
-            view: pm.PoolView = await handle.query("view", result_type=pm.PoolView, rpc_timeout=CALL)
+            view: PoolView = await handle.query("view", result_type=PoolView, rpc_timeout=CALL)
         except (RPCError, WorkflowQueryFailedError):
             return 0
         return view.surge
@@ -297,10 +297,10 @@ class EntityRestorer:
         if rollout is not None and rollout.is_open:
             return
         handle = self.temporal.get_workflow_handle(names.worker_pool_id(pool))
-        view: pm.PoolView = await handle.query("view", result_type=pm.PoolView, rpc_timeout=CALL)
+        view: PoolView = await handle.query("view", result_type=PoolView, rpc_timeout=CALL)
         if view.surge:
-            same = pm.SetRelease(release=view.release, surge=0)
-            await handle.execute_update("set_release", same, result_type=pm.PoolView, rpc_timeout=CALL)
+            same = SetRelease(release=view.release, surge=0)
+            await handle.execute_update("set_release", same, result_type=PoolView, rpc_timeout=CALL)
             log.warning("rollout_surge_ended", pool=pool, surge=view.surge)
 
     # --- findings -------------------------------------------------------------------------------------

@@ -89,15 +89,15 @@ async def reconcile_account(session: AsyncSession, event: AccountReported, *, bl
         log.info("account_report_not_new", user_id=event.user_id, account=event.account_id, epoch=event.epoch)
         return
     known = await reconciliations.earlier_comparisons(session, event.user_id, event.account_id)
-    found = await _orders(session, event, report, known)
+    differences = await _orders(session, event, report, known)
     if not report.complete:
         for kind in (POSITIONS, ODD_SHARES):
-            found[kind] = known.open.get(kind, [])
+            differences[kind] = known.open.get(kind, [])
     elif not known.begun:
         await _begin_books(session, event, report)
     else:
-        found |= await _positions(session, event, report, known)
-    differences = {kind: those for kind, those in found.items() if those}
+        differences |= await _positions(session, event, report, known)
+    differences = {kind: those for kind, those in differences.items() if those}
     row = await reconciliations.note_differences(
         session, **_whose(event), differences=differences, blocks=blocks
     )
@@ -132,32 +132,32 @@ async def _orders(
     ]
     if missed:
         await recording.record_events(session, missed)
-    found: Differences = {"states": [], "fills": []}
+    differences: Differences = {"states": [], "fills": []}
     settled: set[str] = set()
     for listed in report.orders:
         row = ours.get(listed.broker_order_id) or by_tag.get(listed.broker_order_id)
         if row is not None and row.updated_at <= taken_at - FILL_MARGIN:
             settled.add(str(row.id))
-            _contradictions(row, listed, report.absence_certain, found)
+            _contradictions(row, listed, report.absence_certain, differences)
     for kind in ("states", "fills"):
-        stays = [one for one in known.open.get(kind, ()) if one["order"] not in settled]
-        fresh = [one for one in found[kind] if one not in known.closed.get(kind, ())]
-        found[kind] = sorted([*stays, *fresh], key=lambda one: str(one["order"]))
+        stays = [entry for entry in known.open.get(kind, ()) if entry["order"] not in settled]
+        fresh = [entry for entry in differences[kind] if entry not in known.closed.get(kind, ())]
+        differences[kind] = sorted([*stays, *fresh], key=lambda entry: str(entry["order"]))
     explained = {*ours, *by_tag, *known.closed.get("foreign_orders", ())}
-    strangers = [one for one in dict.fromkeys([*open_ones, *ids]) if one not in explained]
-    found["foreign_orders"] = sorted(strangers[:MOST_FOREIGN])
-    return found
+    strangers = [order_id for order_id in dict.fromkeys([*open_ones, *ids]) if order_id not in explained]
+    differences["foreign_orders"] = sorted(strangers[:MOST_FOREIGN])
+    return differences
 
 
-def _contradictions(row: Order, listed: BrokerOrder, certain: bool, found: Differences) -> None:
+def _contradictions(row: Order, listed: BrokerOrder, certain: bool, differences: Differences) -> None:
     """Adds what a listing contradicts. A listing that may lag proves nothing by what it lacks, nor does an
     order on its way: so Shioaji lists filled ones of the day before."""
     filled, certain = filled_of(listed), certain and listed.state is not OrderState.SUBMITTING
     works = row.state in FINAL_ORDER_STATES and listed.state not in FINAL_ORDER_STATES and certain
     if works or (filled and row.state in _NEVER_TAKEN):
-        found["states"].append({"order": str(row.id), "ours": row.state, "broker": listed.state.value})
+        differences["states"].append({"order": str(row.id), "ours": row.state, "broker": listed.state.value})
     if filled < row.filled_quantity and certain:
-        found["fills"].append({"order": str(row.id), "ours": row.filled_quantity, "broker": filled})
+        differences["fills"].append({"order": str(row.id), "ours": row.filled_quantity, "broker": filled})
 
 
 async def _positions(
@@ -173,21 +173,21 @@ async def _positions(
         # The books were begun by a release that saw full lots only: what is beyond them was held before.
         beyond = {ODD_SHARES: _unexplained(expected, report)[ODD_SHARES]}
         reconciliations.note_first_comparison(session, **_whose(event), held=beyond)
-        for one in beyond[ODD_SHARES]:
-            expected[one["symbol"]] += one["broker"] - one["ours"]
+        for entry in beyond[ODD_SHARES]:
+            expected[entry["symbol"]] += entry["broker"] - entry["ours"]
     differ = _unexplained(expected, report)
     unseen = () if report.odd_shown else (ODD_SHARES,)
 
-    def moves(one: Any) -> bool:
-        return any(may_be_same_contract(one["symbol"], symbol) for symbol in moving)
+    def moves(entry: Any) -> bool:
+        return any(may_be_same_contract(entry["symbol"], symbol) for symbol in moving)
 
     return {
         kind: sorted(
             [
-                *(one for one in known.open.get(kind, ()) if moves(one) or kind in unseen),
-                *(one for one in those if not moves(one)),
+                *(entry for entry in known.open.get(kind, ()) if moves(entry) or kind in unseen),
+                *(entry for entry in those if not moves(entry)),
             ],
-            key=lambda one: str(one["symbol"]),
+            key=lambda entry: str(entry["symbol"]),
         )
         for kind, those in differ.items()
     }
@@ -217,13 +217,13 @@ def _unexplained(expected: Mapping[str, int], report: AccountReport) -> Differen
         ours[names.get(symbol[:3], symbol)] += shares
     for held in report.positions:  # a broker may list cash and margin of one symbol separately
         theirs[names.get(held.symbol[:3], held.symbol)] += held.shares
-    found: Differences = {POSITIONS: [], ODD_SHARES: []}
+    differences: Differences = {POSITIONS: [], ODD_SHARES: []}
     for symbol in sorted({*ours, *theirs}):
         pairs = zip(_lots_of(ours[symbol]), _lots_of(theirs[symbol]), strict=True)
-        for kind, (own, broker) in zip(found, pairs, strict=True):
+        for kind, (own, broker) in zip(differences, pairs, strict=True):
             if own != broker and (kind == POSITIONS or report.odd_shown):
-                found[kind].append({"symbol": symbol, "ours": own, "broker": broker})
-    return found
+                differences[kind].append({"symbol": symbol, "ours": own, "broker": broker})
+    return differences
 
 
 def _lots_of(shares: int) -> tuple[int, int]:

@@ -34,7 +34,7 @@ from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import BerthError, WorkerLost, WorkerUnavailable
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Answer, OrderOutcome, OrderState
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, decode_report
-from workflows.order import messages as om
+from workflows.order.messages import UnresolvedOrder, VerificationFinding, Verified, VerifyOrder
 
 log = structlog.get_logger()
 
@@ -67,7 +67,7 @@ class AccountQueryClient:
     async def _ask(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
         try:
             # A queued query neither starts a worker nor keeps one alive.
-            if not await self._queue.marked(user_id):
+            if not await self._queue.has_live_worker(user_id):
                 await self._starter.ensure_active(user_id)
             query = QueryAccount(
                 request_id=uuid4().hex,
@@ -119,22 +119,22 @@ class OrderActivities:
         self._asking = asking
 
     @activity.defn
-    async def verify_order(self, request: om.VerifyOrder) -> om.Verified:
+    async def verify_order(self, request: VerifyOrder) -> Verified:
         """Verifies once. Raises `DatabaseUnavailable`."""
         async with beating():
             try:
                 order = await self._known(uuid.UUID(request.order_id))
             except OrderNotFound:
                 log.error("followed_order_not_found", order_id=request.order_id)
-                return om.Verified(finding=om.VerificationFinding.GONE)
+                return Verified(finding=VerificationFinding.GONE)
             if order.state in FINAL_ORDER_STATES:
-                return om.Verified(finding=om.VerificationFinding.FINAL, state=order.state)
+                return Verified(finding=VerificationFinding.FINAL, state=order.state)
             try:
                 report = await self._asking.orders(order.user_id, order.account_id, request.timeout)
             except BerthError as error:
                 log.info("order_not_verified", order_id=request.order_id, code=error.code)
-                return om.Verified(
-                    finding=om.VerificationFinding.UNASKED,
+                return Verified(
+                    finding=VerificationFinding.UNASKED,
                     state=order.state,
                     code=error.code,
                     detail=error.detail[:200],
@@ -142,7 +142,7 @@ class OrderActivities:
             return await self._compared(order, report)
 
     @activity.defn
-    async def settle_absent(self, request: om.UnresolvedOrder) -> bool:
+    async def settle_absent(self, request: UnresolvedOrder) -> bool:
         """Rejects an order that never reached the broker; False if anything is known of it there."""
         async with self._database.session() as session:
             order = await session.scalar(
@@ -162,7 +162,7 @@ class OrderActivities:
         return True
 
     @activity.defn
-    async def demand_attention(self, request: om.UnresolvedOrder) -> bool:
+    async def demand_attention(self, request: UnresolvedOrder) -> bool:
         """Puts an order on the list for a person; False if it is final."""
         async with self._database.session() as session:
             raised = await attention.demand_attention(session, uuid.UUID(request.order_id), request.reason)
@@ -184,7 +184,7 @@ class OrderActivities:
         await self._database.write(recording.apply_outcome, *outcome_of(answer, str(order_id)))
         return await self._database.write(recording.get_order, order_id)
 
-    async def _compared(self, order: Order, report: AccountReport) -> om.Verified:
+    async def _compared(self, order: Order, report: AccountReport) -> Verified:
         listed, doubtful = await self._find(order, report)
         if listed is not None:
             await self._database.write(
@@ -192,11 +192,11 @@ class OrderActivities:
             )
             order = await self._database.write(recording.get_order, order.id)
             final = order.state in FINAL_ORDER_STATES
-            finding = om.VerificationFinding.FINAL if final else om.VerificationFinding.LISTED
-            return om.Verified(finding=finding, state=order.state)
+            finding = VerificationFinding.FINAL if final else VerificationFinding.LISTED
+            return Verified(finding=finding, state=order.state)
         dead, quiet_since = await self._quiet(order)
-        return om.Verified(
-            finding=om.VerificationFinding.MISSING,
+        return Verified(
+            finding=VerificationFinding.MISSING,
             state=order.state,
             complete=report.complete,
             certain=report.complete and not doubtful and _would_list(report, order),
@@ -210,17 +210,17 @@ class OrderActivities:
         """The listed order that is ours, by the broker's id or our tag; and whether that is doubtful."""
         name = order.broker_order_id
         if name is not None:
-            return next((one for one in report.orders if one.broker_order_id == name), None), False
-        tagged = [one for one in report.orders if one.tag == order.tag]
+            return next((listed for listed in report.orders if listed.broker_order_id == name), None), False
+        tagged = [listed for listed in report.orders if listed.tag == order.tag]
         if not tagged:
             return None, False
         async with self._database.session() as session:
             known = await reconciliations.orders_by_broker_ids(
-                session, order.user_id, order.account_id, [one.broker_order_id for one in tagged]
+                session, order.user_id, order.account_id, [listed.broker_order_id for listed in tagged]
             )
-        strange = [one for one in tagged if known.get(one.broker_order_id, order).id == order.id]
-        found = next((one for one in strange if may_be_listed_as(order, one)), None)
-        return found, found is None and bool(strange)
+        strange = [listed for listed in tagged if known.get(listed.broker_order_id, order).id == order.id]
+        match = next((listed for listed in strange if may_be_listed_as(order, listed)), None)
+        return match, match is None and bool(strange)
 
     async def _quiet(self, order: Order) -> tuple[bool, float]:
         """Whether the worker that may have submitted it has ended, and since when nobody can submit it.

@@ -15,7 +15,7 @@ from infra.valkey.client import reply_of, text_of
 from infra.valkey.memory import REFUSED_ABOVE
 from infra.vault.key_pairs import OrchestratorKeys
 from worker_runtime.protocol import keys, scripts, sealing
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import WorkerRef
 
 #: Seconds after which a user who does not ask again leaves the line; six times the wait of `POOL_EXHAUSTED`.
 LINE_PATIENCE = 30.0
@@ -29,13 +29,13 @@ EVENT_BYTES = 65_536
 
 async def place_in_line(client: Redis, pool: str, user_id: str) -> int:
     """The user's place, 0 for the first; a new user gets the last one."""
-    found = await valkey.run_script(
+    reply = await valkey.run_script(
         client,
         scripts.JOIN_WAIT_QUEUE,
         [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)],
         [user_id, int(LINE_PATIENCE * 1000)],
     )
-    return int(found)
+    return int(reply)
 
 
 async def leave_line(client: Redis, pool: str, user_id: str) -> None:
@@ -83,8 +83,8 @@ async def claim_entry(
     if user_id:
         named += [keys.pool_wait_queue(pool), keys.pool_last_asked(pool)]
         given += [user_id, int(LINE_PATIENCE * 1000), avoid, REFUSED_ABOVE, *refused]
-    status, *found = await valkey.run_script(client, scripts.CLAIM, named, given)
-    worker_id, public_key, proof = (*found, None, None, None)[:3]  # 'empty' names none, 'gone' only a worker
+    status, *fields = await valkey.run_script(client, scripts.CLAIM, named, given)
+    worker_id, public_key, proof = (*fields, None, None, None)[:3]  # 'empty' names none, 'gone' only a worker
     return PoolEntry(
         status=text_of(status),
         worker_id=text_of(worker_id),
@@ -101,7 +101,7 @@ async def admit(client: Redis, pool: str, worker_id: str, claim_id: str) -> None
 
 
 async def write_owner(
-    client: Redis, user_id: str, worker: m.WorkerRef, generation: str, switch: Sequence[str]
+    client: Redis, user_id: str, worker: WorkerRef, generation: str, switch: Sequence[str]
 ) -> bool:
     """Makes the worker the user's owner and writes the switch (`SwitchSigner.words`).
 
@@ -173,7 +173,7 @@ class PumpedEvents(NamedTuple):
 
     #: Rings that were taken, and that were left behind them.
     rings: int
-    left: int
+    remaining: int
     #: Pool and id of workers that want to join.
     announced: list[tuple[str, str]]
     #: Worker → length, of lists that are too long.
@@ -191,9 +191,9 @@ async def pump_events(
 ) -> PumpedEvents:
     """Moves up to `each` events of this worker, and of those of up to `rings` rings, to the streams."""
     given = [keys.events_of(""), each, rings, long, worker_id, each_bytes]
-    taken, left, announced, lengths = await valkey.run_script(
+    taken, remaining, announced, lengths = await valkey.run_script(
         client, scripts.PUMP_EVENTS, [keys.EVENTS, keys.EVENT_BELL, keys.CHANGES], given
     )
     pairs = (text_of(ring).rpartition(" ") for ring in announced)
     long_lists = dict(zip(map(text_of, lengths[::2]), lengths[1::2], strict=True))
-    return PumpedEvents(taken, left, [(pool, joining) for pool, _, joining in pairs], long_lists)
+    return PumpedEvents(taken, remaining, [(pool, joining) for pool, _, joining in pairs], long_lists)

@@ -33,8 +33,8 @@ from infra.worker_task import LauncherUnreachable, LaunchFailed, LaunchSpec
 from worker_runtime.protocol import errors, keys
 from worker_runtime.protocol.launch import WorkerConfig
 from workflows.rollout.messages import Release
-from workflows.user_worker import messages as m
-from workflows.worker_pool import messages as pm
+from workflows.user_worker.messages import Launched, LaunchForClaim
+from workflows.worker_pool.messages import NEVER_READY, NOTHING_RUNS, LaunchPoolWorker
 
 #: First letters of the ids of pool workers, and of those launched while a user waited.
 POOL_PREFIX = "p-"
@@ -107,7 +107,7 @@ class LaunchActivities:
         )
 
     @activity.defn
-    async def launch_for_claim(self, request: m.LaunchForClaim) -> m.Launched:
+    async def launch_for_claim(self, request: LaunchForClaim) -> Launched:
         """Launches a worker for this claim only. A repeat returns the same one, even if it is dead by now.
 
         If one of a new release ends before it is ready, or failed this start before, a worker of the last
@@ -125,16 +125,16 @@ class LaunchActivities:
         try:
             launched = await self._launch(spec, token, request.timeout, partial(is_announced, worker_id))
         except ApplicationError as error:
-            left = request.timeout - (time.monotonic() - began)
+            seconds_left = request.timeout - (time.monotonic() - began)
             known_bad = avoid is not None or snapshot.good in (None, release)
-            if error.type != pm.NEVER_READY or known_bad or left < AGAIN:
+            if error.type != NEVER_READY or known_bad or seconds_left < AGAIN:
                 raise
             good = snapshot.good or Release()
             log.warning("launched_as_before", pool=request.pool, version=good.version, reason=str(error))
             token = f"{token}-before"
             worker_id = replacement
             spec = self._spec(worker_id, request.pool, request.claim_id, good)
-            launched = await self._launch(spec, token, left, partial(is_announced, worker_id))
+            launched = await self._launch(spec, token, seconds_left, partial(is_announced, worker_id))
         if snapshot.limit is not None:
             await entries.leave_line(self.client, request.pool, request.user_id)
         return launched
@@ -142,28 +142,28 @@ class LaunchActivities:
     async def _is_announced(self, born: str, worker_id: str) -> bool:
         """Waits up to `SLICE` seconds until the worker is on the list of those launched for its claim."""
         # Moves the list onto itself, so that a repeat finds it again.
-        found = await reply_of(self.client.blmove(born, born, SLICE, "LEFT", "RIGHT"))
-        if found is None or await reply_of(self.client.lpos(born, worker_id)) is not None:
-            return found is not None
+        announced = await reply_of(self.client.blmove(born, born, SLICE, "LEFT", "RIGHT"))
+        if announced is None or await reply_of(self.client.lpos(born, worker_id)) is not None:
+            return announced is not None
         await asyncio.sleep(SLICE)  # the other one of this claim, which an earlier attempt launched
         return False
 
     async def _pool_snapshot(self, pool: str) -> PoolSnapshot:
         """From the pool's workflow, else from the settings."""
         async with beating():  # it may have to ask twice
-            found = await self.pools.snapshot(pool) if self.pools else None
-        return found or PoolSnapshot(limit=self.settings.pool_limit or None)
+            snapshot = await self.pools.snapshot(pool) if self.pools else None
+        return snapshot or PoolSnapshot(limit=self.settings.pool_limit or None)
 
-    async def _check_limit(self, request: m.LaunchForClaim, limit: int | None, worker_id: str) -> None:
+    async def _check_limit(self, request: LaunchForClaim, limit: int | None, worker_id: str) -> None:
         """Raises `POOL_EXHAUSTED` if the limit is reached or earlier waiters need all that is left."""
         if limit is None:
             return
         running = {task.worker_id for task in await self.launcher.list() if task.pool == request.pool}
         if worker_id in running:  # a repeat
             return
-        left = max(limit - len(running), 0)
+        remaining = max(limit - len(running), 0)
         place = await entries.place_in_line(self.client, request.pool, request.user_id)
-        if place >= left:
+        if place >= remaining:
             raise ApplicationError(
                 f"{len(running)} of {limit} workers run; place {place + 1} in the line",
                 type=errors.PoolExhausted.code,
@@ -171,7 +171,7 @@ class LaunchActivities:
             )
 
     @activity.defn
-    async def launch_pool_worker(self, request: pm.LaunchPoolWorker) -> m.Launched:
+    async def launch_pool_worker(self, request: LaunchPoolWorker) -> Launched:
         """Returns when the worker is ready to be claimed, or was claimed already.
 
         Fails with `NEVER_READY` when it ended or hung before that: then no worker of this token runs. Any
@@ -195,7 +195,7 @@ class LaunchActivities:
 
     async def _launch(
         self, spec: LaunchSpec, token: str, timeout: float, ready: Callable[[], Awaitable[bool]]
-    ) -> m.Launched:
+    ) -> Launched:
         try:
             if spec.image:  # whoever reaches Temporal could start a rollout of any image
                 await self.database.fetch(images.require_allowed, spec.image)
@@ -209,7 +209,7 @@ class LaunchActivities:
         except (LaunchFailed, images.ImageNotAllowed) as error:
             raise ApplicationError(
                 error.detail,
-                pm.NOTHING_RUNS,
+                NOTHING_RUNS,
                 type=error.code,
                 non_retryable=not error.retryable,
                 category=_NOT_LOGGED,
@@ -217,7 +217,7 @@ class LaunchActivities:
         except LauncherUnreachable as error:
             raise ApplicationError(error.detail, type=error.code, category=_NOT_LOGGED) from None
         began = time.monotonic()
-        launched = m.Launched(worker_id=task.worker_id, task_id=task.task_id)
+        launched = Launched(worker_id=task.worker_id, task_id=task.task_id)
         while time.monotonic() - began < timeout:
             activity.heartbeat()
             if self.users:
@@ -251,5 +251,9 @@ class LaunchActivities:
 def _never_ready(why: str) -> ApplicationError:
     """Not retried, because the same token is the same dead worker."""
     return ApplicationError(
-        why, pm.NOTHING_RUNS, type=pm.NEVER_READY, non_retryable=True, category=_NOT_LOGGED
+        why,
+        NOTHING_RUNS,
+        type=NEVER_READY,
+        non_retryable=True,
+        category=_NOT_LOGGED,
     )

@@ -32,7 +32,18 @@ from infra.valkey.client import replies_of, reply_of, text_of
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
 from workflows import names
-from workflows.worker_pool import messages as pm
+from workflows.worker_pool.messages import (
+    CountPool,
+    KeepPool,
+    KeptPool,
+    PoolCount,
+    PoolInput,
+    PoolMode,
+    PoolView,
+    SetPolicy,
+    StopPoolWorkers,
+    WindowNow,
+)
 from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, PoolWindow, check_policy, days_of
 
 #: Members of the ready list that one count reads besides the workers that run. Only forged ones are more;
@@ -63,7 +74,7 @@ class PoolActivities:
         self._silent_since: dict[str, dict[str, float]] = {}
 
     @activity.defn
-    async def count_pool(self, request: pm.CountPool) -> pm.PoolCount:
+    async def count_pool(self, request: CountPool) -> PoolCount:
         """Free workers, and those that run and have not announced themselves yet.
 
         The launcher is asked before Valkey, so a worker that becomes ready in between is counted once. A
@@ -97,7 +108,7 @@ class PoolActivities:
         for worker_id in hanging:
             log.warning("pool_worker_hangs", pool=request.pool, worker_id=worker_id)
             await self._launcher.stop(tasks[worker_id].task_id, "announced nothing")
-        return pm.PoolCount(
+        return PoolCount(
             ready=len(free),
             starting=len(silent - hanging),
             in_use=len(ours.keys() - free - launching - silent),
@@ -115,16 +126,16 @@ class PoolActivities:
             log.warning("pool_demand_unknown", pool=pool, reason=error.detail)
             return None
 
-    def _window(self, policy: PoolPolicy) -> pm.WindowNow:
+    def _window(self, policy: PoolPolicy) -> WindowNow:
         if not policy.windows:
-            return pm.WindowNow()
+            return WindowNow()
         try:
-            hours = [window_of(one) for one in policy.windows]
+            hours = [window_of(window) for window in policy.windows]
         except (BerthError, ValueError) as error:  # a time zone that this host does not know
             log.error("pool_windows_not_understood", reason=str(error)[:200])
-            return pm.WindowNow()
+            return WindowNow()
         number, until = windows.current_window(hours, self._calendar, time.time())
-        return pm.WindowNow(name="" if number is None else policy.windows[number].name, until=until)
+        return WindowNow(name="" if number is None else policy.windows[number].name, until=until)
 
     async def _announced(self, pool: str, running: list[str]) -> tuple[set[str], dict[str, bytes]]:
         """The free ones of the running workers, and the first `UNLISTED` others of the ready list; and the
@@ -136,9 +147,9 @@ class PoolActivities:
             for worker in workers:  # the state second: a worker that joins meanwhile has both
                 pipe.zscore(keys.pool_ready(pool), worker)
                 pipe.hget(keys.pool_worker(pool, worker), "state")
-            found = await replies_of(pipe) if workers else []
-        ready = {worker for worker, score in zip(workers, found[::2], strict=True) if score is not None}
-        return ready, {worker: state for worker, state in zip(workers, found[1::2], strict=True) if state}
+            replies = await replies_of(pipe) if workers else []
+        ready = {worker for worker, score in zip(workers, replies[::2], strict=True) if score is not None}
+        return ready, {worker: state for worker, state in zip(workers, replies[1::2], strict=True) if state}
 
     def _hanging(self, pool: str, silent: set[str], launch_timeout: float) -> set[str]:
         now, before = time.monotonic(), self._silent_since.get(pool, {})
@@ -146,27 +157,27 @@ class PoolActivities:
         return {worker for worker, since in known.items() if now - since > launch_timeout}
 
     @activity.defn
-    async def keep_pool(self, request: pm.KeepPool) -> pm.KeptPool:
+    async def keep_pool(self, request: KeepPool) -> KeptPool:
         """Writes what operators have set for the pool; returns what PostgreSQL has then: it may be newer."""
         number = request.kept.number
         row = await self._database.fetch(pools.keep_pool, request.pool, number, asdict(request.kept))
-        kept: pm.KeptPool = value_to_type(pm.KeptPool, row.settings)
+        kept: KeptPool = value_to_type(KeptPool, row.settings)
         return replace(kept, number=row.number)
 
     @activity.defn
-    async def shrink_pool(self, request: pm.StopPoolWorkers) -> int:
+    async def shrink_pool(self, request: StopPoolWorkers) -> int:
         """Stops free workers; returns how many. Each is claimed first, so that no user gets it."""
         claims: dict[str, str] = {}
         gone: set[str] = set()
         for number in range(request.count):
             claim_id = f"shrink-{request.token}-{number}"
-            found = await entries.claim_entry(self._client, request.pool, claim_id)
-            if found.status == "empty":
+            entry = await entries.claim_entry(self._client, request.pool, claim_id)
+            if entry.status == "empty":
                 break
-            if found.status == "gone":  # this claim's once: stopped by now, or free again, or another claim's
-                gone.add(found.worker_id)
+            if entry.status == "gone":  # this claim's once: stopped by now, or free again, or another claim's
+                gone.add(entry.worker_id)
                 continue
-            claims[found.worker_id] = claim_id
+            claims[entry.worker_id] = claim_id
         own = await self._database.fetch(launches.never_assigned, request.pool, claims)
         for worker_id in claims.keys() - own.keys():
             log.error("pool_entry_refused", worker_id=worker_id, pool=request.pool, reason="it has a user")
@@ -230,7 +241,7 @@ async def ensure_pool(temporal: Client, settings: Settings, patience: timedelta 
     policy = policy_of(settings)
     handle = await temporal.start_workflow(
         names.WORKER_POOL,
-        pm.PoolInput(
+        PoolInput(
             pool=settings.pool, launch_timeout=settings.launch_timeout, policy=policy, configured=policy
         ),
         id=names.worker_pool_id(settings.pool),
@@ -239,12 +250,12 @@ async def ensure_pool(temporal: Client, settings: Settings, patience: timedelta 
         static_summary="keeps workers ready",
         rpc_timeout=patience,
     )
-    view: pm.PoolView = await handle.query("view", result_type=pm.PoolView, rpc_timeout=patience)
+    view: PoolView = await handle.query("view", result_type=PoolView, rpc_timeout=patience)
     if view.configured != policy:
         view = await handle.execute_update(
             "set_policy",
-            pm.SetPolicy(policy=policy, from_settings=True),
-            result_type=pm.PoolView,
+            SetPolicy(policy=policy, from_settings=True),
+            result_type=PoolView,
             rpc_timeout=patience,
         )
         log.info("pool_policy_of_settings", pool=settings.pool, target=policy.target)
@@ -252,4 +263,4 @@ async def ensure_pool(temporal: Client, settings: Settings, patience: timedelta 
     least = min([kept.target, *(window.target for window in kept.windows)])
     if kept.limit is not None:
         least = min(least, kept.limit)
-    return least if view.mode == pm.PoolMode.RUNNING else 0
+    return least if view.mode == PoolMode.RUNNING else 0

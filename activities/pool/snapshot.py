@@ -15,7 +15,7 @@ from infra.launchers.port import Launcher
 from infra.worker_task import LauncherUnreachable
 from workflows import names
 from workflows.rollout.messages import Release
-from workflows.worker_pool import messages as pm
+from workflows.worker_pool.messages import PoolView
 
 #: Seconds that a snapshot is used; a new rollout reaches cold launches that late.
 FRESH = 2.0
@@ -67,8 +67,8 @@ class PoolSnapshots:
         handle = self._temporal.get_workflow_handle(names.worker_pool_id(pool))
         try:
             async with asyncio.timeout(PATIENCE):
-                view: pm.PoolView = await handle.query(
-                    "view", result_type=pm.PoolView, rpc_timeout=timedelta(seconds=PATIENCE)
+                view: PoolView = await handle.query(
+                    "view", result_type=PoolView, rpc_timeout=timedelta(seconds=PATIENCE)
                 )
         except (RPCError, WorkflowQueryFailedError, TimeoutError) as error:
             reason, known = type(error).__name__, pool in self._known
@@ -78,7 +78,7 @@ class PoolSnapshots:
         return True
 
 
-def snapshot_of(view: pm.PoolView) -> PoolSnapshot:
+def snapshot_of(view: PoolView) -> PoolSnapshot:
     # Until a worker of a release is ready, users get the last good one; unless the pool keeps no workers, so
     # that nobody else would try the release.
     unproven = view.good != view.release and (view.never_ready or view.wanted)

@@ -26,7 +26,14 @@ from infra.settings import Settings
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.messages import Failure
-from workflows.reports import messages as sm
+from workflows.reports.messages import (
+    EnqueueStatements,
+    MakeReport,
+    PlanStatements,
+    ReportResult,
+    StatementsPage,
+    StatementsPlan,
+)
 
 log = structlog.get_logger()
 
@@ -58,24 +65,24 @@ class DailyActivities:
         self._webhook = anyway or bool(self.settings.webhook_key_file)
 
     @activity.defn
-    async def plan_statements(self, request: sm.PlanStatements) -> sm.StatementsPlan:
+    async def plan_statements(self, request: PlanStatements) -> StatementsPlan:
         now = datetime.fromtimestamp(request.at, TAIPEI) if request.at else datetime.now(TAIPEI)
         last = last_ended(now, self._end)
         day = _asked_day(request.day, last) or last
         if not self.calendar.trades_on(day):
-            return sm.StatementsPlan(day=day.isoformat(), reason=f"{day} was no trading day")
+            return StatementsPlan(day=day.isoformat(), reason=f"{day} was no trading day")
         users = await self.database.write(
             statement_addresses.count_addresses, email=self._email, webhook=self._webhook
         )
         log.info("statements_planned", day=day.isoformat(), users=users)
-        return sm.StatementsPlan(day=day.isoformat(), users=users)
+        return StatementsPlan(day=day.isoformat(), users=users)
 
     @activity.defn
-    async def enqueue_statements(self, request: sm.EnqueueStatements) -> sm.StatementsPage:
+    async def enqueue_statements(self, request: EnqueueStatements) -> StatementsPage:
         async with beating():
             return await self._enqueue(request, parse_day(request.day))
 
-    async def _enqueue(self, request: sm.EnqueueStatements, day: date) -> sm.StatementsPage:
+    async def _enqueue(self, request: EnqueueStatements, day: date) -> StatementsPage:
         async with self.database.session() as session:
             rows = await statement_addresses.addresses_after(
                 session, email=self._email, webhook=self._webhook, after=request.after, limit=request.limit
@@ -89,7 +96,7 @@ class DailyActivities:
                 counts[outcome] += 1
         if rows:
             log.info("statements_enqueued", day=request.day, users=len(rows), **counts)
-        return sm.StatementsPage(users=len(rows), after=rows[-1].user_id if rows else "", **counts)
+        return StatementsPage(users=len(rows), after=rows[-1].user_id if rows else "", **counts)
 
     async def _put(self, job_id: str, work: msgspec.Struct, rate_key: str = "", *, delay: float = 0.0) -> str:
         """Enqueues one job; returns the field of `StatementsPage` that counts it."""
@@ -141,19 +148,19 @@ class DailyActivities:
             yield f"statement-post.{text}.{user}", post, _host(row.webhook_url)
 
     @activity.defn
-    async def make_report(self, request: sm.MakeReport) -> sm.ReportResult:
+    async def make_report(self, request: MakeReport) -> ReportResult:
         now = datetime.fromtimestamp(request.at, UTC).astimezone(TAIPEI)
         last = last_ended(now, self._end)
         due = last if self.calendar.trades_on(last) else self.calendar.trading_day_before(last)
         day = _asked_day(request.day, last) or due
         trading_day = day if request.day else now.date()
         if not self.calendar.trades_on(trading_day):
-            return sm.ReportResult(day=day.isoformat(), reason=f"{trading_day} is no trading day")
+            return ReportResult(day=day.isoformat(), reason=f"{trading_day} is no trading day")
         async with beating():
             report = await self.database.write(reports.make_report, self.calendar, day, self._end)
             mails = 0 if report.mailed_at else await self._mail(report)
         log.info("report_made", day=day.isoformat(), mails=mails)
-        return sm.ReportResult(day=day.isoformat(), mails=mails)
+        return ReportResult(day=day.isoformat(), mails=mails)
 
     async def _mail(self, report: reports.DailyReport) -> int:
         """The number of mails that are on their queue now and were not before."""

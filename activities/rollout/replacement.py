@@ -29,9 +29,9 @@ from infra.valkey.client import replies_of
 from infra.worker_task import Task
 from worker_runtime.protocol import keys, scripts
 from workflows import names
-from workflows.rollout import messages as rm
-from workflows.user_worker import messages as m
-from workflows.worker_pool import messages as pm
+from workflows.rollout.messages import AskToMove, CheckRelease, ReleaseSnapshot, RetireWorkers, TellRollout
+from workflows.user_worker.messages import MoveWhenQuiet
+from workflows.worker_pool.messages import PoolView, SetRelease
 
 #: Seconds without an order that count as quiet while the user's markets are closed.
 QUIET_WHEN_CLOSED = 5.0
@@ -65,24 +65,24 @@ class RolloutActivities:
         self._asked: dict[str, dict[str, _MoveRequest]] = {}
 
     @activity.defn
-    async def check_release(self, request: rm.CheckRelease) -> rm.ReleaseSnapshot:
+    async def check_release(self, request: CheckRelease) -> ReleaseSnapshot:
         pool = self.temporal.get_workflow_handle(names.worker_pool_id(request.pool))
-        view: pm.PoolView = await pool.query("view", result_type=pm.PoolView, rpc_timeout=CALL)
+        view: PoolView = await pool.query("view", result_type=PoolView, rpc_timeout=CALL)
         before = view.release
         if request.change and (before, view.surge) != (request.release, request.surge):
             view = await pool.execute_update(
                 "set_release",
-                pm.SetRelease(release=request.release, surge=request.surge),
-                result_type=pm.PoolView,
+                SetRelease(release=request.release, surge=request.surge),
+                result_type=PoolView,
                 rpc_timeout=CALL,
             )
         version = self._version(request.release.version)
         versions = await self._free_versions(request.pool)
         others = [task.worker_id for task in await self._others(request.pool, version)]
         users = await self.database.write(workers_in_use.workers_in_use, others)
-        new = sum(one == version for one in versions.values())
+        new = sum(worker_version == version for worker_version in versions.values())
         served, failed = await self._canary_counts(request)
-        return rm.ReleaseSnapshot(
+        return ReleaseSnapshot(
             before=before,
             new=new,
             old=len(versions) - new,
@@ -97,7 +97,7 @@ class RolloutActivities:
             at=time.time(),
         )
 
-    async def _canary_counts(self, request: rm.CheckRelease) -> tuple[int, int]:
+    async def _canary_counts(self, request: CheckRelease) -> tuple[int, int]:
         """Users served, and failed in a row, by workers of the canary."""
         if request.canary is None or request.before is None:
             return 0, 0
@@ -109,8 +109,8 @@ class RolloutActivities:
         )
         return await self._canaries.begin(request.pool, canary)
 
-    def _version(self, wanted: str) -> str:
-        return wanted or self.settings.worker_version
+    def _version(self, version: str) -> str:
+        return version or self.settings.worker_version
 
     async def _free_versions(self, pool: str) -> dict[str, str]:
         """Version of each free worker that runs, as it was launched: an entry may say anything."""
@@ -120,16 +120,16 @@ class RolloutActivities:
                 pipe.hget(keys.pool_worker(pool, task.worker_id), "state")
             states = await replies_of(pipe) if tasks else []
         ready = [task.worker_id for task, state in zip(tasks, states, strict=True) if state == b"ready"]
-        found = await self.database.fetch(launches.never_assigned, pool, ready)
-        return {worker_id: launched.version for worker_id, launched in found.items()}
+        free = await self.database.fetch(launches.never_assigned, pool, ready)
+        return {worker_id: launch.version for worker_id, launch in free.items()}
 
     async def _others(self, pool: str, version: str) -> list[Task]:
         """Running workers of other versions, the oldest first."""
-        tasks = [one for one in await self.launcher.list() if one.pool == pool and one.version != version]
-        return sorted(tasks, key=lambda one: one.launched_at)
+        tasks = [task for task in await self.launcher.list() if task.pool == pool and task.version != version]
+        return sorted(tasks, key=lambda task: task.launched_at)
 
     @activity.defn
-    async def retire_workers(self, request: rm.RetireWorkers) -> int:
+    async def retire_workers(self, request: RetireWorkers) -> int:
         """Ends free workers of other versions, and those that an earlier call only took; how many."""
         taken: list[Task] = []
         others = await self._others(request.pool, self._version(request.version))
@@ -139,9 +139,9 @@ class RolloutActivities:
             if task.worker_id not in own:  # it has a user, whatever its entry says
                 continue
             claim_id = f"retire-{task.worker_id}"
-            left = await entries.claim_of_worker(self.client, request.pool, task.worker_id) == claim_id
-            wanted = len(taken) < request.count
-            if left or (wanted and await self._take(request.pool, task.worker_id, claim_id)):
+            is_claimed = await entries.claim_of_worker(self.client, request.pool, task.worker_id) == claim_id
+            has_room = len(taken) < request.count
+            if is_claimed or (has_room and await self._take(request.pool, task.worker_id, claim_id)):
                 taken.append(task)
         async with beating():
             await asyncio.gather(*(self._stop(request.pool, task) for task in taken))
@@ -162,48 +162,50 @@ class RolloutActivities:
         log.info("pool_worker_replaced", pool=pool, worker_id=task.worker_id, version=task.version)
 
     @activity.defn
-    async def ask_to_move(self, request: rm.AskToMove) -> int:
+    async def ask_to_move(self, request: AskToMove) -> int:
         """Returns how many users have been asked. Asks again when a user's markets close or open."""
         version = self._version(request.version)
         others = await self._others(request.pool, version)
         async with self.database.session() as session:
             users = await workers_in_use.workers_in_use(session, [task.worker_id for task in others])
         now = time.monotonic()
-        present = {one.user_id for one in users}
+        present = {worker.user_id for worker in users}
         before = self._asked.get(request.pool, {})
-        asked = self._asked[request.pool] = {user: one for user, one in before.items() if user in present}
+        asked = self._asked[request.pool] = {
+            user: earlier for user, earlier in before.items() if user in present
+        }
         due = []
-        for one in users:
-            quiet = request.quiet if self._trades_now(one.markets) else QUIET_WHEN_CLOSED
-            wanted = _MoveRequest(one.worker_id, version, min(quiet, request.quiet), now)
-            last = asked.get(one.user_id)
-            if last is None or last[:3] != wanted[:3] or now - last.at > AGAIN:
-                due.append((one, wanted))
-        for one, wanted in due[: request.most]:
+        for worker in users:
+            quiet = request.quiet if self._trades_now(worker.markets) else QUIET_WHEN_CLOSED
+            move = _MoveRequest(worker.worker_id, version, min(quiet, request.quiet), now)
+            last = asked.get(worker.user_id)
+            if last is None or last[:3] != move[:3] or now - last.at > AGAIN:
+                due.append((worker, move))
+        for worker, move in due[: request.most]:
             activity.heartbeat()
-            if await self._ask(one, wanted, request.deadline):
-                asked[one.user_id] = wanted
+            if await self._ask(worker, move, request.deadline):
+                asked[worker.user_id] = move
         return len(asked)
 
-    async def _ask(self, one: workers_in_use.WorkerInUse, wanted: _MoveRequest, deadline: float) -> bool:
+    async def _ask(self, worker: workers_in_use.WorkerInUse, move: _MoveRequest, deadline: float) -> bool:
         """Whether there is a run to ask; else it has ended, and its worker ends."""
-        message = m.MoveWhenQuiet(
-            worker_id=one.worker_id,
-            version=wanted.version,
-            deadline=deadline - crc32(one.user_id.encode()) % SPREAD,
-            quiet=wanted.quiet,
+        message = MoveWhenQuiet(
+            worker_id=worker.worker_id,
+            version=move.version,
+            deadline=deadline - crc32(worker.user_id.encode()) % SPREAD,
+            quiet=move.quiet,
         )
-        workflow_id = names.user_worker_id(one.user_id)
+        workflow_id = names.user_worker_id(worker.user_id)
         return await signal_workflow(self.temporal, workflow_id, "move_when_quiet", message)
 
     def _trades_now(self, markets: Iterable[str]) -> bool:
         """Whether one of these markets is open; an unknown one may be."""
         now = datetime.now(UTC)
         known = {market.value: market for market in Market}
-        return any(one not in known or self.calendar.is_open(known[one], now) for one in markets)
+        return any(market not in known or self.calendar.is_open(known[market], now) for market in markets)
 
     @activity.defn
-    async def tell_rollout(self, request: rm.TellRollout) -> None:
+    async def tell_rollout(self, request: TellRollout) -> None:
         """The same event of the same rollout is written once."""
         actor, subject = request.actor or "orchestrator", f"pool:{request.pool}"
         said = {"version": request.release.version, "reason": request.reason}

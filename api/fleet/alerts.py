@@ -84,6 +84,27 @@ CONDITIONS = (
         0,
         "{value:.0f} pairs of users log in as one person: `berth users persons`",
     ),
+    Condition(
+        "berth_certificates_expiring",
+        {"days": "30"},
+        0,
+        0,
+        "{value:.0f} certificates of users expire within 30 days: `berth users certificates`",
+    ),
+    Condition(
+        "berth_certificates_expiring",
+        {"days": "7"},
+        0,
+        0,
+        "{value:.0f} certificates of users expire within 7 days: `berth users certificates`",
+    ),
+    Condition(
+        "berth_certificates_expiring",
+        {"days": "1"},
+        0,
+        0,
+        "{value:.0f} certificates of users expire within a day or have expired: `berth users certificates`",
+    ),
     Condition("berth_jobs_oldest_seconds", {}, 300, 0, "jobs in the queue {queue} wait for long"),
     Condition(
         "berth_jobs_without_runner",
@@ -240,8 +261,8 @@ class OperatorAlerts:
             book = AlertBook.read(await reply_of(pipe.get(keys.ALERTS)), now)
             await self._deliver(book.message)  # again: who made it may have died
             book.message = None
-            found: Any = await self.client.xrange(keys.ERRORS, f"({book.cursor}", count=MAX_ERRORS)
-            for entry, fields in found:
+            errors: Any = await self.client.xrange(keys.ERRORS, f"({book.cursor}", count=MAX_ERRORS)
+            for entry, fields in errors:
                 book.cursor = text_of(entry)
                 key, text = (text_of(fields.get(name))[:500] for name in (b"key", b"text"))
                 book.count_error(f"error|{key}", text, number_of(fields.get(b"count")), now)
@@ -268,15 +289,15 @@ class OperatorAlerts:
                     30,
                     now,
                 )
-        for one in CONDITIONS:
-            for labels, value in page.samples(one.metric):
-                if one.holds(value, now) and one.labels.items() <= labels.items():
-                    key = "|".join((one.server, one.metric, *labels.values()))
-                    day = measures.day_of(value) if one.within is not None else ""
-                    text = one.text.format(**{"value": value, "day": day, **labels})
+        for condition in CONDITIONS:
+            for labels, value in page.samples(condition.metric):
+                if condition.holds(value, now) and condition.labels.items() <= labels.items():
+                    key = "|".join((condition.server, condition.metric, *labels.values()))
+                    day = measures.day_of(value) if condition.within is not None else ""
+                    text = condition.text.format(**{"value": value, "day": day, **labels})
                     # Alerts that fail are told once: each message more would be another one.
-                    counts = one.counts and labels.get("kind") != "alert"
-                    book.observe(key, text, value if counts else 1, one.wait, now)
+                    counts = condition.counts and labels.get("kind") != "alert"
+                    book.observe(key, text, value if counts else 1, condition.wait, now)
         book.keep(lambda key: key.partition("|")[0] not in known, now)
 
     async def _deliver(self, message: AlertMessage | None) -> None:
@@ -294,10 +315,10 @@ class OperatorAlerts:
             *(msgspec.structs.replace(to_post, url=url) for url in self.settings.alert_webhooks),
         ]
         jobs = []
-        for number, one in enumerate(work):
+        for number, payload in enumerate(work):
             job_id = f"alert-{message.at}-{message.number}-{number}"
             try:
-                jobs.append(make_job(job_id, one, priority=9, attempts=ATTEMPTS))
+                jobs.append(make_job(job_id, payload, priority=9, attempts=ATTEMPTS))
             except MalformedMessage as error:  # a wrong address keeps nobody else from the message
                 log.warning("alert_not_sent", job_id=job_id, reason=error.detail)
         return jobs

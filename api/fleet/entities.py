@@ -39,13 +39,13 @@ class EntityProbe:
         `DatabaseUnavailable`."""
         findings = await self.database.fetch(present_findings)
         known = {finding.entity: finding for finding in findings}
-        wanted = [name for name, make in SCHEDULES.items() if make(self.settings) is not None]
+        configured = [name for name, make in SCHEDULES.items() if make(self.settings) is not None]
         with temporal_errors(server_only=True):
             pool, *schedules = await asyncio.gather(
-                self._pool(known), *(self._schedule(name, known) for name in wanted)
+                self._pool(known), *(self._schedule(name, known) for name in configured)
             )
         rows = {f"pool {self.settings.pool}": pool}
-        rows |= {f"schedule {name}": view for name, view in zip(wanted, schedules, strict=True)}
+        rows |= {f"schedule {name}": view for name, view in zip(configured, schedules, strict=True)}
         return rows | _counted(findings)
 
     async def _pool(self, known: dict[str, EntityFinding]) -> ServerView:
@@ -82,7 +82,7 @@ def _counted(findings: Sequence[EntityFinding]) -> dict[str, ServerView]:
         for state in _WORST_FIRST:
             if not counts[state]:
                 continue
-            last = next(one for one in findings if (one.kind, one.state) == (kind, state))
+            last = next(finding for finding in findings if (finding.kind, finding.state) == (kind, state))
             rows[f"{name}, {state}"] = ServerView(
                 state="paused" if state == FindingState.PAUSED else "up",
                 reason=f"{counts[state]}; the last: {last.entity}, {last.reason}",

@@ -110,10 +110,10 @@ class Primary:
     async def _finish(self, connection: AsyncConnection, task: StartupTask) -> None:
         """All steps that are left of a task. One that fails is tried again in the next round."""
         try:
-            more = True
-            while more:
+            has_more = True
+            while has_more:
                 async with AsyncSession(connection, expire_on_commit=False) as session, session.begin():
-                    more = await startup.run_step(session, task)
+                    has_more = await startup.run_step(session, task)
         except Exception as error:
             # A time limit of its own. After one of asyncpg the connection is closed, which ends this anyway.
             if not isinstance(error, TimeoutError) and outage_of(error) is not None:

@@ -193,7 +193,7 @@ async def readyz(services: InServices, response: Response) -> schemas.ReadinessV
 
     Not ready is not useless: orders of users with a live worker need no Temporal.
     """
-    found = await services.readiness.check()
-    if not found.ready:
+    readiness = await services.readiness.check()
+    if not readiness.ready:
         response.status_code = 503
-    return found
+    return readiness

@@ -95,7 +95,7 @@ class FleetList:
     async def list_schedules(self) -> list[ScheduleListDescription]:
         """What begins by the clock. Raises `TemporalUnavailable`."""
         with temporal_errors(server_only=True):
-            return [one async for one in await self.client.list_schedules(rpc_timeout=CALL)]
+            return [schedule async for schedule in await self.client.list_schedules(rpc_timeout=CALL)]
 
     async def count_by_state(self) -> dict[WorkerState, int]:
         """The number of workers in each state. Raises `TemporalUnavailable`."""
@@ -104,8 +104,8 @@ class FleetList:
                 self.client.count_workflows(fleet_query(state, None), rpc_timeout=CALL)
                 for state in WorkerState
             ]
-            found = await asyncio.gather(*counts)
-        return {state: one.count for state, one in zip(WorkerState, found, strict=True)}
+            answers = await asyncio.gather(*counts)
+        return {state: answer.count for state, answer in zip(WorkerState, answers, strict=True)}
 
 
 def _row(run: ExecutionState) -> FleetRowView:
@@ -223,38 +223,40 @@ class ReadinessProbe:
     entities: EntityProbe
 
     async def check(self) -> View:
-        found = await asyncio.gather(
+        views = await asyncio.gather(
             _probe(self._postgresql()),
             _probe(check_writable(self.client)),
             _probe(self.control.check(TIMEOUT)),
         )
         names = ("postgresql", "valkey", "temporal")
-        dependencies = dict(zip(names, found, strict=True))
-        return View(ready=all(one.state == "up" for one in found), dependencies=dependencies)
+        dependencies = dict(zip(names, views, strict=True))
+        return View(ready=all(view.state == "up" for view in views), dependencies=dependencies)
 
     async def list_servers(self) -> dict[str, ServerView]:
         """Those of `check`, and others, as those know them that use them. Leaves out what a server that is
         down would tell. Raises `TemporalUnavailable`, `DatabaseUnavailable` if one goes down meanwhile."""
-        found = dict((await self.check()).dependencies)
-        if found["temporal"].state == "up":
-            found |= await self._orchestrators()
-        if found["temporal"].state == found["postgresql"].state == "up":
-            found |= await self.entities.list_entities()
-        if found["postgresql"].state == "up":
+        servers = dict((await self.check()).dependencies)
+        if servers["temporal"].state == "up":
+            servers |= await self._orchestrators()
+        if servers["temporal"].state == servers["postgresql"].state == "up":
+            servers |= await self.entities.list_entities()
+        if servers["postgresql"].state == "up":
             async with self.database.session(autocommit=True) as session:
                 last = await passes.pass_summary(session)
                 paper = await session.scalar(select(exists().where(BrokerAccount.broker == "paper")))
-            found["launcher"] = _launcher(last)
+            servers["launcher"] = _launcher(last)
             if paper and self.settings.exchange_address:
                 problem = (await run_check(BROKER, self.settings, TIMEOUT)).problem
-                found["paper exchange"] = ServerView(state="down" if problem else "up", reason=problem)
-        return found
+                servers["paper exchange"] = ServerView(state="down" if problem else "up", reason=problem)
+        return servers
 
     async def _orchestrators(self) -> dict[str, ServerView]:
         """Each that Temporal lists, and each task queue that none serves."""
         kind, since = TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY, time.time() - POLLED_WITHIN
         with temporal_errors(server_only=True):
-            lists = await asyncio.gather(*(read_pollers(self.control.client, one, kind) for one in QUEUES))
+            lists = await asyncio.gather(
+                *(read_pollers(self.control.client, queue, kind) for queue in QUEUES)
+            )
         rows = {}
         for name in sorted(set().union(*lists)):
             at = max(pollers.get(name, 0.0) for pollers in lists)

@@ -132,7 +132,9 @@ class Authenticator:
     def forget(self, key_id: str) -> None:
         """The key is looked up again, with its next request."""
         self._forgotten += 1
-        for digest in [digest for digest, (_, found) in self._known.items() if found.key_id == key_id]:
+        for digest in [
+            digest for digest, (_, principal) in self._known.items() if principal.key_id == key_id
+        ]:
             del self._known[digest]
 
     def forget_all(self) -> None:
@@ -161,23 +163,23 @@ class Authenticator:
         forgotten = self._forgotten
         try:
             async with asyncio.timeout(patience):
-                found = await self._lookup(key)
+                principal = await self._lookup(key)
         except (TimeoutError, DatabaseUnavailable):
             if patience is None:
                 raise
             if known is None or known[1].seconds_left <= 0:
                 raise DatabaseUnavailable from None
             return known[1]
-        if found is None:
+        if principal is None:
             self._known.pop(digest, None)
             raise Unauthenticated
         if forgotten != self._forgotten:
-            return found
-        self._known[digest] = (now + min(self._ttl, found.seconds_left), found)
+            return principal
+        self._known[digest] = (now + min(self._ttl, principal.seconds_left), principal)
         self._known.move_to_end(digest)
         if len(self._known) > self._size:
             self._known.popitem(last=False)
-        return found
+        return principal
 
 
 def _digest(key: str) -> bytes:
@@ -201,9 +203,9 @@ def session_cookie(cookies: str, *, https: bool = False) -> tuple[str, str]:
 
     One that only TLS can have set goes before a plain one, which does not count if the request came by TLS.
     """
-    found = cookie_parser(cookies)
+    cookie_values = cookie_parser(cookies)
     for name in (f"__Host-{COOKIE}", f"__Secure-{COOKIE}", *(() if https else (COOKIE,))):
-        if token := found.get(name):
+        if token := cookie_values.get(name):
             return name, token
     return "", ""
 

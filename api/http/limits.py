@@ -49,6 +49,10 @@ _WEBHOOKS = "/v1/webhooks/"
 _FREE = frozenset({"/v1/healthz"})
 
 
+#: Kind of limit → what an error calls the sender.
+_SENDERS = {"key": "API key", "unproven": "address"}
+
+
 @dataclass(slots=True)
 class RequestLimit:
     """How far one limit is used up, as far as this process knows."""
@@ -74,11 +78,11 @@ class RequestLimit:
     def headers(self, now: float) -> list[tuple[bytes, bytes]]:
         """RateLimit headers (draft-ietf-httpapi-ratelimit-headers-10)."""
         ahead = max(0.0, self.paid - now)
-        left = max(0, int((self.window - ahead) / self.every))
-        most, name = self.window / self.every, self.kind.encode()
+        remaining = max(0, int((self.window - ahead) / self.every))
+        quota, name = self.window / self.every, self.kind.encode()
         return [
-            (b"ratelimit-policy", b'"%b";q=%d;w=%d' % (name, most, self.window)),
-            (b"ratelimit", b'"%b";r=%d;t=%d' % (name, left, ahead + 0.999)),
+            (b"ratelimit-policy", b'"%b";q=%d;w=%d' % (name, quota, self.window)),
+            (b"ratelimit", b'"%b";r=%d;t=%d' % (name, remaining, ahead + 0.999)),
         ]
 
 
@@ -138,11 +142,11 @@ class RequestLimits:
         is_key = token.startswith(API_KEY) and self.is_genuine(token)
         return self.charge("unproven" if is_key else "address", address)
 
-    def note_webhook(self, token: str, *, found: bool) -> None:
+    def note_webhook(self, token: str, *, is_known: bool) -> None:
         """Remember that PostgreSQL knows a webhook's token, or forget it."""
         digest = _digest(token)
         self._webhooks.pop(digest, None)
-        if found:
+        if is_known:
             self._webhooks[digest] = None
             if len(self._webhooks) > REMEMBERED:
                 self._webhooks.pop(next(iter(self._webhooks)))
@@ -161,13 +165,17 @@ class RequestLimits:
         limit = self._limits.get(name)
         if limit is None:
             if len(self._limits) >= REMEMBERED:  # Valkey remembers; those it was not told of stay
-                self._limits = {one: kept for one, kept in self._limits.items() if kept.unsettled}
+                self._limits = {other: kept for other, kept in self._limits.items() if kept.unsettled}
             limit = self._limits[name] = RequestLimit(kind, 1 / rate, window)
         if wait := limit.charge(now):
             self._refused[kind] += 1
             LIMITED.labels(kind).inc()
             self._charged.set()
-            error = TooManyRequests(f"more than {rate:g} requests a second of this {kind}", retry_after=wait)
+            error = TooManyRequests(
+                f"This {_SENDERS.get(kind, kind)} has sent more than {rate:g} requests per second."
+                " Retry later.",
+                retry_after=wait,
+            )
             error.headers = limit.headers(now)
             raise error
         self._charged.set()
@@ -202,15 +210,15 @@ class RequestLimits:
             counts = [limit.unsettled for _, limit in part]
             args = [
                 round(word)
-                for (_, one), count in zip(part, counts, strict=True)
-                for word in (one.every * 1e6, count, one.window * 1e6)
+                for (_, limit), count in zip(part, counts, strict=True)
+                for word in (limit.every * 1e6, count, limit.window * 1e6)
             ]
             for (_, limit), count in zip(part, counts, strict=True):
                 limit.unsettled -= count  # once: a reply that is lost must not count twice
             names = [keys.request_limit(name) for name, _ in part]
-            found = await valkey.run_script(self.client, scripts.SPEND_REQUESTS, names, args)
+            delays = await valkey.run_script(self.client, scripts.SPEND_REQUESTS, names, args)
             now = self.clock()
-            for (_, limit), ahead in zip(part, found, strict=True):
+            for (_, limit), ahead in zip(part, delays, strict=True):
                 limit.paid = now + int(ahead) / 1e6 + limit.every * limit.unsettled
 
 

@@ -198,10 +198,10 @@ def _without_body(send: Send) -> Send:
 
 
 def _caller(scope: MutableMapping[str, Any]) -> dict[str, str]:
-    found = {name: scope[f"berth.{name}"] for name in ("code", "cause") if f"berth.{name}" in scope}
+    fields = {name: scope[f"berth.{name}"] for name in ("code", "cause") if f"berth.{name}" in scope}
     if principal := scope["state"].get("principal"):
-        found["key_id"] = str(principal.key_id)
-    return found
+        fields["key_id"] = str(principal.key_id)
+    return fields
 
 
 def _accepted_id(given: bytes) -> str:
@@ -221,8 +221,8 @@ async def _limited(headers: dict[bytes, bytes], receive: Receive, most: int) -> 
     # Chunked: nobody said how much comes, so it is counted before anyone reads it.
     chunks: list[bytes] = []
     size = 0
-    more = True
-    while more:
+    has_more = True
+    while has_more:
         message = await receive()
         if message["type"] != "http.request":
             return replay_messages([message], receive)
@@ -230,16 +230,16 @@ async def _limited(headers: dict[bytes, bytes], receive: Receive, most: int) -> 
         size += len(chunks[-1])
         if size > most:
             return None
-        more = message.get("more_body", False)
+        has_more = message.get("more_body", False)
     return replay_messages([{"type": "http.request", "body": b"".join(chunks), "more_body": False}], receive)
 
 
 def replay_messages(messages: list[Message], receive: Receive) -> Receive:
     """`receive` that first gives these messages again."""
-    left = iter(messages)
+    remaining = iter(messages)
 
     async def replay() -> Message:
-        message = next(left, None)
+        message = next(remaining, None)
         return await receive() if message is None else message
 
     return replay

@@ -35,10 +35,10 @@ def public_path(scope: Scope) -> str:
 
 def redacted_path(path: str) -> str:
     """Return a path without a webhook's token, wherever it stands: also in an address that does not exist."""
-    found = _WEBHOOK.search(path)
-    if found is None or _is_webhook_id(found[1]):
+    match = _WEBHOOK.search(path)
+    if match is None or _is_webhook_id(match[1]):
         return path
-    return f"{path[: found.start(1)]}…"
+    return f"{path[: match.start(1)]}…"
 
 
 def _is_webhook_id(text: str) -> bool:

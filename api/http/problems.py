@@ -70,7 +70,7 @@ def status_of(error: type[BerthError] | BerthError) -> int:
 
 def body_of(error: BerthError, *, instance: str = "", request_id: str = "", **members: Any) -> dict[str, Any]:
     """The members of one problem."""
-    found: dict[str, Any] = {
+    problem: dict[str, Any] = {
         "type": f"urn:berth:problem:{error.code.lower().replace('_', '-')}",
         "title": error.title(),
         "status": status_of(error),
@@ -79,15 +79,15 @@ def body_of(error: BerthError, *, instance: str = "", request_id: str = "", **me
         "retryable": error.retryable,
     }
     if instance:
-        found["instance"] = instance
+        problem["instance"] = instance
     if request_id:
-        found["request_id"] = request_id
+        problem["request_id"] = request_id
     for kind, name in _DEPENDENCIES.items():
         if isinstance(error, kind):
-            found["dependency"] = name
+            problem["dependency"] = name
     if isinstance(error, errors.InvalidRequest | ArgumentsInvalid) and error.errors:
-        found["errors"] = error.errors
-    return found | members
+        problem["errors"] = error.errors
+    return problem | members
 
 
 def response_of(error: BerthError, *, instance: str = "", request_id: str = "", **members: Any) -> Response:
@@ -124,13 +124,13 @@ def invalid_request(failures: Sequence[Mapping[str, Any]], *within: str) -> erro
 
     No value of a secret field is told: of these, only what pydantic itself says, which names no value.
     """
-    found: list[dict[str, Any]] = [
-        {"loc": [*within, *map(str, one["loc"])], "msg": _told(one), "type": str(one["type"])}
-        for one in failures
+    invalid: list[dict[str, Any]] = [
+        {"loc": [*within, *map(str, failure["loc"])], "msg": _told(failure), "type": str(failure["type"])}
+        for failure in failures
     ]
-    sentences = [_sentence(one["loc"], one["msg"]) for one in found[:_TOLD]]
-    more = f" (and {len(found) - _TOLD} more)" if len(found) > _TOLD else ""
-    return errors.InvalidRequest(f"{'; '.join(sentences)}{more}", found)
+    sentences = [_sentence(entry["loc"], entry["msg"]) for entry in invalid[:_TOLD]]
+    rest = f" (and {len(invalid) - _TOLD} more)" if len(invalid) > _TOLD else ""
+    return errors.InvalidRequest(f"{'; '.join(sentences)}{rest}", invalid)
 
 
 def _told(failure: Mapping[str, Any]) -> str:
@@ -222,17 +222,17 @@ def responses(*kinds: type[BerthError]) -> dict[int | str, dict[str, Any]]:
 
     Besides those, what many operations share is added to the document (`add_common`).
     """
-    found: dict[int | str, dict[str, Any]] = {}
+    documented: dict[int | str, dict[str, Any]] = {}
     for kind in kinds:
-        _add(found, status_of(kind), kind)
-    return dict(sorted(found.items(), key=lambda item: int(item[0])))
+        _add(documented, status_of(kind), kind)
+    return dict(sorted(documented.items(), key=lambda item: int(item[0])))
 
 
-def _add(found: dict[Any, dict[str, Any]], status: int | str, kind: type[BerthError]) -> None:
-    entry = found.get(status, {})
+def _add(documented: dict[Any, dict[str, Any]], status: int | str, kind: type[BerthError]) -> None:
+    entry = documented.get(status, {})
     if MEDIA_TYPE not in entry.get("content", ()):  # there is none, or FastAPI's own 422
         empty = {"schema": {"$ref": "#/components/schemas/Problem"}, "examples": {}}
-        entry = found[status] = {"description": "", "content": {MEDIA_TYPE: empty}}
+        entry = documented[status] = {"description": "", "content": {MEDIA_TYPE: empty}}
     examples = entry["content"][MEDIA_TYPE]["examples"]
     if kind.code not in examples:
         examples[kind.code] = {"summary": kind.title(), "value": body_of(kind(), instance="/v1/…")}

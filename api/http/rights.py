@@ -144,6 +144,7 @@ RIGHTS: Mapping[str, Right] = {
     f"GET {_USER}/reconciliations": Right(ALL, Scope.READ),
     "GET /reconciliations": Right(STAFF, Scope.READ),
     "POST /reconciliations/{number}/resolve": Right(STAFF, Scope.ATTENTION),
+    "GET /certificates": Right(STAFF, Scope.READ),
     "GET /person-matches": Right(STAFF, Scope.READ),
     "POST /person-matches/{number}/resolve": Right(STAFF, Scope.ATTENTION),
     # Switches: a user's key sets the user's own one

@@ -154,7 +154,7 @@ class EventStreams:
 
     def end_of(self, holder: str) -> int:
         """Ends the streams of an API key that was revoked; returns how many there were."""
-        ended = sum(count for (one, _), count in self._open.items() if one == holder)
+        ended = sum(count for (stream_holder, _), count in self._open.items() if stream_holder == holder)
         if ended:
             self._revoked.add(holder)
         for news in self._waiting.get(holder, ()):
@@ -172,13 +172,13 @@ class EventStreams:
         """
         subject = (holder, f"{feed.channel} {feed.key}")
         of_key = sum(count for (key, _), count in self._open.items() if key == holder)
-        for count, most, of in (
+        for count, limit, of in (
             (self._open[subject], MOST_OF_ONE, "of this key on this subject"),
             (of_key, MOST_OF_KEY, "of this key"),
             (self.open, MOST, "of this process"),
         ):
-            if count >= most:
-                raise TooManyStreams(f"{most} event streams {of} are open, which is the most")
+            if count >= limit:
+                raise TooManyStreams(f"{limit} event streams {of} are open, which is the most")
         self._open[subject] += 1
         try:
             if await self.is_revoked(holder):  # a notice before the stream was counted ended nothing
@@ -219,19 +219,19 @@ class EventStreams:
         with self._news(feed, holder) as news:
             news.set()  # whatever came between the first read and this line
             yield format_sse_event(retry=RETRY_MS)
-            found = first
+            events = first
             while True:
-                for event in found:
+                for event in events:
                     yield event.encoded()
                     last = event.id
                 if self._ends(holder) or time.monotonic() >= until:
                     return
-                if not found and not await heard_within(news, min(self.heartbeat, until - time.monotonic())):
+                if not events and not await heard_within(news, min(self.heartbeat, until - time.monotonic())):
                     yield format_sse_event(comment="alive")
                 if self._ends(holder):
                     return
                 news.clear()
-                found = await self._read_events(feed, last)
+                events = await self._read_events(feed, last)
 
     async def _read_events(self, feed: EventFeed, last: int) -> Sequence[ServerEvent]:
         try:

@@ -104,13 +104,13 @@ class OrderChangeService:
         state, why = OrderState.CANCELLED, CANCELLED_IN_QUEUE
         outcome = OrderOutcome(order_id=order.id, state=state, reason=why, withdrawn=True)
         answer = Answer(request_id=order.id, outcome=outcome)
-        if await self.queue.may_be_stale(row.created_at):
+        if await self.queue.may_have_lost_order(row.created_at):
             return order  # a worker may have had it: the cancel follows it in the queue
-        fate, found = await self.queue.overdue(row, answer)
+        fate, stored = await self.queue.withdraw_or_resolve(row, answer)
         if row.generation != await self.queue.generation():
             return order  # asked a Valkey that has lost data: it did not know that a worker has it
-        if fate is RequestFate.ANSWERED and found is not None:
-            return apply_answer(order, found)
+        if fate is RequestFate.ANSWERED and stored is not None:
+            return apply_answer(order, stored)
         if fate not in (RequestFate.WITHDRAWN, RequestFate.ABSENT):
             return order  # a worker has it: the cancel follows in the same queue
         event = event_of_ours(order.id, order.user_id, state, state, why)
@@ -133,7 +133,7 @@ class OrderChangeService:
         first_epoch = await worker_sessions.first_epoch(self.database, order.user_id)
         async with self.database.session() as session:
             now = await order_checks.database_clock(session)
-            wanted = order_requests.OrderChange(
+            requested = order_requests.OrderChange(
                 quantity=body.quantity,
                 price=body.price,
                 generation=generation,
@@ -145,16 +145,18 @@ class OrderChangeService:
             _check_replace(order, body)
             if body.price is not None:
                 band = await self._check_price(row, order, body.quantity or order.quantity, body.price)
-                wanted = replace(wanted, price_band=band)
+                requested = replace(requested, price_band=band)
             async with self.database.session() as session:
-                first = await order_requests.note_change(session, row, body.request_id, wanted, actor=actor)
-        change = first or wanted
-        if not change.asks_the_same(wanted):
+                first = await order_requests.note_change(
+                    session, row, body.request_id, requested, actor=actor
+                )
+        change = first or requested
+        if not change.asks_the_same(requested):
             raise ProblemError(errors.RequestIdReused(), order=order)
-        left = (change.deadline_at - now).total_seconds()
+        seconds_left = (change.deadline_at - now).total_seconds()
         request_id = order_requests.request_id_of(row.id, "replace", body.request_id)
-        if left <= 0 or change.generation != generation:  # it is never sent a second time
-            return await self._outcome_of(order, change, request_id, left)
+        if seconds_left <= 0 or change.generation != generation:  # it is never sent a second time
+            return await self._outcome_of(order, change, request_id, seconds_left)
         confirmed: Sequence[ConfirmedQuantityChange] = ()
         if change.quantity is not None:
             confirmed = await self.database.read(
@@ -169,16 +171,16 @@ class OrderChangeService:
             price_band=change.price_band,
             confirmed=tuple(confirmed),
         )
-        return await self._send(request, order, left, wait, change)
+        return await self._send(request, order, seconds_left, wait, change)
 
     async def _outcome_of(
-        self, order: OrderView, change: order_requests.OrderChange, request_id: str, left: float
+        self, order: OrderView, change: order_requests.OrderChange, request_id: str, seconds_left: float
     ) -> ChangeResult:
         """What became of a change that nobody sends any more. Raises `ProblemError` if nothing shows it."""
         made = order.quantity <= (change.quantity or order.quantity) and change.price in (None, order.price)
         if not made and not await self.database.fetch(order_requests.was_confirmed, request_id):
             _refuse_final(order)
-            if left <= -CONFIRMED_WITHIN:
+            if seconds_left <= -CONFIRMED_WITHIN:
                 raise ProblemError(errors.ChangeUnconfirmed(), order=order)
             return ChangeResult(order, answered=False)
         return ChangeResult(order)

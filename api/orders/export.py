@@ -43,7 +43,7 @@ def row_of(order: OrderView) -> OrderRow:
 
 
 async def lines(
-    database: Database, wanted: order_list.OrderSelection, *, bom: bool = False
+    database: Database, selection: order_list.OrderSelection, *, bom: bool = False
 ) -> AsyncIterator[bytes]:
     """The header and all rows, the newest first; orders accepted meanwhile are not among them.
 
@@ -52,7 +52,7 @@ async def lines(
     behind: order_list.OrderPosition | None = None
     while True:
         async with database.session() as session:
-            rows = await order_list.page_of_orders(session, wanted, behind=behind, limit=PAGE)
+            rows = await order_list.page_of_orders(session, selection, behind=behind, limit=PAGE)
         header = behind is None
         part = csv_of((row_of(view_of(row)) for row in rows), header=header)
         yield for_spreadsheet(part, header=header) if bom else part
@@ -103,8 +103,8 @@ class OrderFeed:
         async with self.database.session() as session:
             # First the number, then the orders: what changes in between is sent again.
             horizon, _ = await order_changes.read_outlook(session, self.key, 0)
-            wanted = order_list.OrderSelection(user_id=self.key, states=frozenset({order_list.OPEN}))
-            rows = await order_list.page_of_orders(session, wanted, limit=FEED_PAGE + 1)
+            selection = order_list.OrderSelection(user_id=self.key, states=frozenset({order_list.OPEN}))
+            rows = await order_list.page_of_orders(session, selection, limit=FEED_PAGE + 1)
         orders = PresentOrders(
             user_id=self.key,
             orders=[view_of(row) for row in rows[:FEED_PAGE]],
@@ -119,10 +119,10 @@ class OrderFeed:
                 rows = await order_changes.changes_behind(session, self.key, last, limit=FEED_PAGE)
                 if rows:
                     return _events(rows, last)
-                horizon, more = await order_changes.read_outlook(session, self.key, last)
+                horizon, has_gap = await order_changes.read_outlook(session, self.key, last)
             if last >= horizon:  # a number of another database: begin anew
                 return [await self.current_event()]
-            if not more:
+            if not has_gap:
                 break
             await asyncio.sleep(pause)
             pause *= 2
@@ -130,10 +130,10 @@ class OrderFeed:
 
 
 def _events(rows: Sequence[Order], last: int) -> list[ServerEvent]:
-    found = []
+    events = []
     for changed, together in itertools.groupby(rows, key=lambda row: row.changed):
         *others, final = [view_of(row).model_dump_json() for row in together]
-        found += [ServerEvent(last, "order", data) for data in others]
-        found.append(ServerEvent(changed, "order", final))
+        events += [ServerEvent(last, "order", data) for data in others]
+        events.append(ServerEvent(changed, "order", final))
         last = changed
-    return found
+    return events

@@ -73,11 +73,11 @@ async def place_order(user_id: UserId, body: schemas.OrderRequest, call: Call, w
     """
     call.require_user(user_id)
     seconds = call.services.settings.order_wait if wait is None else wait
-    found = await call.services.placer.place_order(user_id, body, seconds, call.actor)
-    order = found.order
-    if found.failure is not None:
-        raise problems.ProblemError(found.failure, order=order)
-    status = 202 if order.state in UNANSWERED else 201 if found.new else 200
+    result = await call.services.placer.place_order(user_id, body, seconds, call.actor)
+    order = result.order
+    if result.failure is not None:
+        raise problems.ProblemError(result.failure, order=order)
+    status = 202 if order.state in UNANSWERED else 201 if result.new else 200
     return view_response(order, status, call.link(f"/v1/orders/{order.id}"))
 
 
@@ -115,13 +115,13 @@ async def list_all_orders(call: Call, query: Annotated[schemas.OrderQuery, Query
 
 
 async def _page_of_orders(
-    services: Services, query: schemas.OrderQuery, wanted: order_list.OrderSelection
+    services: Services, query: schemas.OrderQuery, selection: order_list.OrderSelection
 ) -> schemas.OrderPage:
     behind = schemas.position_of(query.cursor) if query.cursor is not None else None
     async with services.database.session() as session:
-        rows = await order_list.page_of_orders(session, wanted, behind=behind, limit=query.limit + 1)
-    more, rows = len(rows) > query.limit, rows[: query.limit]
-    end = schemas.cursor_of((rows[-1].created_at, rows[-1].id)) if more else None
+        rows = await order_list.page_of_orders(session, selection, behind=behind, limit=query.limit + 1)
+    has_more, rows = len(rows) > query.limit, rows[: query.limit]
+    end = schemas.cursor_of((rows[-1].created_at, rows[-1].id)) if has_more else None
     return schemas.OrderPage(orders=[view_of(row) for row in rows], next_cursor=end)
 
 
@@ -141,13 +141,13 @@ async def export_orders(
     user_id: KnownUserId, call: Call, query: Annotated[schemas.OrderExportQuery, Query()]
 ) -> StreamingResponse:
     """All orders that match, as one file. It is cut off when the database goes away while it is sent."""
-    found = export.lines(call.database, query.of(user_id), bom=query.bom)
+    chunks = export.lines(call.database, query.of(user_id), bom=query.bom)
     # The first page before the answer begins: a database that is down is a problem, not half a file.
-    first = await anext(found)
+    first = await anext(chunks)
 
     async def whole() -> AsyncIterator[bytes]:
         yield first
-        async for chunk in found:
+        async for chunk in chunks:
             yield chunk
 
     return StreamingResponse(whole(), media_type=export.MEDIA_TYPE, headers=export.headers(user_id))

@@ -35,14 +35,21 @@ def timeline_spans(transitions: Sequence[TransitionView]) -> list[StateSpan]:
     """
     if not transitions:
         return []
-    ends = [*(one.at for one in transitions[1:]), max(datetime.now(UTC), transitions[-1].at)]
-    times = [max(0.0, (end - one.at).total_seconds()) for one, end in zip(transitions, ends, strict=True)]
+    ends = [*(transition.at for transition in transitions[1:]), max(datetime.now(UTC), transitions[-1].at)]
+    times = [
+        max(0.0, (end - transition.at).total_seconds())
+        for transition, end in zip(transitions, ends, strict=True)
+    ]
     least = min(NARROWEST, WIDTH / len(times))
     scale = (WIDTH - least * len(times)) / (sum(times) or 1.0)
     spans, x = [], 0.0
-    for one, seconds in zip(transitions, times, strict=True):
+    for transition, seconds in zip(transitions, times, strict=True):
         width = least + seconds * scale
-        spans.append(StateSpan(round(x, 1), round(width, 1), one.after, one.at, seconds, one.reason))
+        spans.append(
+            StateSpan(
+                round(x, 1), round(width, 1), transition.after, transition.at, seconds, transition.reason
+            )
+        )
         x += width
     return spans
 
@@ -58,9 +65,9 @@ LINES = ("wanted", "ready", "starting", "in_use")
 class PoolHistory:
     """The last hour of the pools that somebody looked at, as this process has seen it."""
 
-    def __init__(self, pools: PoolControl, pool: str, most: int = MOST_POOLS) -> None:
+    def __init__(self, pools: PoolControl, pool: str, max_pools: int = MOST_POOLS) -> None:
         """`pool`: the one that is watched from the start; at most `most` are."""
-        self._pools, self._most = pools, most
+        self._pools, self._most = pools, max_pools
         self._samples: dict[str, deque[tuple[datetime, PoolView]]] = {pool: deque(maxlen=SAMPLES)}
 
     async def samples_of(self, pool: str) -> Sequence[tuple[datetime, PoolView]]:
@@ -88,10 +95,10 @@ def pool_lines(samples: Sequence[tuple[datetime, PoolView]]) -> dict[str, str]:
         return {}
     began = samples[0][0]
     length = (samples[-1][0] - began).total_seconds() or 1.0
-    most = max(getattr(view, line) for _, view in samples for line in LINES) or 1
+    top = max(getattr(view, line) for _, view in samples for line in LINES) or 1
     return {
         line: " ".join(
-            f"{(at - began).total_seconds() / length * WIDTH:.0f},{100 - getattr(view, line) / most * 96:.0f}"
+            f"{(at - began).total_seconds() / length * WIDTH:.0f},{100 - getattr(view, line) / top * 96:.0f}"
             for at, view in samples
         )
         for line in LINES

@@ -67,11 +67,11 @@ async def show_fleet(
     cursor: fleet.Cursor = None,
 ) -> HTMLResponse:
     """Workers by state, and a filtered table of them; a user's own key sees the user's page only."""
-    wanted = {"state": state or None, "user_id": user or None, "cursor": cursor, "limit": ROWS}
+    filters = {"state": state or None, "user_id": user or None, "cursor": cursor, "limit": ROWS}
     return await page.show(
         "fleet.html",
         summary=page.read(fleet.show_fleet),
-        rows=page.read(fleet.list_workers, **wanted),
+        rows=page.read(fleet.list_workers, **filters),
         states=WorkerState,
     )
 
@@ -84,8 +84,8 @@ async def show_users(
     cursor: users.IdPart | None = None,
 ) -> HTMLResponse:
     """All users, whether or not they ever had a worker."""
-    wanted = {"prefix": prefix or None, "disabled": disabled, "limit": ROWS, "cursor": cursor}
-    return await page.show("users.html", found=page.read(users.list_users, **wanted))
+    filters = {"prefix": prefix or None, "disabled": disabled, "limit": ROWS, "cursor": cursor}
+    return await page.show("users.html", users=page.read(users.list_users, **filters))
 
 
 @router.get("/page/users/{user_id}")
@@ -214,9 +214,9 @@ async def show_switches(
     cursor: switches.Cursor = None,
 ) -> HTMLResponse:
     """Every switch that was ever set, and a form that sets one."""
-    wanted = {"state": state or None, "prefix": prefix or None, "cursor": cursor, "limit": ROWS}
+    filters = {"state": state or None, "prefix": prefix or None, "cursor": cursor, "limit": ROWS}
     return await page.show(
-        "switches.html", switched=page.read(switches.list_switches, **wanted), states=SwitchState
+        "switches.html", switched=page.read(switches.list_switches, **filters), states=SwitchState
     )
 
 
@@ -282,15 +282,15 @@ async def show_dead_letters(
     page: InPage, kind: dead_letters.Kind = None, cursor: PageCursor = None
 ) -> HTMLResponse:
     """What failed for good."""
-    found = page.read(dead_letters.list_dead_letters, kind=kind, cursor=cursor, limit=ROWS)
-    return await page.show("dead_letters.html", found=found)
+    letters = page.read(dead_letters.list_dead_letters, kind=kind, cursor=cursor, limit=ROWS)
+    return await page.show("dead_letters.html", letters=letters)
 
 
 @router.get("/page/keys")
 async def show_keys(page: InPage, revoked: bool = False, cursor: UUID | None = None) -> HTMLResponse:
     """API keys, which an administrator revokes here."""
-    found = page.read(keys.list_api_keys, revoked=revoked, limit=ROWS, cursor=cursor)
-    return await page.show("keys.html", keys=found, revoked=revoked)
+    api_keys = page.read(keys.list_api_keys, revoked=revoked, limit=ROWS, cursor=cursor)
+    return await page.show("keys.html", keys=api_keys, revoked=revoked)
 
 
 class AuditPageQuery(AuditQuery):
@@ -302,9 +302,9 @@ class AuditPageQuery(AuditQuery):
 @router.get("/page/audit")
 async def show_audit(page: InPage, query: Annotated[AuditPageQuery, Query()]) -> HTMLResponse:
     """Who did what to whom."""
-    wanted = query.model_copy(update={name: None for name, given in query if given == ""})
-    found = page.read(keys.list_audit_entries, query=wanted)
-    return await page.show("audit.html", entries=found, query=query)
+    given = query.model_copy(update={name: None for name, value in query if value == ""})
+    entries = page.read(keys.list_audit_entries, query=given)
+    return await page.show("audit.html", entries=entries, query=query)
 
 
 #: A working day; who works longer logs in anew.

@@ -46,8 +46,8 @@ async def put_pool(pool: PoolName, body: PoolPolicyRequest, call: Call) -> PoolS
     for window in policy.windows:
         zone_of(window.zone)
     await call.audit("pool.policy_requested", f"pool:{pool}", reason=body.reason, policy=asdict(policy))
-    wanted = SetPolicy(policy=policy, revision=body.revision)
-    return PoolStatusView.of(await call.services.pools.update(pool, "set_policy", wanted))
+    request = SetPolicy(policy=policy, revision=body.revision)
+    return PoolStatusView.of(await call.services.pools.update(pool, "set_policy", request))
 
 
 async def _change_mode(pool: str, call: AuthorizedCall, reason: str, asked: str) -> PoolStatusView:
@@ -108,8 +108,8 @@ async def start_rollout(pool: PoolName, body: RolloutRequest, call: Call) -> Rol
             f"the pool's workers are of version {body.version} already: another image needs another version"
         )
     given = body.given(pool, call.actor)
-    wanted = {"version": body.version, "image": body.image}
-    await call.audit("pool.rollout_requested", f"pool:{pool}", reason=body.reason, **wanted)
+    target = {"version": body.version, "image": body.image}
+    await call.audit("pool.rollout_requested", f"pool:{pool}", reason=body.reason, **target)
     return RolloutStatusView.of(await call.services.rollouts.start(given, before))
 
 

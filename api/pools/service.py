@@ -62,8 +62,8 @@ class PoolControl:
 
     async def _missing(self, pool: str) -> BerthError:
         with temporal_errors(server_only=True):
-            found = await missing_pool(self.client, self.database, pool)
-        return found or NoPool(f"there is no pool {pool}")
+            error = await missing_pool(self.client, self.database, pool)
+        return error or NoPool(f"there is no pool {pool}")
 
     async def update(self, pool: str, name: str, *args: object) -> PoolView:
         """`name`: `set_policy`, `pause`, `resume` or `drain`. Also raises

@@ -137,14 +137,14 @@ class PositionClose:
 
     def closes(self, position: Position) -> bool:
         """Whether it may mean this position. An entry closes the other side, whatever its condition."""
-        held, wanted = position.held(self.pricing.lot), self.pricing.condition
+        held, condition = position.held(self.pricing.lot), self.pricing.condition
         if self.opens is not None:  # of shares it may not open beside lots on the other side
-            held, wanted = held or position.quantity, None
+            held, condition = held or position.quantity, None
         return (
             may_be_same_contract(position.symbol, self.symbol)
             and held != 0
             and self.long in (None, held > 0)
-            and wanted in (None, position.condition)
+            and condition in (None, position.condition)
         )
 
 
@@ -207,32 +207,32 @@ class PositionCloser:
             return await self._repeat(known, ids, close.leg, wait, close.actor)
         holdings = await self.read_holdings(close.user_id, close.account_id, not_after)
         since = holdings.since
-        meant = [one for one in holdings.positions if close.closes(one)]
-        found = [one for one in meant if one.symbol == close.symbol]
-        if meant and not found:
+        meant = [position for position in holdings.positions if close.closes(position)]
+        positions = [position for position in meant if position.symbol == close.symbol]
+        if meant and not positions:
             raise CloseInvalid(f"{close.symbol} may stand for {meant[0].symbol}, which is held: name that")
-        if not found:
+        if not positions:
             async with self._database.session() as session:
                 where = (close.user_id, close.account_id, close.symbol)
                 beside = await closing.conflicting_order(session, *where, "", since, [close.opens or ""])
             if beside is not None:  # it may have made such a position, or make it yet
                 raise _position_busy(beside)
             raise NoPosition
-        if len(found) > 1:
-            kinds = ", ".join(sorted(one.condition for one in found))
+        if len(positions) > 1:
+            kinds = ", ".join(sorted(position.condition for position in positions))
             raise CloseInvalid(f"there are several positions ({kinds}): say the condition of one")
-        terms: dict[str, object] = {"condition": found[0].condition}
+        terms: dict[str, object] = {"condition": positions[0].condition}
         if close.opens is not None:  # its open or close type is that of the order that opens
             terms["open_close"] = OpenClose.AUTO
         pricing = close.pricing.model_copy(update=terms)
-        left = found[0].held(pricing.lot)
-        held = abs(left)
+        signed = positions[0].held(pricing.lot)
+        held = abs(signed)
         quantity = close.quantity or held
         if quantity > held or not held:
             raise CloseInvalid(f"the position is {held} of this lot")
         if quantity > MAX_QUANTITY:
             raise CloseInvalid(f"one close takes at most {MAX_QUANTITY}; close it in steps")
-        side = Side.SELL if left > 0 else Side.BUY
+        side = Side.SELL if signed > 0 else Side.BUY
         body = pricing.order(close.client_order_id, close.account_id, close.symbol, side, quantity)
         # What works on the other side would be filled beside the position that is opened afterwards.
         busy = side.value if close.opens is None else ""
@@ -327,10 +327,10 @@ class PositionCloser:
         self, known: Mapping[str, Row], ids: Sequence[str], leg: OrderLeg, wait: float, actor: str
     ) -> PlacementResult:
         """The outcome of what an equal request has written; sends what that may not have sent."""
-        rows = [known[one] for one in ids if one in known]
+        rows = [known[client_id] for client_id in ids if client_id in known]
         body = OrderRequest.model_validate(rows[0], from_attributes=True)
         bodies = [body.model_copy(update={"client_order_id": row.client_order_id}) for row in rows]
-        placed = (self._placer.place_order(rows[0].user_id, one, wait, actor, leg=leg) for one in bodies)
+        placed = (self._placer.place_order(rows[0].user_id, order, wait, actor, leg=leg) for order in bodies)
         return whole_result(await asyncio.gather(*placed))
 
     @asynccontextmanager

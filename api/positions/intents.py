@@ -111,7 +111,7 @@ class IntentRunner:
         if run.opening_id in known:
             if not body.intent.enters:
                 raise ClientOrderIdReused
-            parts = [await self.reader.get(known[one].id) for one in ids if one in known]
+            parts = [await self.reader.get(known[client_id].id) for client_id in ids if client_id in known]
             opened = await self._open(run)
             return run.result([*([whole_of(parts)] if parts else []), opened.order], opened.failure)
         enters = body.intent.enters

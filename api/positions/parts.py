@@ -48,7 +48,10 @@ def split_close(body: OrderRequest) -> list[OrderRequest]:
         raise CloseInvalid(f"a close in parts needs an id of at most {_MAX_ID - 3} characters")
     # A copy is not validated: our own ids are not among a caller's.
     named = zip(ids, sizes, strict=True)
-    return [body.model_copy(update={"client_order_id": one, "quantity": size}) for one, size in named]
+    return [
+        body.model_copy(update={"client_order_id": client_order_id, "quantity": size})
+        for client_order_id, size in named
+    ]
 
 
 def whole_of(parts: Sequence[OrderView]) -> OrderView:
@@ -85,11 +88,11 @@ def whole_of(parts: Sequence[OrderView]) -> OrderView:
 
 def whole_result(results: Sequence[PlacementResult]) -> PlacementResult:
     """Failed if nothing of it can come to the broker, or if something is not known to be on its way."""
-    failures = [found for found in results if found.failure is not None]
-    lost = next((found.failure for found in failures if not found.order.final), None)
+    failures = [result for result in results if result.failure is not None]
+    lost = next((result.failure for result in failures if not result.order.final), None)
     return PlacementResult(
-        whole_of([found.order for found in results]),
-        new=any(found.new for found in results),
+        whole_of([result.order for result in results]),
+        new=any(result.new for result in results),
         failure=lost or (failures[0].failure if len(failures) == len(results) else None),
     )
 

@@ -45,8 +45,10 @@ async def get_positions(
 ) -> schemas.PositionList:
     """Asks the broker through the user's worker, which is started if there is none."""
     report = await call.services.portfolio.report(user_id, account_id, seconds, positions=True)
-    held = sorted((one for one in report.positions if one.shares), key=lambda one: one.symbol)
-    shown = [schemas.PositionView.of(one) for one in held]
+    held = sorted(
+        (position for position in report.positions if position.shares), key=lambda position: position.symbol
+    )
+    shown = [schemas.PositionView.of(position) for position in held]
     return schemas.PositionList(**schemas.account_fields(user_id, account_id, report), positions=shown)
 
 

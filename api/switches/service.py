@@ -67,8 +67,8 @@ class SwitchControl:
 
     async def write(self, picture: switches.SwitchSnapshot, server: str, concerned: Sequence[str]) -> bool:
         """Writes the users' switches; whether Valkey has them, or a later one, then. Raises `RedisError`."""
-        wanted = {user_id: picture.for_user(user_id) for user_id in concerned}
-        newer = await switch_fanout.write_switches(self.client, self.signer, server, wanted)
+        by_user = {user_id: picture.for_user(user_id) for user_id in concerned}
+        newer = await switch_fanout.write_switches(self.client, self.signer, server, by_user)
         if not newer:
             return True
         # Somebody's later change has these in it, if it is PostgreSQL's newest and not forged.
@@ -77,7 +77,7 @@ class SwitchControl:
         return not await switch_fanout.users_behind(self.client, self.signer, server, picture, newer)
 
     async def list_switches(
-        self, user_id: str | None, **wanted: Any
+        self, user_id: str | None, **filters: Any
     ) -> tuple[Sequence[Switch], UserSwitch | None]:
         """All switches, or those that can hold for one user and what counts for him. `wanted`: which, as
         `switches.list_switches` takes it. Raises `UserNotFound`."""
@@ -86,4 +86,4 @@ class SwitchControl:
             if user_id is not None:
                 await users.get_user(session, user_id)
                 effective = await switches.switch_of_user(session, user_id)
-            return await switches.list_switches(session, user_id, **wanted), effective
+            return await switches.list_switches(session, user_id, **filters), effective

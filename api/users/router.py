@@ -18,15 +18,16 @@ from api.http.fields import ID_PATTERN, AccountId, Reason, Rows, UserId, UserPre
 from api.http.rights import SCOPES_OF, Role
 from api.users import schemas
 from api.workers.schemas import GivenReason
-from infra.database import accounts, api_keys, audit, users
+from infra.database import accounts, api_keys, audit, certificates, users
 from infra.database.accounts import AccountNotFound
 from infra.database.models import StatementAddress
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.models import AccountLimits
 from infra.settings import Settings
 from infra.vault import vault
+from infra.vault.certificates import CertificateFileRefused
 from worker_runtime.protocol.credential_check import CheckedCredentials, CredentialCheck
-from worker_runtime.protocol.errors import BerthError, LoginLimited, LoginRejected
+from worker_runtime.protocol.errors import BerthError, CertificateExpired, LoginLimited, LoginRejected
 from worker_runtime.protocol.messages import Credentials, decode, encode
 from workflows.user_worker.messages import ShutdownRequest
 
@@ -92,7 +93,7 @@ async def get_user(user_id: VisibleUserId, call: Call) -> schemas.UserDetailView
         user = await users.get_user(session, user_id)
         stored = await accounts.accounts_of_user(session, user_id)
         epoch = await accounts.serving_epoch(session, user_id)
-    held = [schemas.AccountView.of(one, epoch) for one in stored]
+    held = [schemas.AccountView.of(account, epoch) for account in stored]
     return schemas.UserDetailView(**schemas.UserView.model_validate(user).model_dump(), accounts=held)
 
 
@@ -141,8 +142,8 @@ async def remove_user(user_id: UserId, call: Call, reason: Why = "requested") ->
 @router.get(_ADDRESSES_PATH, summary="Look at statement addresses")
 async def get_statement_addresses(user_id: KnownUserId, call: Call) -> schemas.StatementAddressesView:
     """Where the statement of each trading day goes."""
-    found = await call.database.fetch(users.get_addresses, user_id)
-    return schemas.StatementAddressesView.model_validate(found)
+    addresses = await call.database.fetch(users.get_addresses, user_id)
+    return schemas.StatementAddressesView.model_validate(addresses)
 
 
 @router.put(_ADDRESSES_PATH, summary="Set statement addresses", responses=problems.responses(NotFound))
@@ -160,13 +161,21 @@ async def put_statement_addresses(
     "/{user_id}/accounts/{account_id}/credentials",
     summary="Store broker credentials",
     responses=problems.responses(
-        accounts.TooManyAccounts, accounts.AccountDiffers, accounts.LiveAccountRefused, LoginLimited
+        accounts.TooManyAccounts,
+        accounts.AccountDiffers,
+        accounts.LiveAccountRefused,
+        CertificateFileRefused,
+        CertificateExpired,
+        LoginLimited,
     ),
 )
 async def store_credentials(
     user_id: VisibleUserId, account_id: AccountId, body: schemas.CredentialsRequest, call: Call
 ) -> schemas.CredentialsView:
     """Encrypts and stores the credentials of one account; they are never shown again.
+
+    Of a live account's certificate the end is read first: one that no program can open with this password, or
+    that has expired, is refused (`CERTIFICATE_REFUSED`, `CERTIFICATE_EXPIRED`), and what was stored stays.
 
     Those of the paper broker are tried at once: `login` says what came of it. A running worker of the user is
     told to load them; if that fails, it has the old ones until
@@ -184,6 +193,10 @@ async def store_credentials(
         ca_password=body.ca_password.get_secret_value(),
     )
     key = {"user_id": user_id, "account_id": account_id}
+    ends = None
+    if live and body.ca_certificate:
+        read = await call.services.certificates.read(credentials.ca_certificate, credentials.ca_password)
+        ends = read.ends
     encrypted = await vault.encrypt_credentials(credentials, call.services.wrapper, **key)
     number = body.broker_account
     login, why = await _try_login(
@@ -195,13 +208,20 @@ async def store_credentials(
         if call.caller.role is Role.USER:
             await accounts.require_login_tries(session, user_id)
         version = await accounts.put_account(session, encrypted=encrypted, number=number, **shown)
+        if ends is not None:
+            await certificates.set_expiry(session, user_id, account_id, ends)
         said = {"version": version, "broker": body.broker.value, "login": login}
         audit.append_entry(
             session, call.actor, "credentials.stored", f"account:{user_id}/{account_id}", **said
         )
     signalled = await call.services.control.signal_reload(user_id)
     return schemas.CredentialsView(
-        **shown, version=version, login=login, login_detail=why, reload_signalled=signalled
+        **shown,
+        version=version,
+        login=login,
+        login_detail=why,
+        reload_signalled=signalled,
+        certificate_expires_at=ends,
     )
 
 
@@ -267,8 +287,8 @@ async def get_limits(user_id: VisibleUserId, account_id: AccountId, call: Call) 
     """What the account may do, where that differs from the settings."""
     async with call.database.session() as session:
         await accounts.require_account(session, user_id, account_id)
-        found = await trading_limits.get_limits(session, user_id, account_id)
-    return schemas.AccountLimitsView.model_validate(found)
+        limits = await trading_limits.get_limits(session, user_id, account_id)
+    return schemas.AccountLimitsView.model_validate(limits)
 
 
 @limit_router.put(_LIMITS_PATH, summary="Set limits", responses=problems.responses(AccountNotFound))
@@ -296,8 +316,8 @@ def _check_not_wider(body: schemas.AccountLimitsRequest, present: AccountLimits,
         (body.price_band, present.price_band, settings.check_price_band or math.inf),
     )
     wider = any(
-        (default if wanted is None else wanted) > (default if own is None else min(own, default))
-        for wanted, own, default in limits
+        (default if requested is None else requested) > (default if own is None else min(own, default))
+        for requested, own, default in limits
     )
     default = settings.check_duplicate_window  # a shorter one is the wider one
     window = default if body.duplicate_window_s is None else body.duplicate_window_s

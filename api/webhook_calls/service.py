@@ -176,18 +176,18 @@ def _notice_jobs(failures: WebhookFailures, email: str | None, url: str | None) 
         work.append(
             ("post", DeliverWebhook(url=url, recipient=failures.user_id, event=FAILURE_EVENT, body=raw))
         )
-    for kind, what in work:
+    for kind, payload in work:
         try:
-            yield make_job(f"signals-failed-{failures.webhook_id}-{first}-{kind}", what)
+            yield make_job(f"signals-failed-{failures.webhook_id}-{first}-{kind}", payload)
         except MalformedMessage as error:  # a wrong address keeps the other from the message
             log.warning("failure_notice_not_sent", webhook=str(failures.webhook_id), reason=error.detail)
 
 
 def _failure_line(call: WebhookCall) -> str:
     at = call.received_at.astimezone(TAIPEI)
-    what = " ".join(part for part in ((call.signal or {}).get("action"), call.symbol) if part) or "a call"
+    subject = " ".join(part for part in ((call.signal or {}).get("action"), call.symbol) if part) or "a call"
     reason = "".join(char if char.isprintable() else " " for char in call.reason or "")
-    return f"{at:%Y-%m-%d %H:%M:%S} {what}: {call.outcome}: {reason}"
+    return f"{at:%Y-%m-%d %H:%M:%S} {subject}: {call.outcome}: {reason}"
 
 
 async def export_calls(database: Database, webhook_id: UUID, *, bom: bool) -> bytes:

@@ -141,7 +141,7 @@ class SignalReceiver:
         self.require_schema()
         async with self.database.session(autocommit=True) as session:
             found = await webhooks.find_webhook(session, token)
-        self.limits.note_webhook(token, found=found is not None)
+        self.limits.note_webhook(token, is_known=found is not None)
         if found is None:
             raise errors.WebhookUnknown
         return found

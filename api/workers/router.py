@@ -208,10 +208,10 @@ class TimelineFeed:
 
     async def events_after(self, last: int) -> Sequence[ServerEvent]:
         async with self.database.session() as session:
-            found = await transitions(session, self.key, after=last, limit=PAGE)
-        if not found and 0 < (now := await self.current_event()).id < last:  # an id of another database
+            changes = await transitions(session, self.key, after=last, limit=PAGE)
+        if not changes and 0 < (now := await self.current_event()).id < last:  # an id of another database
             return [now]
-        return [ServerEvent(one.id, "transition", one.model_dump_json()) for one in found]
+        return [ServerEvent(change.id, "transition", change.model_dump_json()) for change in changes]
 
 
 @router.get("/timeline", summary="Look at the worker's changes of state")
@@ -222,9 +222,9 @@ async def get_timeline(
 
     It is written a moment after the change.
     """
-    found = await call.database.fetch(transitions, user_id, after=after, limit=limit)
+    changes = await call.database.fetch(transitions, user_id, after=after, limit=limit)
     return schemas.TimelineView(
-        user_id=user_id, transitions=found, next_after=found[-1].id if found else after or 0
+        user_id=user_id, transitions=changes, next_after=changes[-1].id if changes else after or 0
     )
 
 

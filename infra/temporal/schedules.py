@@ -24,9 +24,9 @@ from temporalio.service import RPCError
 from infra.settings import Settings
 from infra.temporal.client import CALL, unless_missing
 from workflows import names
-from workflows.maintenance import messages as mm
-from workflows.morning import messages as mo
-from workflows.reports import messages as sm
+from workflows.maintenance.messages import MaintenanceInput
+from workflows.morning.messages import MorningInput
+from workflows.reports.messages import DailyReportInput, StatementsInput
 
 #: Seconds between two tries.
 RETRY = 5.0
@@ -74,7 +74,7 @@ def _maintenance(settings: Settings) -> Schedule | None:
         names.MAINTENANCE_SCHEDULE,
         ScheduleSpec(intervals=[ScheduleIntervalSpec(every=timedelta(seconds=settings.maintenance_period))]),
         names.MAINTENANCE,
-        mm.MaintenanceInput(),
+        MaintenanceInput(),
         limit=timedelta(minutes=10),  # a pass that nobody served by then is of no use
         late=timedelta(minutes=1),  # one pass is enough after an outage of Temporal
         summary="scans all workers, and cleans up what two scans have found",
@@ -85,7 +85,7 @@ def _connecting(settings: Settings, schedule_id: str, clock: str) -> Schedule | 
     """Every day at `clock` in Taiwan; empty: never. The workflow knows the trading days."""
     if not clock:
         return None
-    given = mo.MorningInput(
+    given = MorningInput(
         evening=schedule_id == names.EVENING_SCHEDULE,
         window=settings.morning_window,
         rate=settings.morning_rate,
@@ -118,7 +118,7 @@ def _statements(settings: Settings) -> Schedule | None:
         names.STATEMENTS_SCHEDULE,
         _at(settings.statements_at, settings.statements_zone),
         names.STATEMENTS,
-        sm.StatementsInput(rate=settings.statements_rate),
+        StatementsInput(rate=settings.statements_rate),
         limit=timedelta(hours=24),
         late=timedelta(hours=12),  # until the next day has ended, these are still the last statements
         summary="sends the statements of the last day that has ended",
@@ -133,7 +133,7 @@ def _report(settings: Settings) -> Schedule | None:
         names.REPORT_SCHEDULE,
         _at(settings.report_at, "Asia/Taipei"),
         names.DAILY_REPORT,
-        sm.DailyReportInput(),
+        DailyReportInput(),
         limit=timedelta(hours=24),
         late=timedelta(hours=15),  # on the same day, of which the activity asks whether it has trading
         summary="makes the report of the last trading day",

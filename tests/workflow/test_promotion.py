@@ -59,11 +59,11 @@ async def test_a_version_is_settled_when_it_may_be_made_current_and_not_before(t
     async with AsyncExitStack() as running:
         for queue in queues:
             await running.enter_async_context(polls(old, queue))
-        await Promotion(old, wanted=True, queues=queues).run()
+        await Promotion(old, promotes=True, queues=queues).run()
         await running.enter_async_context(polls(new, queues[0]))
-        await Promotion(new, wanted=False, queues=queues[:1]).run()  # that queue is known
+        await Promotion(new, promotes=False, queues=queues[:1]).run()  # that queue is known
         asked = Asked(temporal, name=name, build="new")
-        waits = Promotion(asked, wanted=False, queues=queues)
+        waits = Promotion(asked, promotes=False, queues=queues)
         waiting = asyncio.create_task(waits.run())
         assert [await asked.answers.get() for _ in range(2)] == [False, False]
         assert not waits.decided.is_set()

@@ -295,8 +295,8 @@ class Valkey:
         self.connect()
         if self._server is None:
             lines: list[bytes] = self.execute("INFO", "server").split()
-            found = next((line for line in lines if line.startswith(_RUN_ID)), _RUN_ID)
-            self._server = found[len(_RUN_ID) :].decode()
+            run_id_line = next((line for line in lines if line.startswith(_RUN_ID)), _RUN_ID)
+            self._server = run_id_line[len(_RUN_ID) :].decode()
         return self._server
 
     def _replace_if_dead(self) -> None:

@@ -239,19 +239,19 @@ class Zygote:
 
     def _stop_helpers(self) -> None:
         """Stops the supervisor, which removes the mark, and the job runner, which gives its job back."""
-        left = [child.pid for child in (self._supervisor, self._jobs) if child.pid]
-        for pid in left:
+        remaining = [child.pid for child in (self._supervisor, self._jobs) if child.pid]
+        for pid in remaining:
             os.kill(pid, signal.SIGTERM)
         if self._jobs.pid:
             # After one signal a runner lets its job end, after two it does not. The kernel merges two equal
             # pending signals, so these differ.
             os.kill(self._jobs.pid, signal.SIGINT)
         until = time.monotonic() + _STOP_TIMEOUT
-        while left and time.monotonic() < until:
-            left = [pid for pid in left if not os.waitpid(pid, os.WNOHANG)[0]]
-            if left:
+        while remaining and time.monotonic() < until:
+            remaining = [pid for pid in remaining if not os.waitpid(pid, os.WNOHANG)[0]]
+            if remaining:
                 signal.sigtimedwait({signal.SIGCHLD}, max(0.0, until - time.monotonic()))
-        for pid in left:
+        for pid in remaining:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 

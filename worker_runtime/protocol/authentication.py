@@ -64,8 +64,8 @@ def join_parts(parts: Sequence[bytes]) -> bytes:
 
 def sign(keys: MessageKeys, *parts: bytes) -> str:
     """One MAC for each key."""
-    data = join_parts([",".join([str(one.version) for one in keys]).encode(), *parts])
-    return ",".join([f"{one.version}.{_mac(one.key, data).decode('ascii')}" for one in keys])
+    data = join_parts([",".join([str(key.version) for key in keys]).encode(), *parts])
+    return ",".join([f"{key.version}.{_mac(key.key, data).decode('ascii')}" for key in keys])
 
 
 def verify(keys: MessageKeys, mac: str, *parts: bytes) -> bool:
@@ -77,9 +77,9 @@ def verify(keys: MessageKeys, mac: str, *parts: bytes) -> bool:
     given = {version: text for version, _, text in pairs}
     data = join_parts([",".join([version for version, _, _ in pairs]).encode(), *parts])
     held = [
-        hmac.compare_digest(given[str(one.version)].encode("ascii"), _mac(one.key, data))
-        for one in keys
-        if str(one.version) in given
+        hmac.compare_digest(given[str(key.version)].encode("ascii"), _mac(key.key, data))
+        for key in keys
+        if str(key.version) in given
     ]
     return bool(held) and all(held)
 
@@ -89,13 +89,13 @@ def sign_payload(keys: MessageKeys, use: bytes, payload: bytes) -> bytes:
     return b"%s %s" % (sign(keys, use, payload).encode(), payload)
 
 
-def read_payload(keys: MessageKeys, use: bytes, entry: bytes, what: str) -> bytes:
+def read_payload(keys: MessageKeys, use: bytes, entry: bytes, subject: str) -> bytes:
     """The payload of `sign_payload`. Raises `InvalidSignature` if nobody with these keys signed it, and
     `NewerKeyNeeded` if that cannot be told yet, both with `what` as the reason."""
     head, _, payload = entry.partition(b" ")
     mac = head.decode("ascii", "replace")
     if not verify(keys, mac, use, payload):
-        raise (NewerKeyNeeded if names_newer_key(keys, mac) else InvalidSignature)(what)
+        raise (NewerKeyNeeded if names_newer_key(keys, mac) else InvalidSignature)(subject)
     return payload
 
 
@@ -106,7 +106,7 @@ def names_newer_key(keys: MessageKeys, mac: str) -> bool:
     named = [pair.split(".", 1)[0] for pair in mac.split(",")]
     if not all(version.isascii() and version.isdigit() for version in named):
         return False
-    return min(int(version) for version in named) > max((one.version for one in keys), default=0)
+    return min(int(version) for version in named) > max((key.version for key in keys), default=0)
 
 
 def derive_key(secret: bytes, *parts: bytes) -> bytes:

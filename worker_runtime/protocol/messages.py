@@ -289,6 +289,9 @@ class AccountLogin(msgspec.Struct, frozen=True, kw_only=True):
     rejected: bounds.Counter = 0
     #: What is wrong with the login, or with the rejected one, in words.
     detail: bounds.Sentence = ""
+    #: The version of the credentials of its session, and when their certificate expires; 0: not known.
+    version: bounds.Counter = 0
+    certificate_ends_ms: bounds.TimeMsOrZero = 0
 
 
 class ClaimReply(Message, frozen=True, kw_only=True, tag="claim_reply"):
@@ -386,14 +389,14 @@ def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes | str, wanted: type[T] | Any, *, limit: int = MAX_MESSAGE) -> T:
+def decode(data: bytes | str, message_type: type[T] | Any, *, limit: int = MAX_MESSAGE) -> T:
     """Decodes one message of the `wanted` type (a class or a union of classes), of at most `limit` bytes.
     Raises `MalformedMessage` for anything else, `UnsupportedSchema` for a later schema version."""
     if len(data) > limit:
         raise MalformedMessage(f"{len(data)} bytes are more than {limit}")
-    decoder = _decoders.get(wanted)
+    decoder = _decoders.get(message_type)
     if decoder is None:
-        decoder = _decoders[wanted] = msgspec.json.Decoder(wanted)
+        decoder = _decoders[message_type] = msgspec.json.Decoder(message_type)
     try:
         message = decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

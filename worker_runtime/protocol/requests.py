@@ -158,8 +158,8 @@ def decode_report(report: dict[str, Any]) -> AccountReport:
 
 def encode_report(report: AccountReport) -> dict[str, Any]:
     """A report as it travels in a message."""
-    found: dict[str, Any] = msgspec.to_builtins(report)
-    return found
+    fields: dict[str, Any] = msgspec.to_builtins(report)
+    return fields
 
 
 # --- the switch -------------------------------------------------------------------------------------
@@ -209,12 +209,12 @@ class UserSwitch(msgspec.Struct, frozen=True, kw_only=True):
     def words(self, request_keys: MessageKeys, user_id: str) -> list[str | int]:
         """The version, then signed fields and values, for `write_switch.lua` and `set_owner.lua`."""
         mac = sign(request_keys, *self._signed(user_id))
-        found: list[str | int] = [self.version, EVERY_ACCOUNT, self.every.value, SWITCH_MAC, mac]
+        words: list[str | int] = [self.version, EVERY_ACCOUNT, self.every.value, SWITCH_MAC, mac]
         if self.server:
-            found += [SWITCH_SERVER, self.server]
+            words += [SWITCH_SERVER, self.server]
         for account_id, state in sorted(self.accounts.items()):
-            found += [account_id, state.value]
-        return found
+            words += [account_id, state.value]
+        return words
 
     def is_authentic(self, mac: str, request_keys: MessageKeys, user_id: str) -> bool:
         """Whether a holder of the user's request key wrote exactly this."""
@@ -245,7 +245,7 @@ def switch_of(
     version, every = fields.pop(SWITCH_VERSION, ""), fields.pop(EVERY_ACCOUNT, "")
     written_to, mac = fields.pop(SWITCH_SERVER, ""), fields.pop(SWITCH_MAC, "")
     try:
-        found = UserSwitch(
+        switch = UserSwitch(
             version=int(version[:18]),
             every=SwitchState(every),
             accounts={name: SwitchState(value) for name, value in fields.items()},
@@ -253,11 +253,11 @@ def switch_of(
         )
     except ValueError:
         return HALTED_SWITCH, False
-    if not found.is_authentic(mac, request_keys, user_id):
+    if not switch.is_authentic(mac, request_keys, user_id):
         return HALTED_SWITCH, False
     if written_to not in ("", server):
         return HALTED_SWITCH, True
-    return found, False
+    return switch, False
 
 
 class BooksCompared(messages.ControlHeader, frozen=True, kw_only=True, tag="books_compared"):

@@ -62,8 +62,8 @@ def read_event(entry: bytes, keys_of: KeysOfAssignment) -> Event:
     cannot be told yet, and `MalformedMessage` if that worker sent what cannot be read.
     """
     sender = read_sender(payload_of(entry))
-    keys, what = keys_of(sender.user_id, sender.epoch), f"user {sender.user_id}, epoch {sender.epoch}"
-    event: Event = decode(read_payload(keys, _EVENT_USE, entry, f"event of {what}"), Event)
+    keys, author = keys_of(sender.user_id, sender.epoch), f"user {sender.user_id}, epoch {sender.epoch}"
+    event: Event = decode(read_payload(keys, _EVENT_USE, entry, f"event of {author}"), Event)
     return event
 
 
@@ -80,14 +80,16 @@ def read_metadata(
 
     `now_ms` is Valkey's time.
     """
-    found = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()}
-    mac, until, epoch = found.pop(METADATA_MAC, ""), found.get(VALID_UNTIL, ""), found.get("epoch", "")
+    decoded = {
+        name.decode(errors="replace"): value.decode(errors="replace") for name, value in fields.items()
+    }
+    mac, until, epoch = decoded.pop(METADATA_MAC, ""), decoded.get(VALID_UNTIL, ""), decoded.get("epoch", "")
     if not (_is_number(until) and int(until) >= now_ms and _is_number(epoch)):
         return {}
-    if (mark or b"").decode("utf-8", "replace") != f"{epoch}:{found.get('worker', '')}":
+    if (mark or b"").decode("utf-8", "replace") != f"{epoch}:{decoded.get('worker', '')}":
         return {}
-    authentic = verify(keys_of(user_id, int(epoch)), mac, *_metadata_parts(found, user_id))
-    return found if authentic else {}
+    authentic = verify(keys_of(user_id, int(epoch)), mac, *_metadata_parts(decoded, user_id))
+    return decoded if authentic else {}
 
 
 def _metadata_parts(fields: Mapping[str, str], user_id: str) -> list[bytes]:

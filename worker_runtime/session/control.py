@@ -56,7 +56,7 @@ class SessionParts:
         self.shared_state.publish_key(key.public_key().public_bytes_raw())
         self.opener = CredentialOpener(key, self.shared_state, self.config.worker_id)
         self._orchestrator_keys = [
-            Ed25519PublicKey.from_public_bytes(one) for one in self.config.orchestrator_keys
+            Ed25519PublicKey.from_public_bytes(public_key) for public_key in self.config.orchestrator_keys
         ]
 
     def verify(self, data: bytes) -> bytes:
@@ -113,7 +113,9 @@ class ControlHandler:
             return
         failure: Failure | None = None
         versions = self._broker_sessions.versions()
-        changed = [one for one in message.accounts if versions.get(one.account_id, 0) < one.version]
+        changed = [
+            account for account in message.accounts if versions.get(account.account_id, 0) < account.version
+        ]
         try:
             message_keys = self._parts.opener.open_message_keys(
                 message.sealed_keys, user_id=message.user_id, epoch=message.epoch, claim_id=message.reload_id

@@ -60,21 +60,21 @@ class SwitchReader:
         shared_state = self._shared_state
         asked = words, server, shared_state.message_keys_written
         if self._last is not None and self._last[0] == asked:
-            found = self._last[1]
+            meaning = self._last[1]
         else:
             request_keys = shared_state.message_keys().request
-            found = switch_of(words, server, request_keys, shared_state.user_id)
-            self._last = asked, found
-        switch, stale = found
+            meaning = switch_of(words, server, request_keys, shared_state.user_id)
+            self._last = asked, meaning
+        switch, stale = meaning
         if stale or switch is HALTED_SWITCH:
             if words and not stale:
                 self._refuse("forged")
-            return found
+            return meaning
         if switch.version < shared_state.switch_version:
             self._refuse("older than one before it")
             return HALTED_SWITCH, False
         shared_state.switch_version = switch.version
-        return found
+        return meaning
 
     def _refuse(self, reason: str) -> None:
         if self._refused.add(reason):

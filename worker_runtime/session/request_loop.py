@@ -172,9 +172,9 @@ class RequestLoop:
             while not self._stopping() and self._lease.usable() > 0:
                 if self._leftovers_due:
                     self._answer_leftovers()
-                left = self._postponed.put_back()
-                if left is not None:
-                    self._request_handler.answer_leftover(left)
+                returned = self._postponed.put_back()
+                if returned is not None:
+                    self._request_handler.answer_leftover(returned)
                 self._check_switch_server()
                 held = self._postponed.on or not self.broker_sessions.loaded or not self._switch_is_current
                 item = self._queue_reader.pop(control_only=held)

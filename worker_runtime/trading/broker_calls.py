@@ -106,7 +106,7 @@ class BrokerCalls:
         with self.shared_state.busy(wait):
             time.sleep(wait)
 
-    def spend_budget(self, account_id: str, what: CallKind, item: QueueItem) -> None:
+    def spend_budget(self, account_id: str, kind: CallKind, item: QueueItem) -> None:
         """Waits for room within the broker's limits. Raises `RateLimited` if there is none in time,
         `CountUnavailable` if Valkey cannot count, and whatever forbids the call meanwhile."""
 
@@ -114,7 +114,7 @@ class BrokerCalls:
             self.call_timeout(item)
             return item.seconds_left()
 
-        self.rate_limiter.spend(self.session(account_id).account, what, wait_limit)
+        self.rate_limiter.spend(self.session(account_id).account, kind, wait_limit)
 
     def call_once(self, account_id: str, item: QueueItem, call: Callable[[float], T]) -> T:
         """Makes a call that changes something at the broker, once; `call` takes its timeout in seconds.

@@ -85,36 +85,38 @@ class BrokerSessions:
         others go on. Raises an error, rather one that may pass, if none gets one."""
         until = time.monotonic() + timeout
         missing = [
-            one
-            for one in self.account_sessions()
-            if one.broker is None and one.refused is None and not one.limited
+            session
+            for session in self.account_sessions()
+            if session.broker is None and session.refused is None and not session.limited
         ]
         for session in missing:
             self._begin(session, until - time.monotonic(), here=len(missing) == 1)
         last = until
-        while self.attempts.under_way and (left := last - time.monotonic()) > 0:
-            self.collect_logins(left)
+        while self.attempts.under_way and (seconds_left := last - time.monotonic()) > 0:
+            self.collect_logins(seconds_left)
             if self._connected():
                 last = min(last, time.monotonic() + _TOGETHER)
         for session in missing:
             self._list(session, until - time.monotonic())
         if not self._connected():
-            errors = [one.error or one.refused or BrokerUnreachable() for one in self.account_sessions()]
+            errors = [
+                session.error or session.refused or BrokerUnreachable() for session in self.account_sessions()
+            ]
             raise min(errors, key=lambda error: not error.retryable)
 
     def collect_logins(self, wait: float = 0.0) -> bool:
         """Takes up logins that have ended in their threads; waits up to `wait` seconds for the first one."""
-        found = False
+        any_login = False
         while self.attempts.under_way:
             with self.shared_state.busy(wait):
-                session = self.attempts.collect(0.0 if found else wait)
+                session = self.attempts.collect(0.0 if any_login else wait)
             if session is None:
                 break
-            found = True
+            any_login = True
             if session.broker is None:
                 self.rate_limiter.release_connections([session.account])
             self._show_open()
-        return found
+        return any_login
 
     def _show_open(self) -> None:
         """A login under way may succeed: the supervisor ends it with the lease."""
@@ -171,7 +173,9 @@ class BrokerSessions:
         self.drop_if_ended(session)
         if session.suspect:
             self.ping(session, until - time.monotonic())
-        others = [one.changed_at for one in self.account_sessions() if one.broker and one is not session]
+        others = [
+            other.changed_at for other in self.account_sessions() if other.broker and other is not session
+        ]
         if session.broker is None and session.attempt is None:
             if others and session.error is not None and max(others) < session.changed_at:
                 raise session.error
@@ -274,7 +278,11 @@ class BrokerSessions:
 
     def close_all(self) -> None:
         """Closes every session; the shared state says so when none is left open."""
-        held = [one for one in self.account_sessions() if one.broker is not None or one.attempt is not None]
+        held = [
+            session
+            for session in self.account_sessions()
+            if session.broker is not None or session.attempt is not None
+        ]
         self.attempts.close(*[session.lost("closed") for session in self.account_sessions()])
         until = time.monotonic() + _LOGIN_END
         while self.attempts.under_way and until > time.monotonic():
@@ -335,12 +343,12 @@ class BrokerSessions:
         `BrokerUnreachable` after that, and `RateLimited` at once if there is no room in time."""
         last_try = min(until, time.monotonic() + at_most)
         while session.broker is not None and not session.listed:
-            left = last_try - time.monotonic()
-            if left <= 0:
+            seconds_left = last_try - time.monotonic()
+            if seconds_left <= 0:
                 raise BrokerUnreachable(
                     f"the orders at the broker are not known yet: {session.listing_error}"
                 )
-            wait = min(left, session.listing_backoff.left())
+            wait = min(seconds_left, session.listing_backoff.left())
             if wait > 0:
                 with self.shared_state.busy(wait):
                     time.sleep(wait)

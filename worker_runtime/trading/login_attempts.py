@@ -84,7 +84,11 @@ class LoginAttempts:
     def close(self, *brokers: Broker | None) -> None:
         """Closes broker sessions, all at once: a broker that does not answer costs a second, and the lease's
         margin does not grow with the number of accounts. Never raises."""
-        closing = [Thread(target=self._close, args=(one,), daemon=True) for one in brokers if one is not None]
+        closing = [
+            Thread(target=self._close, args=(broker,), daemon=True)
+            for broker in brokers
+            if broker is not None
+        ]
         for thread in closing:
             thread.start()
         for thread in closing:

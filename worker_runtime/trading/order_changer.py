@@ -72,7 +72,7 @@ class OrderChanger:
         if known is not None:
             return known
         working = [order for order in listed if order.state not in FINAL_ORDER_STATES]
-        found = [order.broker_order_id for order in working if order.tag and order.tag == request.tag]
-        if len(found) != 1:
+        matches = [order.broker_order_id for order in working if order.tag and order.tag == request.tag]
+        if len(matches) != 1:
             raise OrderRejected("the broker lists no such working order; nothing was sent")
-        return found[0]
+        return matches[0]

@@ -204,11 +204,11 @@ class OrderTracker:
         if fill is not None and all(fill.fill_id != known.fill_id for known in fills):
             fills.append(fill)
         # Sort reported fills first, so that a late fill adds to their total.
-        fills.sort(key=lambda one: f"{entry.order.order_id}:fill:{one.fill_id}" not in self._sent_ids)
+        fills.sort(key=lambda fill: f"{entry.order.order_id}:fill:{fill.fill_id}" not in self._sent_ids)
         final = reported.state in FINAL_ORDER_STATES
         for number, known in enumerate(fills, 1):
             until = fills[:number]
-            whole = sum(one.quantity for one in until) >= reported.quantity
+            whole = sum(fill.quantity for fill in until) >= reported.quantity
             state = OrderState.FILLED if whole else OrderState.PART_FILLED
             if final and number == len(fills):
                 state = reported.state
@@ -222,7 +222,7 @@ class OrderTracker:
         self,
         entry: _TrackedOrder,
         reported: BrokerOrder,
-        what: str,
+        event_name: str,
         state: OrderState,
         fills: list[Fill],
         *,
@@ -230,7 +230,7 @@ class OrderTracker:
         reason: str | None = None,
     ) -> None:
         """Sends one event, once. `fills` are those until then."""
-        event_id = f"{entry.order.order_id}:{what}"
+        event_id = f"{entry.order.order_id}:{event_name}"
         if event_id in self._sent_ids:
             return
         self._sent_ids[event_id] = None
@@ -247,7 +247,7 @@ class OrderTracker:
                 at_ms=wall_ms(),
                 broker_order_id=reported.broker_order_id,
                 fill=fill,
-                filled_quantity=sum(one.quantity for one in fills),
+                filled_quantity=sum(fill.quantity for fill in fills),
                 average_price=average_fill_price(fills),
                 reason=reason,
             )

@@ -59,7 +59,7 @@ class CountUnavailable(RateLimited):
 
 
 class _BudgetWindow(NamedTuple):
-    what: CallKind
+    kind: CallKind
     #: How many calls are spent.
     cost: int
     span_ms: int
@@ -68,15 +68,15 @@ class _BudgetWindow(NamedTuple):
     reserve: int
 
     @classmethod
-    def of(cls, what: CallKind, cost: int, limits: BrokerLimits, share: float, persons: float = 1) -> Self:
+    def of(cls, kind: CallKind, cost: int, limits: BrokerLimits, share: float, persons: float = 1) -> Self:
         number, span = {
             CallKind.LOGIN: (limits.logins_per_day, _DAY),
             CallKind.ORDER: (limits.orders_per_10s, _ms(10.0 + GRANT_LIFETIME)),
             CallKind.QUERY: (limits.queries_per_5s, _ms(5.0 + GRANT_LIFETIME)),
-        }[what]
+        }[kind]
         limit = max(min(1, number), int(number * share * persons))
         # Half of the margin: a count that is lost twice in a day still stays below the broker's number.
-        return cls(what, cost, span, limit, max(0, int(number * persons) - limit) // 2)
+        return cls(kind, cost, span, limit, max(0, int(number * persons) - limit) // 2)
 
 
 #: What a call counts in which window. Shioaji also counts the status update that its list of orders needs as
@@ -105,7 +105,7 @@ class _BudgetQuery(NamedTuple):
 
     script: Script
     owner: _BudgetOwner
-    what: str
+    kind: str
     names: list[str]
     words: list[Argument]
     numbers: list[int]
@@ -137,22 +137,22 @@ class SharedRateLimiter:
         """Whether the last granted call may still be sent."""
         return time.monotonic() - self._granted_at < GRANT_LIFETIME
 
-    def spend(self, account: OpenedAccount, what: CallKind, wait_limit: WaitLimit, *, cost: int = 1) -> None:
+    def spend(self, account: OpenedAccount, kind: CallKind, wait_limit: WaitLimit, *, cost: int = 1) -> None:
         """Waits for room for `cost` calls. Raises `RateLimited` (`LoginLimited` for a login) if there is none
         in time, `CountUnavailable` if Valkey cannot count; nothing may be sent then."""
-        error = LoginLimited if what is CallKind.LOGIN else RateLimited
+        error = LoginLimited if kind is CallKind.LOGIN else RateLimited
         self._calls += 1
         call = f"{self._holder}:{self._calls}"
         for owner in self._owners(account):
             share, persons = self._allowance.share, owner.persons
             windows = [
                 _BudgetWindow.of(each, cost * weight, self._limits(account), share, persons)
-                for each, weight in _WINDOWS[what].items()
+                for each, weight in _WINDOWS[kind].items()
             ]
-            names = [keys.budget(owner.name, name) for name in ("since", *(each.what for each in windows))]
+            names = [keys.budget(owner.name, name) for name in ("since", *(each.kind for each in windows))]
             numbers = [number for each in windows for number in each[1:]]
-            query = _BudgetQuery(SPEND_BUDGET, owner, what, names, [call], numbers)
-            self._await(query, wait_limit, error, f"the budget of {what.value} is used up")
+            query = _BudgetQuery(SPEND_BUDGET, owner, kind, names, [call], numbers)
+            self._await(query, wait_limit, error, f"the budget of {kind.value} is used up")
         self._granted_at = self._asked_at
 
     def connect(self, account: OpenedAccount, wait_limit: WaitLimit) -> None:
@@ -205,18 +205,18 @@ class SharedRateLimiter:
             if wait_ms / 1000 >= wait_limit():
                 raise refusal(wait_ms)
             self._log.info("budget_awaited", wait_ms=wait_ms)
-            while (left := min(until - time.monotonic(), _LONGEST_SLEEP)) > 0:
+            while (seconds_left := min(until - time.monotonic(), _LONGEST_SLEEP)) > 0:
                 if wait_limit() <= 0:
                     raise refusal(max(1, _ms(until - time.monotonic())))
-                with self._shared_state.busy(left):
-                    time.sleep(left)
+                with self._shared_state.busy(seconds_left):
+                    time.sleep(seconds_left)
 
     def _ask(self, query: _BudgetQuery) -> int:
         """Asks once; returns the milliseconds to wait, 0 if granted. Raises `ValkeyFailed`."""
         owner = query.owner.name
         # Whether the owner never had a count, and the id of the known one, or ''.
         fresh = (self._never_served or query.owner.counted_before) and owner not in self._first
-        known = self._known.get((owner, query.what)) or self._first.get(owner, "")
+        known = self._known.get((owner, query.kind)) or self._first.get(owner, "")
         arguments: list[Argument] = [*query.words, known, int(fresh), *query.numbers]
         self._asked_at = time.monotonic()
         try:
@@ -230,7 +230,7 @@ class SharedRateLimiter:
             self.limit_used = int(used[0])
         if fresh:
             self._first[owner] = count.decode()
-        self._known[owner, query.what] = count.decode()
+        self._known[owner, query.kind] = count.decode()
         return 0
 
     @property

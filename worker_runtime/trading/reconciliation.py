@@ -119,7 +119,7 @@ class AccountReader:
             self._tracker.reconcile_list(
                 self._broker_calls.session(query.account_id).account.key, listing.orders
             )
-            orders = [one for one in listing.orders if not query.tags or one.tag in query.tags]
+            orders = [order for order in listing.orders if not query.tags or order.tag in query.tags]
         kept = newest_within(orders)
         return build_report(
             query.account_id,

@@ -12,7 +12,7 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.maintenance import messages as mm
+    from workflows.maintenance.messages import Batch, Cleaned, FinishPass, Maintained, MaintenanceInput
 
 from workflows import calls
 
@@ -20,15 +20,15 @@ from workflows import calls
 @workflow.defn(name=names.MAINTENANCE)
 class MaintenanceWorkflow:
     @workflow.run
-    async def run(self, given: mm.MaintenanceInput) -> mm.Maintained:
+    async def run(self, given: MaintenanceInput) -> Maintained:
         scanned = await calls.scan_fleet(given)
         if not scanned.number:
-            return mm.Maintained(scanned=scanned, outcomes={})
+            return Maintained(scanned=scanned, outcomes={})
         abreast = asyncio.Semaphore(given.abreast)
 
         async def clean(first: int) -> dict[str, int]:
             count = min(given.batch, scanned.confirmed - first)
-            batch = mm.Batch(number=scanned.number, first=first, count=count)
+            batch = Batch(number=scanned.number, first=first, count=count)
             async with abreast:
                 try:
                     cleaned = await workflow.execute_child_workflow(
@@ -46,12 +46,12 @@ class MaintenanceWorkflow:
         total: Counter[str] = Counter()
         for outcomes in await asyncio.gather(*(clean(first) for first in firsts)):
             total.update(outcomes)
-        await calls.finish_pass(mm.FinishPass(number=scanned.number, outcomes=dict(total)))
-        return mm.Maintained(scanned=scanned, outcomes=dict(total))
+        await calls.finish_pass(FinishPass(number=scanned.number, outcomes=dict(total)))
+        return Maintained(scanned=scanned, outcomes=dict(total))
 
 
 @workflow.defn(name=names.MAINTENANCE_BATCH)
 class MaintenanceBatchWorkflow:
     @workflow.run
-    async def run(self, batch: mm.Batch) -> mm.Cleaned:
+    async def run(self, batch: Batch) -> Cleaned:
         return await calls.clean_up(batch)

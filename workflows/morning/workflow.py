@@ -19,7 +19,17 @@ from temporalio.exceptions import FailureError
 with workflow.unsafe.imports_passed_through():
     from workflows import names
     from workflows.entity import carried_state, continue_as_new, day_elsewhere
-    from workflows.morning import messages as mo
+    from workflows.morning.messages import (
+        BellGroup,
+        Connected,
+        ConnectUser,
+        LaterTry,
+        MorningInput,
+        MorningPlan,
+        MorningResult,
+        PlanMorning,
+        RecentUsers,
+    )
 
 from workflows import calls
 from workflows.calls import cause
@@ -39,7 +49,7 @@ class MorningProgress:
     stay_until: float = 0.0
     #: Of the present group.
     market: str = ""
-    later: tuple[mo.BellGroup, ...] = ()
+    later: tuple[BellGroup, ...] = ()
     #: Users whose turn has come; of them, in earlier groups.
     begun: int = 0
     before: int = 0
@@ -48,11 +58,11 @@ class MorningProgress:
     #: Code → users.
     codes: dict[str, int] = field(default_factory=dict)
     #: Who waits for another try.
-    again: tuple[mo.LaterTry, ...] = ()
+    again: tuple[LaterTry, ...] = ()
 
     @classmethod
-    def planned(cls, plan: mo.MorningPlan, given: mo.MorningInput, now: float) -> MorningProgress:
-        groups = plan.groups or (mo.BellGroup(bell=plan.bell, users=plan.users),)
+    def planned(cls, plan: MorningPlan, given: MorningInput, now: float) -> MorningProgress:
+        groups = plan.groups or (BellGroup(bell=plan.bell, users=plan.users),)
         before_all = cls(
             day=plan.day,
             users=plan.users,
@@ -64,12 +74,12 @@ class MorningProgress:
         )
         return before_all.next_group(given, now)
 
-    def next_group(self, given: mo.MorningInput, now: float) -> MorningProgress:
+    def next_group(self, given: MorningInput, now: float) -> MorningProgress:
         """Spreads the next group's users over the window before its bell, or what is left of it."""
         group, *later = self.later
         begins_at = max(now, group.bell - given.window)
-        left = max(group.bell - begins_at, 0.0)
-        pause = max(left / group.users if group.users else 0.0, 1.0 / given.rate)
+        remaining = max(group.bell - begins_at, 0.0)
+        pause = max(remaining / group.users if group.users else 0.0, 1.0 / given.rate)
         return replace(
             self,
             begins_at=begins_at,
@@ -88,16 +98,16 @@ class MorningProgress:
     def began(self, user_id: str) -> MorningProgress:
         return replace(self, begun=self.begun + 1, after=user_id)
 
-    def ended(self, outcomes: Sequence[mo.Connected], again: Sequence[mo.LaterTry]) -> MorningProgress:
+    def ended(self, outcomes: Sequence[Connected], again: Sequence[LaterTry]) -> MorningProgress:
         codes = dict(self.codes)
-        for one in outcomes:
-            if not one.ok:
-                codes[one.code] = codes.get(one.code, 0) + 1
-        connected = self.connected + sum(one.ok for one in outcomes)
+        for outcome in outcomes:
+            if not outcome.ok:
+                codes[outcome.code] = codes.get(outcome.code, 0) + 1
+        connected = self.connected + sum(outcome.ok for outcome in outcomes)
         return replace(self, connected=connected, codes=codes, again=tuple(again))
 
-    def result(self, now: float) -> mo.MorningResult:
-        return mo.MorningResult(
+    def result(self, now: float) -> MorningResult:
+        return MorningResult(
             day=self.day,
             users=self.begun,
             connected=self.connected,
@@ -114,38 +124,38 @@ class MorningWorkflow:
         #: All users of this run had their turn: who failed is tried again by the next one.
         self._turns_over = False
         #: Who waits for another try, and how it ended for the others of this run.
-        self._again: list[mo.LaterTry] = []
-        self._outcomes: list[mo.Connected] = []
+        self._again: list[LaterTry] = []
+        self._outcomes: list[Connected] = []
         self._under_way: set[asyncio.Task[None]] = set()
 
     @workflow.run
-    async def run(self, given: mo.MorningInput) -> mo.MorningResult:
+    async def run(self, given: MorningInput) -> MorningResult:
         if given.carried is not None:
             return await self._connect(given, carried_state(MorningProgress, given.carried))
-        wanted = mo.PlanMorning(day=given.day, days=given.days, evening=given.evening, at=workflow.time())
-        plan = await calls.plan_morning(wanted)
+        request = PlanMorning(day=given.day, days=given.days, evening=given.evening, at=workflow.time())
+        plan = await calls.plan_morning(request)
         done = await day_elsewhere(
             MorningWorkflow.run,
             given,
             plan,
-            mo.MorningResult,
+            MorningResult,
             id=names.morning_id(plan.day, given.evening),
             begun=f"this day's {'evening' if given.evening else 'morning'} has begun already",
             summary=f"connects the users of recent days ahead of the bell of {plan.day}",
         )
         return done or await self._connect(given, MorningProgress.planned(plan, given, workflow.time()))
 
-    async def _connect(self, given: mo.MorningInput, progress: MorningProgress) -> mo.MorningResult:
+    async def _connect(self, given: MorningInput, progress: MorningProgress) -> MorningResult:
         """One page of users beside those who are tried again, then the next in a new run."""
         while True:
-            wanted = mo.RecentUsers(
+            request = RecentUsers(
                 since=progress.since,
                 after=progress.after,
                 limit=given.page,
                 market=progress.market,
                 evening=given.evening,
             )
-            users = await calls.recent_users(wanted)
+            users = await calls.recent_users(request)
             if users or not progress.later:
                 break
             progress = progress.next_group(given, workflow.time())
@@ -160,7 +170,7 @@ class MorningWorkflow:
                 await workflow.sleep(wait, summary="until the next user's turn")
             progress = progress.began(user_id)
             await abreast.acquire()  # a wait here delays all later users
-            self._begin(mo.LaterTry(user_id=user_id), abreast)
+            self._begin(LaterTry(user_id=user_id), abreast)
         # Else repeats would follow one another, and the next page wait for a moment without any under way.
         self._turns_over = bool(users) and workflow.patched("a page ends with its turns")
         if not users:  # nobody is left but those who are tried again
@@ -179,33 +189,33 @@ class MorningWorkflow:
         """Tries again who failed, one each `pause` seconds at the most, until cancelled."""
         while True:
             await workflow.wait_condition(lambda: bool(self._again))
-            one = min(self._again, key=lambda later: later.due)
-            await workflow.sleep(max(one.due - workflow.time(), pause), summary="until the next repeat")
+            later_try = min(self._again, key=lambda later: later.due)
+            await workflow.sleep(max(later_try.due - workflow.time(), pause), summary="until the next repeat")
             await abreast.acquire()
             if self._turns_over:
                 return
-            self._again.remove(one)
-            self._begin(one, abreast)
+            self._again.remove(later_try)
+            self._begin(later_try, abreast)
 
-    def _begin(self, one: mo.LaterTry, abreast: asyncio.Semaphore) -> None:
-        task = asyncio.create_task(self._one(one, abreast))
+    def _begin(self, later_try: LaterTry, abreast: asyncio.Semaphore) -> None:
+        task = asyncio.create_task(self._one(later_try, abreast))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
 
-    async def _one(self, one: mo.LaterTry, abreast: asyncio.Semaphore) -> None:
+    async def _one(self, later_try: LaterTry, abreast: asyncio.Semaphore) -> None:
         try:
-            wanted = mo.ConnectUser(user_id=one.user_id, stay_until=self._stay_until)
-            outcome = await calls.connect_user(wanted)
+            request = ConnectUser(user_id=later_try.user_id, stay_until=self._stay_until)
+            outcome = await calls.connect_user(request)
         except FailureError as error:  # no orchestrator, or it took too long
             code, _, detail = cause(error).partition(": ")
-            outcome = mo.Connected(ok=False, code=code, detail=detail, retryable=True)
+            outcome = Connected(ok=False, code=code, detail=detail, retryable=True)
         finally:
             abreast.release()
-        due = workflow.time() + self._retry * 2.0**one.tries
-        if outcome.ok or not outcome.retryable or (one.tries and due > self._stay_until):
+        due = workflow.time() + self._retry * 2.0**later_try.tries
+        if outcome.ok or not outcome.retryable or (later_try.tries and due > self._stay_until):
             self._outcomes.append(outcome)
         else:
-            self._again.append(replace(one, tries=one.tries + 1, due=due))
+            self._again.append(replace(later_try, tries=later_try.tries + 1, due=due))
 
     def _show(self, progress: MorningProgress) -> None:
         failed = sum(progress.codes.values())

@@ -15,7 +15,14 @@ from temporalio.exceptions import FailureError
 with workflow.unsafe.imports_passed_through():
     from workflows import names
     from workflows.entity import carried_state, continue_as_new, copied_fields, raise_cancellation, wait_until
-    from workflows.order import messages as om
+    from workflows.order.messages import (
+        FollowOrder,
+        FollowView,
+        UnresolvedOrder,
+        VerificationFinding,
+        Verified,
+        VerifyOrder,
+    )
     from workflows.order.state import FollowedOrder, OrderStep
 
 from workflows import calls
@@ -24,7 +31,7 @@ from workflows import calls
 @workflow.defn(name=names.ORDER)
 class OrderWorkflow:
     @workflow.init
-    def __init__(self, given: om.FollowOrder) -> None:
+    def __init__(self, given: FollowOrder) -> None:
         self._given = given
         self._order = carried_state(FollowedOrder, given.carried)
         self._wake = False
@@ -32,7 +39,7 @@ class OrderWorkflow:
         self._shown = ""
 
     @workflow.run
-    async def run(self, given: om.FollowOrder) -> str:
+    async def run(self, given: FollowOrder) -> str:
         """Returns the state in which it left the order."""
         while True:
             self._wake = False
@@ -63,19 +70,21 @@ class OrderWorkflow:
         self._renew = self._wake = True
 
     @workflow.query(name="view")
-    def view(self) -> om.FollowView:
-        return om.FollowView(order_id=self._given.order_id, **copied_fields(self._order, om.FollowView))
+    def view(self) -> FollowView:
+        return FollowView(order_id=self._given.order_id, **copied_fields(self._order, FollowView))
 
     async def _verify(self) -> None:
-        request = om.VerifyOrder(
+        request = VerifyOrder(
             order_id=self._given.order_id, user_id=self._given.user_id, check=self._order.checks
         )
         try:
             seen = await calls.verify_order(request)
         except FailureError as error:
             raise_cancellation(error)
-            seen = om.Verified(
-                finding=om.VerificationFinding.UNASKED, code="NOT_VERIFIED", detail=calls.cause(error)
+            seen = Verified(
+                finding=VerificationFinding.UNASKED,
+                code="NOT_VERIFIED",
+                detail=calls.cause(error),
             )
         self._order = self._order.after_check(seen, workflow.time(), self._given.settings)
 
@@ -83,7 +92,7 @@ class OrderWorkflow:
         """The next verification finds the order final, or what was learned in the meantime."""
         with contextlib.suppress(FailureError):
             await calls.settle_absent(
-                om.UnresolvedOrder(
+                UnresolvedOrder(
                     order_id=self._given.order_id,
                     reason=self._order.full_story("never reached the broker: complete listings lack it"),
                 )
@@ -97,7 +106,7 @@ class OrderWorkflow:
         concern = follow.concern(workflow.time(), self._given.day_end, self._given.settings)
         if not concern or concern == follow.attention:
             return
-        request = om.UnresolvedOrder(order_id=self._given.order_id, reason=follow.full_story(concern))
+        request = UnresolvedOrder(order_id=self._given.order_id, reason=follow.full_story(concern))
         with contextlib.suppress(FailureError):  # the next verification tries again
             await calls.demand_attention(request)
             self._order = replace(self._order, attention=concern)

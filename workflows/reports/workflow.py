@@ -18,55 +18,64 @@ from temporalio import workflow
 with workflow.unsafe.imports_passed_through():
     from workflows import names
     from workflows.entity import carried_state, continue_as_new, copied_fields, day_elsewhere
-    from workflows.reports import messages as sm
+    from workflows.reports.messages import (
+        DailyReportInput,
+        EnqueueStatements,
+        MakeReport,
+        PlanStatements,
+        ReportResult,
+        StatementCounts,
+        StatementsInput,
+        StatementsPage,
+        StatementsResult,
+    )
 
 from workflows import calls
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatementsProgress(sm.StatementsPage):
+class StatementsProgress(StatementsPage):
     """The progress of one day: the counts of all its pages so far."""
 
     day: str
     #: Users with an address, when it began.
     of: int
 
-    def with_page(self, page: sm.StatementsPage) -> StatementsProgress:
+    def with_page(self, page: StatementsPage) -> StatementsProgress:
         counts = {
-            one.name: getattr(self, one.name) + getattr(page, one.name) for one in fields(sm.StatementCounts)
+            field.name: getattr(self, field.name) + getattr(page, field.name)
+            for field in fields(StatementCounts)
         }
         return replace(self, after=page.after or self.after, **counts)
 
-    def result(self, now: float) -> sm.StatementsResult:
-        return sm.StatementsResult(**copied_fields(self, sm.StatementsResult), ended_at=now)
+    def result(self, now: float) -> StatementsResult:
+        return StatementsResult(**copied_fields(self, StatementsResult), ended_at=now)
 
 
 @workflow.defn(name=names.STATEMENTS)
 class StatementsWorkflow:
     @workflow.run
-    async def run(self, given: sm.StatementsInput) -> sm.StatementsResult:
+    async def run(self, given: StatementsInput) -> StatementsResult:
         if given.carried is not None:
             return await self._send(given, carried_state(StatementsProgress, given.carried))
-        plan = await calls.plan_statements(sm.PlanStatements(day=given.day, at=workflow.time()))
+        plan = await calls.plan_statements(PlanStatements(day=given.day, at=workflow.time()))
         done = await day_elsewhere(
             StatementsWorkflow.run,
             given,
             plan,
-            sm.StatementsResult,
+            StatementsResult,
             id=names.statements_id(plan.day),
             begun="the statements of this day have begun already",
             summary=f"sends the statements of {plan.day}",
         )
         return done or await self._send(given, StatementsProgress(day=plan.day, of=plan.users))
 
-    async def _send(self, given: sm.StatementsInput, progress: StatementsProgress) -> sm.StatementsResult:
+    async def _send(self, given: StatementsInput, progress: StatementsProgress) -> StatementsResult:
         """Some pages, then the next ones in a new run."""
         for _ in range(given.pages):
             self._show(progress)
             page = await calls.enqueue_statements(
-                sm.EnqueueStatements(
-                    day=progress.day, after=progress.after, limit=given.page, rate=given.rate
-                )
+                EnqueueStatements(day=progress.day, after=progress.after, limit=given.page, rate=given.rate)
             )
             progress = progress.with_page(page)
             if page.users < given.page:
@@ -89,7 +98,7 @@ class StatementsWorkflow:
 @workflow.defn(name=names.DAILY_REPORT)
 class DailyReportWorkflow:
     @workflow.run
-    async def run(self, given: sm.DailyReportInput) -> sm.ReportResult:
-        made = await calls.make_report(sm.MakeReport(day=given.day, at=workflow.time()))
+    async def run(self, given: DailyReportInput) -> ReportResult:
+        made = await calls.make_report(MakeReport(day=given.day, at=workflow.time()))
         workflow.set_current_details(f"### {made.day}\n\n{made.reason or f'{made.mails} mails enqueued'}")
         return made

@@ -10,13 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from workflows.entity import copied_fields
-from workflows.rollout import messages as rm
-
-P = rm.RolloutPhase
+from workflows.rollout.messages import (
+    ENDED,
+    Release,
+    ReleaseSnapshot,
+    RolloutInput,
+    RolloutPhase,
+    RolloutView,
+)
 
 #: The phases in which free workers are replaced, each with the one that follows.
-_REPLACING = {P.REPLACING: P.MOVING, P.ROLLING_BACK: P.MOVING_BACK}
-_MOVING = {P.MOVING: P.DONE, P.MOVING_BACK: P.ROLLED_BACK}
+_REPLACING = {
+    RolloutPhase.REPLACING: RolloutPhase.MOVING,
+    RolloutPhase.ROLLING_BACK: RolloutPhase.MOVING_BACK,
+}
+_MOVING = {RolloutPhase.MOVING: RolloutPhase.DONE, RolloutPhase.MOVING_BACK: RolloutPhase.ROLLED_BACK}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +38,13 @@ class RolloutStep:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutState(rm.RolloutView):
+class RolloutState(RolloutView):
     """What is shown of a rollout, and what only its workflow needs.
 
     Carried from run to run: a field may be added with a default.
     """
 
-    phase: rm.RolloutPhase = rm.RolloutPhase.REPLACING
+    phase: RolloutPhase = RolloutPhase.REPLACING
     #: The first round has found what the pool had before.
     known: bool = False
     surge: int = 0
@@ -46,23 +54,23 @@ class RolloutState(rm.RolloutView):
     unproven_since: float = 0.0
 
     @classmethod
-    def begun(cls, given: rm.RolloutInput, now: float) -> RolloutState:
+    def begun(cls, given: RolloutInput, now: float) -> RolloutState:
         return cls(
             pool=given.pool, release=given.release, began_at=now, deadline=now + given.deadline, surge=1
         )
 
     @property
-    def target(self) -> rm.Release:
+    def target(self) -> Release:
         """The release of new workers."""
         return self.before if self.going_back else self.release
 
     @property
     def going_back(self) -> bool:
-        return self.phase in (P.ROLLING_BACK, P.MOVING_BACK, P.ROLLED_BACK)
+        return self.phase in (RolloutPhase.ROLLING_BACK, RolloutPhase.MOVING_BACK, RolloutPhase.ROLLED_BACK)
 
     @property
     def ended(self) -> bool:
-        return self.phase in rm.ENDED
+        return self.phase in ENDED
 
     # --- changes --------------------------------------------------------------------------------------
 
@@ -70,11 +78,9 @@ class RolloutState(rm.RolloutView):
         """Puts the version before back, unless that was done already or the rollout has ended."""
         if self.ended or self.going_back:
             return self
-        return replace(self, phase=P.ROLLING_BACK, reason=reason, surge=0, condemned=condemned)
+        return replace(self, phase=RolloutPhase.ROLLING_BACK, reason=reason, surge=0, condemned=condemned)
 
-    def after_check(
-        self, seen: rm.ReleaseSnapshot, given: rm.RolloutInput
-    ) -> tuple[RolloutState, RolloutStep]:
+    def after_check(self, seen: ReleaseSnapshot, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
         """The state after a check of the pool, and what to do. The first check comes before any change."""
         state = replace(
             self, new=seen.new, old=seen.old, users=seen.users, wanted=seen.wanted, held=_held_reason(seen)
@@ -93,9 +99,7 @@ class RolloutState(rm.RolloutView):
             return state._moving(seen, given)
         return state, RolloutStep()
 
-    def _replacing(
-        self, seen: rm.ReleaseSnapshot, given: rm.RolloutInput
-    ) -> tuple[RolloutState, RolloutStep]:
+    def _replacing(self, seen: ReleaseSnapshot, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
         # A pool whose old workers were all claimed proves nothing: a new one must be ready.
         if not seen.old and (seen.new or not seen.wanted):
             return replace(self, phase=_REPLACING[self.phase], surge=0), RolloutStep(move=bool(seen.users))
@@ -103,13 +107,13 @@ class RolloutState(rm.RolloutView):
         retire = min(seen.old, spare, given.batch)
         if seen.wanted:  # as many new ones must be ready, or the next claims would find an empty pool
             retire = min(retire, seen.new)
-        left = seen.old - retire
-        state = replace(self, surge=min(given.batch, left) or int(not seen.new))
+        remaining = seen.old - retire
+        state = replace(self, surge=min(given.batch, remaining) or int(not seen.new))
         return state, RolloutStep(retire=retire)
 
-    def _moving(self, seen: rm.ReleaseSnapshot, given: rm.RolloutInput) -> tuple[RolloutState, RolloutStep]:
+    def _moving(self, seen: ReleaseSnapshot, given: RolloutInput) -> tuple[RolloutState, RolloutStep]:
         if seen.old:  # launched before the pool knew, and ready since
-            back = P.ROLLING_BACK if self.going_back else P.REPLACING
+            back = RolloutPhase.ROLLING_BACK if self.going_back else RolloutPhase.REPLACING
             return replace(self, phase=back)._replacing(seen, given)
         if seen.users:
             return self, RolloutStep(move=True)
@@ -120,11 +124,11 @@ class RolloutState(rm.RolloutView):
             return replace(self, unproven_since=since, asked=0, held=held), RolloutStep()
         return replace(self, phase=_MOVING[self.phase], asked=0), RolloutStep()
 
-    def view(self) -> rm.RolloutView:
-        return rm.RolloutView(**copied_fields(self, rm.RolloutView) | {"phase": str(self.phase)})
+    def view(self) -> RolloutView:
+        return RolloutView(**copied_fields(self, RolloutView) | {"phase": str(self.phase)})
 
 
-def _held_reason(seen: rm.ReleaseSnapshot) -> str:
+def _held_reason(seen: ReleaseSnapshot) -> str:
     if seen.failed:
         return f"{seen.failed} users in a row got a worker that did not serve them"
     if seen.mode != "running":

@@ -15,7 +15,16 @@ from temporalio.exceptions import FailureError
 with workflow.unsafe.imports_passed_through():
     from workflows import names
     from workflows.entity import carried_state, continue_as_new, raise_cancellation, read_payload, wait_until
-    from workflows.rollout import messages as rm
+    from workflows.rollout.messages import (
+        AbortRollout,
+        AskToMove,
+        CheckRelease,
+        RetireWorkers,
+        RolloutInput,
+        RolloutPhase,
+        RolloutView,
+        TellRollout,
+    )
     from workflows.rollout.state import RolloutState, RolloutStep
 
 from workflows import calls
@@ -27,7 +36,7 @@ REASON_MAX = 200
 @workflow.defn(name=names.ROLLOUT)
 class RolloutWorkflow:
     @workflow.init
-    def __init__(self, given: rm.RolloutInput) -> None:
+    def __init__(self, given: RolloutInput) -> None:
         self._given = given
         if given.carried is None:
             self._state = RolloutState.begun(given, workflow.time())
@@ -40,7 +49,7 @@ class RolloutWorkflow:
         self._check_failed = ""
 
     @workflow.run
-    async def run(self, given: rm.RolloutInput) -> rm.RolloutView:
+    async def run(self, given: RolloutInput) -> RolloutView:
         workflow.upsert_search_attributes([names.SA_POOL.value_set(given.pool)])
         if given.carried is None:
             await self._record("begins", given.reason)
@@ -68,7 +77,7 @@ class RolloutWorkflow:
     @workflow.signal(name="abort")
     def abort(self, *payload: Any) -> None:
         """Carries an `AbortRollout`: what the pool had before is put back."""
-        request = read_payload("abort", payload, rm.AbortRollout)
+        request = read_payload("abort", payload, AbortRollout)
         if request is not None:
             self._abort = request.reason[:REASON_MAX] or "an operator aborted it"
 
@@ -78,7 +87,7 @@ class RolloutWorkflow:
         self._renew = True
 
     @workflow.query(name="view")
-    def view(self) -> rm.RolloutView:
+    def view(self) -> RolloutView:
         view = self._state.view()
         return replace(view, held=self._check_failed) if self._check_failed else view
 
@@ -88,7 +97,7 @@ class RolloutWorkflow:
         if self._abort:
             self._state, self._abort = self._state.rolled_back(self._abort), ""
         state = self._state
-        request = rm.CheckRelease(
+        request = CheckRelease(
             pool=state.pool,
             release=state.target,
             surge=state.surge,
@@ -111,12 +120,12 @@ class RolloutWorkflow:
         state = self._state
         if step.retire:
             count = await calls.retire_workers(
-                rm.RetireWorkers(pool=state.pool, version=state.target.version, count=step.retire)
+                RetireWorkers(pool=state.pool, version=state.target.version, count=step.retire)
             )
             self._state = replace(self._state, retired=self._state.retired + count)
         if step.move:
             asked = await calls.ask_to_move(
-                rm.AskToMove(
+                AskToMove(
                     pool=state.pool,
                     version=state.target.version,
                     deadline=state.deadline,
@@ -126,14 +135,17 @@ class RolloutWorkflow:
             self._state = replace(self._state, asked=asked)
 
     async def _wait(self) -> None:
-        moving = self._state.phase in (rm.RolloutPhase.MOVING, rm.RolloutPhase.MOVING_BACK)
+        moving = self._state.phase in (
+            RolloutPhase.MOVING,
+            RolloutPhase.MOVING_BACK,
+        )
         pause = self._given.moving_pause if moving else self._given.pause
         await wait_until(lambda: bool(self._abort) or self._renew, pause, "until the next round")
 
     # --- audit trail and current details --------------------------------------------------------------
 
     async def _record(self, event: str, reason: str) -> None:
-        request = rm.TellRollout(
+        request = TellRollout(
             pool=self._state.pool,
             rollout=workflow.info().first_execution_run_id,
             event=event,

@@ -13,9 +13,6 @@ from workflows.user_worker.state import UserWorkerState
 #: Characters of a worker's own words that are kept.
 DETAIL_MAX = 200
 
-K = WorkerEventKind
-S = WorkerState
-
 
 @dataclass(frozen=True, kw_only=True)
 class EventEffect:
@@ -43,27 +40,35 @@ def apply_event(state: UserWorkerState, event: WorkerEventSignal, now: float) ->
     detail = event.detail[:DETAIL_MAX]
     if state.serving:
         return _apply_in_service(counted, event.kind, detail, at, now)
-    if state.state in (S.CLAIMED, S.CONNECTING):
+    if state.state in (WorkerState.CLAIMED, WorkerState.CONNECTING):
         # The first session of this claim is gone, and with it the credentials that were sealed to it.
-        return EventEffect(state=counted, lost=event.kind in (K.SESSION_REPLACED, K.FAILED))
+        return EventEffect(
+            state=counted, lost=event.kind in (WorkerEventKind.SESSION_REPLACED, WorkerEventKind.FAILED)
+        )
     return EventEffect(state=counted)
 
 
 def _apply_in_service(state: UserWorkerState, kind: str, detail: str, at: float, now: float) -> EventEffect:
     match kind:
-        case K.RECONNECTING | K.DEGRADED:
-            why = detail or ("broker session lost" if kind == K.RECONNECTING else "broker unreachable")
-            left = state.reconnecting(why, now) if state.state == S.ACTIVE else replace(state, reason=why)
-            return EventEffect(state=left.degraded(why, at))
-        case K.CONNECTED if state.state == S.RECONNECTING:
+        case WorkerEventKind.RECONNECTING | WorkerEventKind.DEGRADED:
+            why = detail or (
+                "broker session lost" if kind == WorkerEventKind.RECONNECTING else "broker unreachable"
+            )
+            changed = (
+                state.reconnecting(why, now)
+                if state.state == WorkerState.ACTIVE
+                else replace(state, reason=why)
+            )
+            return EventEffect(state=changed.degraded(why, at))
+        case WorkerEventKind.CONNECTED if state.state == WorkerState.RECONNECTING:
             return EventEffect(state=state.reconnected(now))
-        case K.SESSION_REPLACED:
+        case WorkerEventKind.SESSION_REPLACED:
             why = f"session replaced: {detail}" if detail else "session replaced"
             return EventEffect(state=state.session_replaced(why, now))
-        case K.FAILED:
+        case WorkerEventKind.FAILED:
             why = detail or "BROKER_ERROR: the worker could not get its broker back"
             return EventEffect(state=state.degraded(why, at), given_up=why)
-        case K.OWNER_MISSING | K.FENCED:
+        case WorkerEventKind.OWNER_MISSING | WorkerEventKind.FENCED:
             return EventEffect(state=state, check=True)  # the check puts a missing owner key back
         case _:  # CLOSED: the launcher reports the end of the task; other kinds are of a later release
             return EventEffect(state=state)

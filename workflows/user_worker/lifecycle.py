@@ -17,11 +17,20 @@ with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol.messages import Failure
     from workflows import names
     from workflows.entity import continue_as_new, copied_fields, wait_until
-    from workflows.user_worker import messages as m
     from workflows.user_worker.events import apply_event
+    from workflows.user_worker.messages import (
+        ActiveWorker,
+        ReloadResult,
+        StopWorker,
+        UserWorkerInput,
+        WorkerEventSignal,
+        WorkerRef,
+        WorkerState,
+        WorkerUnmarked,
+    )
     from workflows.user_worker.state import UserWorkerState
     from workflows.user_worker.visibility import attribute_changes, details
-    from workflows.worker_pool import messages as pm
+    from workflows.worker_pool.messages import WorkerLeft
 
 from workflows import calls
 from workflows.user_worker.visibility import Timeline
@@ -83,9 +92,9 @@ class WorkerLifecycle:
         #: Reason of a shutdown that was asked for and has not begun; empty: none.
         self.shutdown: str = (stop or {}).get("shutdown", "")
         #: The start that callers of `ensure_active` share.
-        self.start: SharedFuture[m.ActiveWorker] | None = None
+        self.start: SharedFuture[ActiveWorker] | None = None
         #: The reload of credentials that was asked for and has not begun, and who asked first.
-        self.reload: SharedFuture[m.ReloadResult] | None = None
+        self.reload: SharedFuture[ReloadResult] | None = None
         self.reload_cause = ""
         #: The worker has to be checked.
         self.suspect = False
@@ -93,7 +102,7 @@ class WorkerLifecycle:
         #: event. It is checked at once, and a start that waits is answered after the check.
         self.unsure = False
         #: What the watcher said when it saw the mark expire; None: it did not.
-        self.unmarked: m.WorkerUnmarked | None = None
+        self.unmarked: WorkerUnmarked | None = None
         #: Why the worker cannot get its broker back, as it reported; empty: it did not.
         self.given_up = ""
         #: Times in a row that nobody could give a fresh session its credentials.
@@ -103,7 +112,7 @@ class WorkerLifecycle:
         self._ended: dict[str, int | None] = {}
         #: Those of them that somebody ended, or that went with their host.
         self._planned: set[str] = set()
-        self._early: list[m.WorkerEventSignal] = []
+        self._early: list[WorkerEventSignal] = []
         self._shown: UserWorkerState | None = None
         self._signalling: set[asyncio.Task[None]] = set()
 
@@ -122,9 +131,9 @@ class WorkerLifecycle:
 
     # --- events and ends ------------------------------------------------------------------------------
 
-    def take_event(self, event: m.WorkerEventSignal) -> None:
+    def take_event(self, event: WorkerEventSignal) -> None:
         """Applies an event, or keeps it until the claim knows which worker it got."""
-        if self.state.worker is None and self.state.state == m.WorkerState.CLAIMED:
+        if self.state.worker is None and self.state.state == WorkerState.CLAIMED:
             self._early = [*self._early[-EARLY_EVENTS_MAX + 1 :], event]
             return
         result = apply_event(self.state, event, self.now())
@@ -134,12 +143,12 @@ class WorkerLifecycle:
         if result.lost:
             self.worker_ended(event.worker_id, None)
 
-    def assigned(self, worker: m.WorkerRef) -> None:
+    def assigned(self, worker: WorkerRef) -> None:
         """The claim found its worker, which may have sent events already."""
         self.state = self.state.assigned(worker)
         self._take_early_events()
 
-    def adopted(self, worker: m.WorkerRef, crashes: Sequence[float]) -> None:
+    def adopted(self, worker: WorkerRef, crashes: Sequence[float]) -> None:
         """The user has a worker already, though this run did not claim it."""
         self.state = self.state.adopted(worker, crashes, self.now())
         self.unsure = True
@@ -230,11 +239,11 @@ class WorkerLifecycle:
 
     # --- callers who wait -----------------------------------------------------------------------------
 
-    def answer(self) -> m.ActiveWorker:
-        shown = copied_fields(self.state, m.ActiveWorker)
-        return m.ActiveWorker(**shown | {"state": str(self.state.state)})
+    def answer(self) -> ActiveWorker:
+        shown = copied_fields(self.state, ActiveWorker)
+        return ActiveWorker(**shown | {"state": str(self.state.state)})
 
-    def settle_start(self, outcome: m.ActiveWorker | Failure) -> None:
+    def settle_start(self, outcome: ActiveWorker | Failure) -> None:
         """Answers those who wait for the start."""
         if self.start:
             self.start.settle(outcome)
@@ -254,8 +263,8 @@ class WorkerLifecycle:
         self._crashed = crashed = crashed or self._crashed
         if state.worker is None and not state.claim_id:
             return 0
-        unknown = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id=state.claim_id, pool=state.pool)
-        request = m.StopWorker(
+        unknown = WorkerRef(worker_id="", task_id="", epoch=0, claim_id=state.claim_id, pool=state.pool)
+        request = StopWorker(
             user_id=state.user_id, worker=state.worker or unknown, reason=reason, grace=grace, crashed=crashed
         )
         while True:
@@ -268,8 +277,8 @@ class WorkerLifecycle:
                 self.settle_start(Failure(code=errors.WorkerUnavailable.code, detail=why, retryable=True))
                 self.state = self.state.with_note(why).postponed(self.now() + pause)
                 self.show()
-                left = {"crashed": crashed, "reopen": reopen, "shutdown": self.shutdown}
-                await self.renew_within_step(why, left)
+                options = {"crashed": crashed, "reopen": reopen, "shutdown": self.shutdown}
+                await self.renew_within_step(why, options)
                 await workflow.sleep(pause, summary="until the launcher is asked again")
                 pause = min(pause * 2, STOP_PAUSE_MAX)
         self.state = self.state.stopped().with_note("")
@@ -292,7 +301,7 @@ class WorkerLifecycle:
             return
         if self.reload:
             code = errors.WorkerUnavailable.code
-            self.reload.settle(m.ReloadResult(ok=False, failure_code=code, failure_detail=why))
+            self.reload.settle(ReloadResult(ok=False, failure_code=code, failure_detail=why))
             self.reload = None
         await workflow.wait_condition(lambda: True)  # so that callers are answered
         if workflow.all_handlers_finished():
@@ -302,7 +311,7 @@ class WorkerLifecycle:
         state = self.state
         carried = {**asdict(state), "timeline": self.timeline.carried(), "stop": stop}
         user, pool, settings = state.user_id, state.pool, state.settings
-        continue_as_new(m.UserWorkerInput(user_id=user, pool=pool, settings=settings, carried=carried))
+        continue_as_new(UserWorkerInput(user_id=user, pool=pool, settings=settings, carried=carried))
 
     # --- showing and signalling -----------------------------------------------------------------------
 
@@ -317,16 +326,16 @@ class WorkerLifecycle:
         workflow.set_current_details(details(self.state))
         self._shown = self.state
 
-    def signal_pool(self, worker: m.WorkerRef) -> None:
+    def signal_pool(self, worker: WorkerRef) -> None:
         """Signals the pool in the background that a worker left it."""
         task = asyncio.create_task(self._signal_pool(worker))
         self._signalling.add(task)
         task.add_done_callback(self._signalling.discard)
 
-    async def _signal_pool(self, worker: m.WorkerRef) -> None:
+    async def _signal_pool(self, worker: WorkerRef) -> None:
         pool = workflow.get_external_workflow_handle(names.worker_pool_id(worker.pool))
         try:
-            await pool.signal("claimed", pm.WorkerLeft(worker_id=worker.worker_id))
+            await pool.signal("claimed", WorkerLeft(worker_id=worker.worker_id))
         except FailureError as error:  # no such workflow: the pool's periodic check will see the gap
             workflow.logger.warning("pool_not_signalled", extra={"reason": str(error)})
 

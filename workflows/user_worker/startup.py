@@ -7,15 +7,20 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol import errors
-    from workflows.user_worker import messages as m
+    from workflows.user_worker.messages import (
+        ClaimRequest,
+        ClaimResult,
+        ClaimStatus,
+        ConnectRequest,
+        LaunchForClaim,
+        WorkerState,
+    )
 
 from workflows import calls
 from workflows.user_worker.lifecycle import ClaimWorkerGone, StartFailed, WorkerLifecycle
 
 #: Claim ids tried for one start, each after its worker turned out dead or unusable.
 CLAIM_TRIES = 3
-
-S = m.WorkerState
 
 
 class CrashedTooOften(Exception):
@@ -62,7 +67,11 @@ async def start_worker(life: WorkerLifecycle, *, adopt_only: bool = False) -> No
                 failed = (*failed, life.state.worker.version)
             # A worker that died during its login counts like one that died in service. Else a library that
             # crashes there would cost three logins an order, for ever.
-            crashed = life.lost and life.state.state in (S.CONNECTING, S.FAILED) and not life.ended_as_planned
+            crashed = (
+                life.lost
+                and life.state.state in (WorkerState.CONNECTING, WorkerState.FAILED)
+                and not life.ended_as_planned
+            )
             life.state = life.state.crashed(why, now) if crashed else life.state.failed(why, now)
             life.show()
             await life.confirm_stop(why, grace=0.0, crashed=crashed)
@@ -82,26 +91,24 @@ async def _wait_out_backoff(life: WorkerLifecycle) -> None:
     """Waits as long after the last crash as the run that crashed would have."""
     if life.state.crashes_too_often:
         raise CrashedTooOften
-    left = life.state.retry_at - life.now()
-    if left > 0:
+    remaining = life.state.retry_at - life.now()
+    if remaining > 0:
         life.show()
-        await life.pause(left, "until a user whose workers crashed starts again")
+        await life.pause(remaining, "until a user whose workers crashed starts again")
 
 
-async def _claim(
-    life: WorkerLifecycle, failed: tuple[str, ...], *, adopt_only: bool = False
-) -> m.ClaimResult:
+async def _claim(life: WorkerLifecycle, failed: tuple[str, ...], *, adopt_only: bool = False) -> ClaimResult:
     """A worker for the present claim id: the one that the user has, or from the pool, or launched."""
     state = life.state
     result = await _try_claim(life, failed, adopt_only=adopt_only)
-    if result.status == m.ClaimStatus.NONE:
+    if result.status == ClaimStatus.NONE:
         raise _NoWorker
-    if result.status == m.ClaimStatus.ADOPTED and result.worker is not None:
+    if result.status == ClaimStatus.ADOPTED and result.worker is not None:
         life.adopted(result.worker, result.crashes)
         return result
-    if result.status == m.ClaimStatus.EMPTY:
+    if result.status == ClaimStatus.EMPTY:
         life.show()
-        launch = m.LaunchForClaim(
+        launch = LaunchForClaim(
             user_id=state.user_id,
             pool=state.pool,
             claim_id=state.claim_id,
@@ -120,16 +127,16 @@ async def _claim(
         life.assigned(result.worker)
         if result.worker.warm:
             life.signal_pool(result.worker)
-    if result.status in (m.ClaimStatus.EMPTY, m.ClaimStatus.GONE):
+    if result.status in (ClaimStatus.EMPTY, ClaimStatus.GONE):
         raise ClaimWorkerGone(result.failure_detail or "the claimed worker is gone")
     return result
 
 
 async def _try_claim(
     life: WorkerLifecycle, failed: tuple[str, ...], *, adopt_only: bool = False
-) -> m.ClaimResult:
+) -> ClaimResult:
     state = life.state
-    request = m.ClaimRequest(
+    request = ClaimRequest(
         user_id=state.user_id,
         pool=state.pool,
         claim_id=state.claim_id,
@@ -148,25 +155,28 @@ async def _try_claim(
         why = f"claim: {calls.cause(error)}"
         raise StartFailed(errors.WorkerUnavailable.code, why, retryable=True) from error
     life.state = life.state.answered()
-    if result.status == m.ClaimStatus.BACK_OFF:
+    if result.status == ClaimStatus.BACK_OFF:
         life.state = life.state.backs_off(result.crashes, life.now())
         raise _StartHeldBack
     return result
 
 
-async def _connect(life: WorkerLifecycle, result: m.ClaimResult) -> m.ClaimResult:
+async def _connect(life: WorkerLifecycle, result: ClaimResult) -> ClaimResult:
     """Waits for the login, and repeats one that may succeed."""
     attempt = 1
     life.state = life.state.connecting(attempt, life.now())
-    if result.status == m.ClaimStatus.ADOPTED:
+    if result.status == ClaimStatus.ADOPTED:
         connected = result.connected_at > 0.0
-        result = replace(result, status=m.ClaimStatus.ACTIVE if connected else m.ClaimStatus.CONNECTING)
+        result = replace(
+            result,
+            status=ClaimStatus.ACTIVE if connected else ClaimStatus.CONNECTING,
+        )
     try:
-        if result.status == m.ClaimStatus.CONNECTING:
+        if result.status == ClaimStatus.CONNECTING:
             life.show()
             result = await life.unless_interrupted(calls.await_connected(_connect_request(life, attempt)))
-        while result.status != m.ClaimStatus.ACTIVE:
-            if result.status == m.ClaimStatus.GONE:
+        while result.status != ClaimStatus.ACTIVE:
+            if result.status == ClaimStatus.GONE:
                 raise ClaimWorkerGone(result.failure_detail or "the worker went away while it connected")
             if not result.retryable or attempt >= life.state.settings.connect_attempts:
                 raise StartFailed(result.failure_code, result.failure_detail, retryable=result.retryable)
@@ -180,7 +190,7 @@ async def _connect(life: WorkerLifecycle, result: m.ClaimResult) -> m.ClaimResul
     return result
 
 
-async def _wait_between_logins(life: WorkerLifecycle, result: m.ClaimResult, attempt: int) -> None:
+async def _wait_between_logins(life: WorkerLifecycle, result: ClaimResult, attempt: int) -> None:
     """Waits 1, 2, 4 … s between two logins."""
     backoff = float(2 ** (attempt - 1))
     why = f"{result.failure_code}: {result.failure_detail}"
@@ -189,10 +199,10 @@ async def _wait_between_logins(life: WorkerLifecycle, result: m.ClaimResult, att
     await life.pause(backoff, "until the next broker login")
 
 
-def _connect_request(life: WorkerLifecycle, attempt: int) -> m.ConnectRequest:
+def _connect_request(life: WorkerLifecycle, attempt: int) -> ConnectRequest:
     state = life.state
     if state.worker is None:
         raise ClaimWorkerGone("the claim has no worker")
-    return m.ConnectRequest(
+    return ConnectRequest(
         user_id=state.user_id, worker=state.worker, attempt=attempt, timeout=state.settings.connect_timeout
     )

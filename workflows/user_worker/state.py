@@ -11,7 +11,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workflows.entity import copied_fields
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import (
+    CRASH_WINDOW,
+    STOP_TIMEOUT,
+    UserWorkerFacts,
+    UserWorkerSettings,
+    UserWorkerView,
+    WorkerRef,
+    WorkerState,
+)
 
 #: Seconds after the end of an activity's own time until its state counts as stuck.
 MARGIN = 5.0
@@ -32,33 +40,44 @@ STAY_MAX = 4 * 3600.0
 #: Times that a fresh session process is given its credentials before it counts as dead.
 RELOAD_TRIES = 3
 
-S = m.WorkerState
 
 #: What may follow a state. Everything before Active may be cut short by a shutdown (Draining).
-ALLOWED: dict[m.WorkerState, frozenset[m.WorkerState]] = {
-    S.POOL_IDLE: frozenset({S.CLAIMED, S.DRAINING}),
-    S.CLAIMED: frozenset({S.CONNECTING, S.FAILED, S.DRAINING}),
-    S.CONNECTING: frozenset({S.ACTIVE, S.FAILED, S.DRAINING}),
-    S.FAILED: frozenset({S.FAILED, S.CLAIMED, S.CONNECTING, S.PARKED, S.DRAINING}),
-    S.ACTIVE: frozenset({S.RECONNECTING, S.FAILED, S.IDLE_TIMEOUT, S.DRAINING}),
-    S.RECONNECTING: frozenset({S.ACTIVE, S.FAILED, S.IDLE_TIMEOUT, S.DRAINING}),
-    S.IDLE_TIMEOUT: frozenset({S.DRAINING}),
-    S.DRAINING: frozenset({S.DRAINING, S.TERMINATED, S.POOL_IDLE}),
-    S.PARKED: frozenset({S.POOL_IDLE, S.DRAINING}),
-    S.TERMINATED: frozenset(),
+ALLOWED: dict[WorkerState, frozenset[WorkerState]] = {
+    WorkerState.POOL_IDLE: frozenset({WorkerState.CLAIMED, WorkerState.DRAINING}),
+    WorkerState.CLAIMED: frozenset({WorkerState.CONNECTING, WorkerState.FAILED, WorkerState.DRAINING}),
+    WorkerState.CONNECTING: frozenset({WorkerState.ACTIVE, WorkerState.FAILED, WorkerState.DRAINING}),
+    WorkerState.FAILED: frozenset(
+        {
+            WorkerState.FAILED,
+            WorkerState.CLAIMED,
+            WorkerState.CONNECTING,
+            WorkerState.PARKED,
+            WorkerState.DRAINING,
+        }
+    ),
+    WorkerState.ACTIVE: frozenset(
+        {WorkerState.RECONNECTING, WorkerState.FAILED, WorkerState.IDLE_TIMEOUT, WorkerState.DRAINING}
+    ),
+    WorkerState.RECONNECTING: frozenset(
+        {WorkerState.ACTIVE, WorkerState.FAILED, WorkerState.IDLE_TIMEOUT, WorkerState.DRAINING}
+    ),
+    WorkerState.IDLE_TIMEOUT: frozenset({WorkerState.DRAINING}),
+    WorkerState.DRAINING: frozenset({WorkerState.DRAINING, WorkerState.TERMINATED, WorkerState.POOL_IDLE}),
+    WorkerState.PARKED: frozenset({WorkerState.POOL_IDLE, WorkerState.DRAINING}),
+    WorkerState.TERMINATED: frozenset(),
 }
 
-NEXT_STEP: dict[m.WorkerState, str] = {
-    S.POOL_IDLE: "waits for someone to need a worker",
-    S.CLAIMED: "gets a worker from the pool, or launches one",
-    S.CONNECTING: "waits for the worker's broker login",
-    S.FAILED: "tries again, or gives up",
-    S.ACTIVE: "ends when idle",
-    S.RECONNECTING: "waits for the worker to get its broker back",
-    S.IDLE_TIMEOUT: "ends the worker",
-    S.DRAINING: "waits until the worker has stopped",
-    S.PARKED: "waits for the signal `resume`",
-    S.TERMINATED: "nothing: the next order starts a new run",
+NEXT_STEP: dict[WorkerState, str] = {
+    WorkerState.POOL_IDLE: "waits for someone to need a worker",
+    WorkerState.CLAIMED: "gets a worker from the pool, or launches one",
+    WorkerState.CONNECTING: "waits for the worker's broker login",
+    WorkerState.FAILED: "tries again, or gives up",
+    WorkerState.ACTIVE: "ends when idle",
+    WorkerState.RECONNECTING: "waits for the worker to get its broker back",
+    WorkerState.IDLE_TIMEOUT: "ends the worker",
+    WorkerState.DRAINING: "waits until the worker has stopped",
+    WorkerState.PARKED: "waits for the signal `resume`",
+    WorkerState.TERMINATED: "nothing: the next order starts a new run",
 }
 
 
@@ -67,12 +86,12 @@ class IllegalTransition(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UserWorkerState(m.UserWorkerFacts):
+class UserWorkerState(UserWorkerFacts):
     """One moment in the life of one user's worker. Every method returns the next moment."""
 
     pool: str
-    settings: m.UserWorkerSettings
-    state: m.WorkerState = m.WorkerState.POOL_IDLE
+    settings: UserWorkerSettings
+    state: WorkerState = WorkerState.POOL_IDLE
     #: The claim under way or fulfilled.
     claim_id: str = ""
     claimed_at: float = 0.0
@@ -111,43 +130,43 @@ class UserWorkerState(m.UserWorkerFacts):
     @property
     def serving(self) -> bool:
         """The worker is connected, or was and is getting its broker back by itself."""
-        return self.state in (S.ACTIVE, S.RECONNECTING)
+        return self.state in (WorkerState.ACTIVE, WorkerState.RECONNECTING)
 
     @property
     def draining(self) -> bool:
-        return self.state in (S.IDLE_TIMEOUT, S.DRAINING, S.TERMINATED)
+        return self.state in (WorkerState.IDLE_TIMEOUT, WorkerState.DRAINING, WorkerState.TERMINATED)
 
     @property
     def ended(self) -> bool:
-        return self.state == S.TERMINATED
+        return self.state == WorkerState.TERMINATED
 
     @property
     def next_step(self) -> str:
         if self.needs_credentials:
             return "gives the replaced session its credentials"
-        if self.state == S.FAILED and self.worker is not None and self.health:  # it was in service
+        if self.state == WorkerState.FAILED and self.worker is not None and self.health:  # it was in service
             return "waits until the launcher confirms the worker's end, then gets another"
-        if self.state == S.FAILED and self.retry_at:
+        if self.state == WorkerState.FAILED and self.retry_at:
             return "tries again after a pause"
-        if self.state == S.RECONNECTING and self.health.startswith("degraded"):
+        if self.state == WorkerState.RECONNECTING and self.health.startswith("degraded"):
             return "waits for the worker, which tries the broker again by itself"
         return NEXT_STEP[self.state]
 
-    def deadline_of(self, state: m.WorkerState, now: float, extra: float = 0.0) -> float | None:
+    def deadline_of(self, state: WorkerState, now: float, extra: float = 0.0) -> float | None:
         """The deadline of `state`, entered now; `extra` seconds are a wait within it."""
         own = self.settings
-        spans: dict[m.WorkerState, float | None] = {
-            S.POOL_IDLE: own.claim_timeout,
+        spans: dict[WorkerState, float | None] = {
+            WorkerState.POOL_IDLE: own.claim_timeout,
             # A claim, a launch, and the claim of what was launched.
-            S.CLAIMED: own.claim_timeout + own.launch_timeout + MARGIN,
-            S.CONNECTING: own.connect_timeout + MARGIN,
-            S.FAILED: m.STOP_TIMEOUT + MARGIN,
-            S.ACTIVE: self.idle_at(now) - now,
-            S.RECONNECTING: own.connect_timeout * own.connect_attempts,
-            S.IDLE_TIMEOUT: own.drain_timeout,
-            S.DRAINING: own.drain_timeout + m.STOP_TIMEOUT + MARGIN,
-            S.PARKED: PARKED_TIMEOUT,
-            S.TERMINATED: None,
+            WorkerState.CLAIMED: own.claim_timeout + own.launch_timeout + MARGIN,
+            WorkerState.CONNECTING: own.connect_timeout + MARGIN,
+            WorkerState.FAILED: STOP_TIMEOUT + MARGIN,
+            WorkerState.ACTIVE: self.idle_at(now) - now,
+            WorkerState.RECONNECTING: own.connect_timeout * own.connect_attempts,
+            WorkerState.IDLE_TIMEOUT: own.drain_timeout,
+            WorkerState.DRAINING: own.drain_timeout + STOP_TIMEOUT + MARGIN,
+            WorkerState.PARKED: PARKED_TIMEOUT,
+            WorkerState.TERMINATED: None,
         }
         span = spans[state]
         return None if span is None else now + span + extra
@@ -171,7 +190,7 @@ class UserWorkerState(m.UserWorkerFacts):
 
     # --- changes --------------------------------------------------------------------------------------
 
-    def _to(self, state: m.WorkerState, now: float, *, extra: float = 0.0, **changes: Any) -> UserWorkerState:
+    def _to(self, state: WorkerState, now: float, *, extra: float = 0.0, **changes: Any) -> UserWorkerState:
         if state not in ALLOWED[self.state]:
             raise IllegalTransition(f"{self.state} → {state}")
         deadline = self.deadline_of(state, now, extra)
@@ -187,7 +206,7 @@ class UserWorkerState(m.UserWorkerFacts):
         if self.worker is not None:
             raise IllegalTransition("a claim while another worker may still run (one-owner)")
         return self._to(
-            S.CLAIMED,
+            WorkerState.CLAIMED,
             now,
             claim_id=claim_id,
             attempts=0,
@@ -207,12 +226,12 @@ class UserWorkerState(m.UserWorkerFacts):
         """The first claim was answered: the crashes of earlier runs are known."""
         return replace(self, crashes_known=True)
 
-    def assigned(self, worker: m.WorkerRef) -> UserWorkerState:
+    def assigned(self, worker: WorkerRef) -> UserWorkerState:
         if self.worker is not None and self.worker.claim_id != worker.claim_id:
             raise IllegalTransition("two workers for one user (one-owner)")
         return replace(self, worker=worker)
 
-    def adopted(self, worker: m.WorkerRef, crashes: Sequence[float], now: float) -> UserWorkerState:
+    def adopted(self, worker: WorkerRef, crashes: Sequence[float], now: float) -> UserWorkerState:
         """The user has this worker already, from a run that somebody ended."""
         return replace(self.assigned(worker), claim_id=worker.claim_id)._counting(crashes, now)
 
@@ -223,13 +242,13 @@ class UserWorkerState(m.UserWorkerFacts):
         return replace(self, worker=None)
 
     def connecting(self, attempt: int, now: float) -> UserWorkerState:
-        return self._to(S.CONNECTING, now, attempts=attempt)
+        return self._to(WorkerState.CONNECTING, now, attempts=attempt)
 
     def active(self, claimed_at: float, connected_at: float, now: float) -> UserWorkerState:
         if self.worker is None:
             raise IllegalTransition("Active without a worker")
         return self._to(
-            S.ACTIVE,
+            WorkerState.ACTIVE,
             now,
             claimed_at=claimed_at,
             connected_at=connected_at,
@@ -237,6 +256,8 @@ class UserWorkerState(m.UserWorkerFacts):
             reason="",
             health="well",
             health_at=now,
+            needs_credentials=False,
+            unanswered=0,
         )
 
     def degraded(self, why: str, at: float) -> UserWorkerState:
@@ -244,17 +265,17 @@ class UserWorkerState(m.UserWorkerFacts):
         return replace(self, health=f"degraded: {why}", health_at=at)
 
     def reconnecting(self, reason: str, now: float) -> UserWorkerState:
-        return self._to(S.RECONNECTING, now, reason=reason)
+        return self._to(WorkerState.RECONNECTING, now, reason=reason)
 
     def reconnected(self, now: float) -> UserWorkerState:
         """All connections are well again. That is no use of the worker: its idle time goes on."""
-        back = self._to(S.ACTIVE, now, connected_at=now, reason="", health="well", health_at=now)
+        back = self._to(WorkerState.ACTIVE, now, connected_at=now, reason="", health="well", health_at=now)
         deadline = max(self.idle_at(self.last_activity), now)
         return replace(back, deadline=deadline, needs_credentials=False, unanswered=0)
 
     def session_replaced(self, reason: str, now: float) -> UserWorkerState:
         """The serving worker has a fresh session process, without credentials."""
-        waiting = self if self.state == S.RECONNECTING else self.reconnecting(reason, now)
+        waiting = self if self.state == WorkerState.RECONNECTING else self.reconnecting(reason, now)
         return replace(
             waiting.degraded(reason, now),
             reason=reason,
@@ -276,11 +297,11 @@ class UserWorkerState(m.UserWorkerFacts):
 
     def failed(self, reason: str, now: float, *, backoff: float = 0.0) -> UserWorkerState:
         """A claim, a launch or a connect failed, or the worker died."""
-        return self._to(S.FAILED, now, reason=reason, extra=backoff)
+        return self._to(WorkerState.FAILED, now, reason=reason, extra=backoff)
 
     def _counting(self, crashes: Sequence[float], now: float) -> UserWorkerState:
         """With these crashes beside the known ones, and without those that are too old."""
-        recent = sorted(at for at in {*self.crashes, *crashes} if now - at < m.CRASH_WINDOW)
+        recent = sorted(at for at in {*self.crashes, *crashes} if now - at < CRASH_WINDOW)
         return replace(self, crashes=tuple(recent))
 
     def crashed(
@@ -320,22 +341,26 @@ class UserWorkerState(m.UserWorkerFacts):
         """Workers of earlier runs crashed, as PostgreSQL says: this start waits as theirs would have."""
         counted = self._counting(crashes, now)
         last = max(counted.crashes, default=now)
-        left = min(max(last + counted.crash_backoff() - now, 0.0), counted.crash_backoff())
-        return counted.failed(f"{len(counted.crashes)} recent crashes", now, backoff=left)
+        backoff = min(max(last + counted.crash_backoff() - now, 0.0), counted.crash_backoff())
+        return counted.failed(f"{len(counted.crashes)} recent crashes", now, backoff=backoff)
 
     def parked(self, now: float) -> UserWorkerState:
-        return self._to(S.PARKED, now, reason=f"{len(self.crashes)} crashes in {m.CRASH_WINDOW / 60:.0f} min")
+        return self._to(
+            WorkerState.PARKED,
+            now,
+            reason=f"{len(self.crashes)} crashes in {CRASH_WINDOW / 60:.0f} min",
+        )
 
     def resumed(self, now: float) -> UserWorkerState:
         """An operator found the cause. The run stays until the crashes are too old to count: a new run would
         read them from PostgreSQL and be parked again."""
         again = self._to(
-            S.POOL_IDLE, now, crashes=(), outages=(), unreported={}, crashes_known=True, reason=""
+            WorkerState.POOL_IDLE, now, crashes=(), outages=(), unreported={}, crashes_known=True, reason=""
         )
-        return replace(again, deadline=now + m.CRASH_WINDOW)
+        return replace(again, deadline=now + CRASH_WINDOW)
 
     def idle(self, now: float) -> UserWorkerState:
-        return self._to(S.IDLE_TIMEOUT, now, reason="idle")
+        return self._to(WorkerState.IDLE_TIMEOUT, now, reason="idle")
 
     def used(self, at: float, now: float) -> UserWorkerState:
         """The worker was last used at `at`: its idle time counts from there."""
@@ -346,16 +371,16 @@ class UserWorkerState(m.UserWorkerFacts):
         if not max(self.stay_until, now) < until <= now + STAY_MAX:  # also what is no number
             return self
         longer = replace(self, stay_until=until)
-        if self.state != S.ACTIVE or self.deadline is None:
+        if self.state != WorkerState.ACTIVE or self.deadline is None:
             return longer
         return replace(longer, deadline=max(self.deadline, longer.idle_at(self.last_activity)))
 
-    def checked(self, wanted: float, now: float) -> UserWorkerState:
+    def checked(self, check_at: float, now: float) -> UserWorkerState:
         """A check is over; the next is at `wanted`, or later if that were one too many (`CHECKS_MAX`)."""
         window = 2 * self.settings.idle_timeout
         checks = (*(at for at in self.checks if now - at < window), now)[-CHECKS_MAX:]
         earliest = checks[0] + window if len(checks) == CHECKS_MAX else now
-        return replace(self, checks=checks, deadline=max(wanted, earliest))
+        return replace(self, checks=checks, deadline=max(check_at, earliest))
 
     def postponed(self, until: float) -> UserWorkerState:
         return replace(self, deadline=until)
@@ -370,17 +395,17 @@ class UserWorkerState(m.UserWorkerFacts):
         return replace(self, move_at=max(min(max(at, now + MOVE_PAUSE), self.move_by), now))
 
     def drains(self, reason: str, now: float) -> UserWorkerState:
-        return self._to(S.DRAINING, now, reason=reason)
+        return self._to(WorkerState.DRAINING, now, reason=reason)
 
     def reopened(self, now: float, reason: str = "work is waiting") -> UserWorkerState:
         """Another worker is needed: orders were left in the queue, or the worker only moves."""
-        return self._to(S.POOL_IDLE, now, reason=reason)
+        return self._to(WorkerState.POOL_IDLE, now, reason=reason)
 
     def terminated(self, now: float) -> UserWorkerState:
         if self.worker is not None:
             raise IllegalTransition("the run may not end while its worker may still run (one-owner)")
-        return self._to(S.TERMINATED, now)
+        return self._to(WorkerState.TERMINATED, now)
 
-    def view(self) -> m.UserWorkerView:
-        shown = copied_fields(self, m.UserWorkerView)
-        return m.UserWorkerView(**shown | {"state": str(self.state), "crashes": len(self.crash_times)})
+    def view(self) -> UserWorkerView:
+        shown = copied_fields(self, UserWorkerView)
+        return UserWorkerView(**shown | {"state": str(self.state), "crashes": len(self.crash_times)})

@@ -13,7 +13,14 @@ from temporalio.exceptions import FailureError
 with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol import errors
     from workflows.entity import wait_until
-    from workflows.user_worker import messages as m
+    from workflows.user_worker.messages import (
+        WAS_GONE,
+        CheckWorker,
+        ReloadRequest,
+        ReloadResult,
+        WorkerHealth,
+        WorkerState,
+    )
     from workflows.user_worker.state import CHECK_AGAIN, RELOAD_TRIES
 
 from workflows import calls
@@ -27,8 +34,6 @@ from workflows.user_worker.lifecycle import (
 
 #: Longest pause, in seconds, between two tries to give a fresh session its credentials.
 RESTORE_PAUSE_MAX = 60.0
-
-S = m.WorkerState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +74,11 @@ async def check_suspect(life: WorkerLifecycle) -> WorkerDecision:
         return KEEP
     if health is not None and health.over:
         return OVER
-    reconnects = unsure and health is not None and health.worker_state == S.RECONNECTING
-    if reconnects and life.state.state == S.ACTIVE:
+    reconnects = unsure and health is not None and health.worker_state == WorkerState.RECONNECTING
+    if reconnects and life.state.state == WorkerState.ACTIVE:
         life.state = life.state.reconnecting("it was reconnecting when it was adopted", life.now())
     if health is not None and health.running is False:
-        return WorkerDecision(replace=m.WAS_GONE, outage=health.unreported)
+        return WorkerDecision(replace=WAS_GONE, outage=health.unreported)
     if health is None or health.marked or health.in_flight:
         unmarked = None  # it is there, or must not be stopped yet, or nobody knows
     if health and unmarked and health.generation == unmarked.generation:
@@ -97,10 +102,10 @@ async def check_deadline(life: WorkerLifecycle) -> WorkerDecision:
     elif state.idle_at(last) <= now:
         return WorkerDecision(idle=True)
     elif health.running is False:
-        return WorkerDecision(replace=m.WAS_GONE, outage=health.unreported)
-    elif state.state == S.RECONNECTING and health.worker_state == S.ACTIVE:
+        return WorkerDecision(replace=WAS_GONE, outage=health.unreported)
+    elif state.state == WorkerState.RECONNECTING and health.worker_state == WorkerState.ACTIVE:
         life.state = state.reconnected(now).used(last, now)  # its event was lost with Valkey's data
-    elif state.state == S.RECONNECTING:
+    elif state.state == WorkerState.RECONNECTING:
         life.state = state.checked(min(now + CHECK_AGAIN, state.idle_at(last)), now)
     else:
         life.state = state.used(last, now)
@@ -121,19 +126,19 @@ async def check_quiet(life: WorkerLifecycle) -> WorkerDecision:
         life.state = state.move_later(now + state.move_quiet, now)
         return KEEP
     last = max(state.last_activity, health.last_activity)
-    if state.state == S.ACTIVE and last + state.move_quiet <= now:
+    if state.state == WorkerState.ACTIVE and last + state.move_quiet <= now:
         return WorkerDecision(move=True)
     life.state = state.move_later(last + state.move_quiet, now)
     return KEEP
 
 
-async def _read_health(life: WorkerLifecycle) -> m.WorkerHealth | None:
+async def _read_health(life: WorkerLifecycle) -> WorkerHealth | None:
     """None when it could not be read."""
     state = life.state
     if state.worker is None:
         return None
     try:
-        return await calls.check_worker(m.CheckWorker(user_id=state.user_id, worker=state.worker))
+        return await calls.check_worker(CheckWorker(user_id=state.user_id, worker=state.worker))
     except FailureError as error:
         life.note_cancellation(error)
         return None
@@ -162,7 +167,7 @@ async def restore_credentials(life: WorkerLifecycle) -> WorkerDecision:
     return await _decide_restored(life, result)
 
 
-async def _decide_restored(life: WorkerLifecycle, result: m.ReloadResult) -> WorkerDecision:
+async def _decide_restored(life: WorkerLifecycle, result: ReloadResult) -> WorkerDecision:
     state, why = life.state, f"{result.failure_code}: {result.failure_detail}"
     error = errors.from_code(result.failure_code)
     if not state.serving or not state.needs_credentials:  # CONNECTED came meanwhile
@@ -194,21 +199,21 @@ async def _pause_restore(life: WorkerLifecycle, seconds: float) -> None:
     await wait_until(urgent, seconds, "until the session is given its credentials again")
 
 
-async def serve_reload(life: WorkerLifecycle, ticket: SharedFuture[m.ReloadResult]) -> None:
+async def serve_reload(life: WorkerLifecycle, ticket: SharedFuture[ReloadResult]) -> None:
     """Gives the running worker new credentials. If the broker refuses them, the old session stays up."""
     cause_of_it, life.reload, life.reload_cause = life.reload_cause, None, ""
     if not life.state.serving or life.state.worker is None:
-        ticket.settle(m.ReloadResult(ok=True, failure_detail="no worker: the next one loads them"))
+        ticket.settle(ReloadResult(ok=True, failure_detail="no worker: the next one loads them"))
         return
     code = errors.WorkerUnavailable.code
     try:
         result = await _reload(life, cause_of_it)
     except asyncio.CancelledError:  # or those who wait would keep the run from closing, for ever
-        ticket.settle(m.ReloadResult(ok=False, failure_code=code, failure_detail="the run was cancelled"))
+        ticket.settle(ReloadResult(ok=False, failure_code=code, failure_detail="the run was cancelled"))
         raise
     except (FailureError, ClaimWorkerGone, StartFailed) as error:
         why = calls.cause(error) if isinstance(error, FailureError) else str(error)
-        result = m.ReloadResult(ok=False, failure_code=code, failure_detail=why)
+        result = ReloadResult(ok=False, failure_code=code, failure_detail=why)
     refused = f"credentials refused: {result.failure_code}: {result.failure_detail}"
     life.state = life.state.with_note("" if result.ok else refused)
     ticket.settle(result)
@@ -216,11 +221,11 @@ async def serve_reload(life: WorkerLifecycle, ticket: SharedFuture[m.ReloadResul
 
 async def _reload(
     life: WorkerLifecycle, why: str, outdated: Callable[[], bool] = lambda: False
-) -> m.ReloadResult:
+) -> ReloadResult:
     state = life.state
     if state.worker is None:
         raise ClaimWorkerGone("no worker")
-    request = m.ReloadRequest(
+    request = ReloadRequest(
         user_id=state.user_id,
         worker=state.worker,
         reload_id=str(workflow.uuid4()),

@@ -19,7 +19,7 @@ from temporalio.exceptions import FailureError
 
 with workflow.unsafe.imports_passed_through():
     from workflows import names
-    from workflows.user_worker import messages as m
+    from workflows.user_worker.messages import RecordTimeline, Transition
     from workflows.user_worker.state import CRASH_LIMIT, UserWorkerState
 
 from workflows import calls
@@ -80,8 +80,8 @@ def details(state: UserWorkerState) -> str:
             f"**Worker:** `{worker.worker_id}`, task `{worker.task_id}`, epoch {worker.epoch}, {origin}"
         )
     if state.attempts and not state.serving:
-        most = state.settings.connect_attempts
-        lines.append(f"**Broker login:** attempt {state.attempts} of {most}")
+        max_attempts = state.settings.connect_attempts
+        lines.append(f"**Broker login:** attempt {state.attempts} of {max_attempts}")
     if state.serving:
         lines.append(f"**Connected:** {_clock(state.connected_at)}, attempt {state.attempts}")
         lines.append(f"**Health:** {_plain(state.health)}, known since {_clock(state.health_at)}")
@@ -105,10 +105,10 @@ class Timeline:
 
     def __init__(self, user_id: str, carried: Mapping[str, Any] | None = None) -> None:
         self._user_id = user_id
-        left = dict(carried or {})
-        self._branch: str = left.get("branch", "")
-        self._number: int = left.get("number", 0)
-        self._pending = [value_to_type(m.Transition, item) for item in left.get("pending", [])]
+        unwritten = dict(carried or {})
+        self._branch: str = unwritten.get("branch", "")
+        self._number: int = unwritten.get("number", 0)
+        self._pending = [value_to_type(Transition, item) for item in unwritten.get("pending", [])]
         self._task: asyncio.Task[None] | None = None
 
     def branch(self, seed: int) -> None:
@@ -120,7 +120,7 @@ class Timeline:
             return
         self._number += 1
         worker = after.worker or before.worker
-        transition = m.Transition(
+        transition = Transition(
             number=self._number,
             at=after.since,
             before=str(before.state),
@@ -158,7 +158,7 @@ class Timeline:
                 chain = workflow.info().first_execution_run_id
                 if self._branch:
                     chain = f"{chain}-{self._branch}"
-                request = m.RecordTimeline(user_id=self._user_id, chain=chain, transitions=batch)
+                request = RecordTimeline(user_id=self._user_id, chain=chain, transitions=batch)
                 await calls.record_timeline(request)
                 self._pending = [item for item in self._pending if item.number > batch[-1].number]
         except FailureError as error:  # after an hour; the next transition has it tried again

@@ -16,7 +16,21 @@ with workflow.unsafe.imports_passed_through():
     from worker_runtime.protocol.messages import Failure
     from workflows import names
     from workflows.entity import carried_state, is_empty_payload, read_payload, wait_until
-    from workflows.user_worker import messages as m
+    from workflows.user_worker.messages import (
+        WAS_GONE,
+        ActiveWorker,
+        EnsureActive,
+        Examine,
+        MoveWhenQuiet,
+        ReloadResult,
+        ShutdownRequest,
+        UserWorkerInput,
+        UserWorkerView,
+        WorkerEventSignal,
+        WorkerLostSignal,
+        WorkerState,
+        WorkerUnmarked,
+    )
     from workflows.user_worker.state import UserWorkerState
 
 from workflows.user_worker import supervision
@@ -29,13 +43,11 @@ REASON_MAX = 200
 #: Why a worker ends that a rollout replaces: its user gets another one at once.
 MOVES = "moves to another version"
 
-S = m.WorkerState
-
 
 @workflow.defn(name=names.USER_WORKER)
 class UserWorkerWorkflow:
     @workflow.init
-    def __init__(self, given: m.UserWorkerInput) -> None:
+    def __init__(self, given: UserWorkerInput) -> None:
         if given.carried is None:
             fresh = UserWorkerState(user_id=given.user_id, pool=given.pool, settings=given.settings)
             self._life = WorkerLifecycle(fresh.opened(workflow.time()), Timeline(given.user_id))
@@ -51,10 +63,10 @@ class UserWorkerWorkflow:
     def _reset(self, seed: int) -> None:
         """Somebody reset the run to an earlier event: what it knows may be over. PostgreSQL tells."""
         self._life.was_reset(seed)
-        self._adopt = self._life.state.state == S.POOL_IDLE
+        self._adopt = self._life.state.state == WorkerState.POOL_IDLE
 
     @workflow.run
-    async def run(self, given: m.UserWorkerInput) -> None:
+    async def run(self, given: UserWorkerInput) -> None:
         life = self._life
         while not life.state.ended:
             try:
@@ -76,7 +88,7 @@ class UserWorkerWorkflow:
     # --- updates, signals, query ----------------------------------------------------------------------
 
     @workflow.update(name="ensure_active")
-    async def ensure_active(self, request: m.EnsureActive) -> m.ActiveWorker:
+    async def ensure_active(self, request: EnsureActive) -> ActiveWorker:
         """Returns when the worker is Active; callers share one start. Fails with the reason's code."""
         life = self._life
         life.state = life.state.stays(request.stay_until, life.now())
@@ -88,11 +100,11 @@ class UserWorkerWorkflow:
         return await life.start.result()
 
     @ensure_active.validator
-    def _may_ensure_active(self, request: m.EnsureActive) -> None:
+    def _may_ensure_active(self, request: EnsureActive) -> None:
         state = self._life.state
         if state.draining or self._life.shutdown:
             raise ApplicationError(errors.Draining.title(), type=errors.Draining.code)
-        if state.state == S.PARKED and not self._resume:
+        if state.state == WorkerState.PARKED and not self._resume:
             raise ApplicationError(
                 f"parked: {state.reason}; the signal `resume` lets it start again",
                 type=errors.Parked.code,
@@ -100,13 +112,13 @@ class UserWorkerWorkflow:
             )
 
     @workflow.update(name="reload_credentials_now")
-    async def reload_credentials_now(self) -> m.ReloadResult:
+    async def reload_credentials_now(self) -> ReloadResult:
         """Like the signal `reload_credentials`, but returns the result."""
         if self._life.state.ended:  # nobody would serve it any more
-            return m.ReloadResult(ok=True, failure_detail="no worker: the next one loads them")
+            return ReloadResult(ok=True, failure_detail="no worker: the next one loads them")
         return await self._want_reload("update").result()
 
-    def _want_reload(self, cause: str) -> SharedFuture[m.ReloadResult]:
+    def _want_reload(self, cause: str) -> SharedFuture[ReloadResult]:
         life = self._life
         if life.reload is None:
             life.reload, life.reload_cause = SharedFuture(), cause
@@ -121,7 +133,7 @@ class UserWorkerWorkflow:
     def shutdown(self, *payload: Any) -> None:
         """Carries a `ShutdownRequest`, or nothing."""
         given = payload not in ((), (None,))
-        request = read_payload("shutdown", payload, m.ShutdownRequest) if given else m.ShutdownRequest()
+        request = read_payload("shutdown", payload, ShutdownRequest) if given else ShutdownRequest()
         if request is not None:
             self._life.shutdown = request.reason[:REASON_MAX] or "requested"
 
@@ -129,7 +141,7 @@ class UserWorkerWorkflow:
     def resume(self, *payload: Any) -> None:
         """Lets a parked user start again."""
         if is_empty_payload("resume", payload):
-            self._resume = self._life.state.state == S.PARKED
+            self._resume = self._life.state.state == WorkerState.PARKED
 
     @workflow.signal(name="renew")
     def renew(self, *payload: Any) -> None:
@@ -140,14 +152,14 @@ class UserWorkerWorkflow:
     @workflow.signal(name="worker_lost")
     def worker_lost(self, *payload: Any) -> None:
         """Carries a `WorkerLostSignal`: the launcher saw a worker end, perhaps an earlier one."""
-        lost = read_payload("worker_lost", payload, m.WorkerLostSignal)
+        lost = read_payload("worker_lost", payload, WorkerLostSignal)
         if lost is not None:
             self._life.worker_ended(lost.worker_id, lost.exit_code, planned=lost.planned)
 
     @workflow.signal(name="worker_unmarked")
     def worker_unmarked(self, *payload: Any) -> None:
         """Carries a `WorkerUnmarked`: the watcher saw a worker's mark expire."""
-        unmarked = read_payload("worker_unmarked", payload, m.WorkerUnmarked)
+        unmarked = read_payload("worker_unmarked", payload, WorkerUnmarked)
         if unmarked is not None and self._serves(unmarked.worker_id, unmarked.epoch):
             self._life.unmarked = unmarked
 
@@ -160,7 +172,7 @@ class UserWorkerWorkflow:
     @workflow.signal(name="move_when_quiet")
     def move_when_quiet(self, *payload: Any) -> None:
         """Carries a `MoveWhenQuiet`: a rollout wants the worker replaced by one of another version."""
-        asked, life = read_payload("move_when_quiet", payload, m.MoveWhenQuiet), self._life
+        asked, life = read_payload("move_when_quiet", payload, MoveWhenQuiet), self._life
         worker = life.state.worker
         if asked and worker and life.state.serving and worker.worker_id == asked.worker_id:
             life.state = life.state.to_move(asked.quiet, asked.deadline, life.now())
@@ -168,19 +180,19 @@ class UserWorkerWorkflow:
     @workflow.signal(name="examine")
     def examine(self, *payload: Any) -> None:
         """Carries an `Examine`: maintenance found an anomaly of a worker."""
-        asked = read_payload("examine", payload, m.Examine)
+        asked = read_payload("examine", payload, Examine)
         if asked is not None and self._serves(asked.worker_id, asked.epoch):
             self._life.suspect = True
 
     @workflow.signal(name="worker_event")
     def worker_event(self, *payload: Any) -> None:
         """Carries a `WorkerEventSignal`: an event from a worker's stream."""
-        event = read_payload("worker_event", payload, m.WorkerEventSignal)
+        event = read_payload("worker_event", payload, WorkerEventSignal)
         if event is not None:
             self._life.take_event(event)
 
     @workflow.query(name="view")
-    def view(self) -> m.UserWorkerView:
+    def view(self) -> UserWorkerView:
         return self._life.state.view()
 
     # --- one step after the other ---------------------------------------------------------------------
@@ -193,8 +205,8 @@ class UserWorkerWorkflow:
             life.stop
             or life.shutdown
             or (state.serving and urgent)
-            or (state.state == S.POOL_IDLE and (life.start or self._adopt))
-            or (state.state == S.PARKED and self._resume)
+            or (state.state == WorkerState.POOL_IDLE and (life.start or self._adopt))
+            or (state.state == WorkerState.PARKED and self._resume)
             or life.reload
             or self._may_renew()
         )
@@ -202,7 +214,7 @@ class UserWorkerWorkflow:
     def _may_renew(self) -> bool:
         """Whether continue-as-new is due and nothing is under way."""
         life = self._life
-        settled = life.state.serving or life.state.state == S.PARKED
+        settled = life.state.serving or life.state.state == WorkerState.PARKED
         return settled and life.renewal_due and workflow.all_handlers_finished()
 
     async def _sleep(self) -> None:
@@ -210,10 +222,10 @@ class UserWorkerWorkflow:
         until = before.deadline
         if before.serving and before.move_at and until is not None:
             until = min(until, before.move_at)
-        left = None if until is None else max(until - self._life.now(), 0.0)
+        remaining = None if until is None else max(until - self._life.now(), 0.0)
         await wait_until(
             lambda: self._something_to_do() or self._life.state is not before,
-            left,
+            remaining,
             f"deadline of {before.state}",
         )
 
@@ -233,10 +245,10 @@ class UserWorkerWorkflow:
             await self._follow(await supervision.restore_credentials(life))
         elif state.serving and 0.0 < state.move_at <= life.now():
             await self._follow(await supervision.check_quiet(life))
-        elif state.state == S.PARKED and self._resume:
+        elif state.state == WorkerState.PARKED and self._resume:
             self._resume = False
             life.state = state.resumed(life.now())
-        elif state.state == S.POOL_IDLE and (life.start or self._adopt):
+        elif state.state == WorkerState.POOL_IDLE and (life.start or self._adopt):
             await self._begin()
         elif life.reload:
             await supervision.serve_reload(life, life.reload)
@@ -291,7 +303,7 @@ class UserWorkerWorkflow:
         if planned:
             life.state = life.state.failed(reason, life.now())
         else:
-            missing = outage and reason == m.WAS_GONE and life.state.worker is not None
+            missing = outage and reason == WAS_GONE and life.state.worker is not None
             life.state = life.state.crashed(
                 reason,
                 life.now(),
@@ -318,7 +330,7 @@ class UserWorkerWorkflow:
         """Goes on with the stop that the run before had begun."""
         life = self._life
         stop, life.stop = life.stop or {}, None
-        if life.state.state == S.FAILED:
+        if life.state.state == WorkerState.FAILED:
             await life.confirm_stop(life.state.reason, grace=0.0)
             await self._begin_again(life.state.retry_at - life.now())
         else:

@@ -68,22 +68,22 @@ class PoolPolicy:
 
 
 def _buffer(text: str) -> tuple[int, bool]:
-    found = _BUFFER.fullmatch(text)
-    if found is None:
+    match = _BUFFER.fullmatch(text)
+    if match is None:
         raise PoolPolicyInvalid(f"buffer {text!r} is neither a number like 3 nor a percentage like 20%")
-    return int(found[1]), bool(found[2])
+    return int(match[1]), bool(match[2])
 
 
 def days_of(text: str) -> frozenset[int]:
     """The weekdays as numbers, Monday is 0. Raises `PoolPolicyInvalid`."""
-    found: set[int] = set()
+    days: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if first not in DAYS or (dash and last not in DAYS):
             raise PoolPolicyInvalid(f"days {text!r} are not like mon-fri or mon,wed,sat")
         begin, end = DAYS.index(first), DAYS.index(last if dash else first)
-        found.update((begin + step) % 7 for step in range((end - begin) % 7 + 1))
-    return frozenset(found)
+        days.update((begin + step) % 7 for step in range((end - begin) % 7 + 1))
+    return frozenset(days)
 
 
 def check_policy(policy: PoolPolicy) -> None:
@@ -94,15 +94,15 @@ def check_policy(policy: PoolPolicy) -> None:
 
 
 def _problems(policy: PoolPolicy) -> Iterator[str]:
-    most = MOST if policy.maximum is None else policy.maximum
-    for name, number in (("minimum", policy.minimum), ("maximum", most), ("limit", policy.limit or 0)):
+    maximum = MOST if policy.maximum is None else policy.maximum
+    for name, number in (("minimum", policy.minimum), ("maximum", maximum), ("limit", policy.limit or 0)):
         if not 0 <= number <= MOST:
             yield f"{name} {number} is not between 0 and {MOST}"
-    if policy.minimum > most:
-        yield f"minimum {policy.minimum} is above maximum {most}"
+    if policy.minimum > maximum:
+        yield f"minimum {policy.minimum} is above maximum {maximum}"
     elif policy.limit is not None and policy.limit < policy.minimum:
         yield f"limit {policy.limit} is below minimum {policy.minimum}"
-    yield from _out_of_bounds("target", policy.target, policy.minimum, most)
+    yield from _out_of_bounds("target", policy.target, policy.minimum, maximum)
     try:
         _buffer(policy.buffer)
     except PoolPolicyInvalid as error:
@@ -117,14 +117,14 @@ def _problems(policy: PoolPolicy) -> Iterator[str]:
     if len(set(names)) < len(names):
         yield "two windows have the same name"
     for window in policy.windows:
-        for problem in _window_problems(window, policy.minimum, most):
+        for problem in _window_problems(window, policy.minimum, maximum):
             yield f"window {window.name!r}: {problem}"
 
 
-def _window_problems(window: PoolWindow, minimum: int, most: int) -> Iterator[str]:
+def _window_problems(window: PoolWindow, minimum: int, maximum: int) -> Iterator[str]:
     if not window.name or len(window.name) > 64 or not window.name.isprintable():
         yield "its name is not 1 to 64 printable signs"
-    yield from _out_of_bounds("target", window.target, minimum, most)
+    yield from _out_of_bounds("target", window.target, minimum, maximum)
     for name, clock in (("begins", window.begins), ("ends", window.ends)):
         if _CLOCK.fullmatch(clock) is None:
             yield f"{name} {clock!r} is no time like 08:30"

@@ -32,36 +32,36 @@ def size_pool(policy: PoolPolicy, now: PoolCount) -> tuple[int, tuple[str, ...]]
     wanted = max(target that applies now, recent claims) + buffer, not below the minimum, not above the
     maximum, and never beyond the limit of all workers. Never fails: the policy was checked before.
     """
-    wanted, why = _target(policy, now.window)
+    size, why = _target(policy, now.window)
     reasons = [why]
     if policy.demand_minutes > 0:
         claims = now.claims or 0
         reasons.append(f"{claims} claims within the last {policy.demand_minutes:g} min")
-        if claims > wanted:
-            wanted = claims
-            reasons.append(f"as many again are kept: {wanted}")
+        if claims > size:
+            size = claims
+            reasons.append(f"as many again are kept: {size}")
     buffer = policy.buffer_of(now.in_use)
     if buffer:
-        wanted += buffer
+        size += buffer
         of_use = f" ({policy.buffer} of {now.in_use} in use)" if policy.buffer.endswith("%") else ""
-        reasons.append(f"buffer{of_use}: {buffer} more, {wanted}")
-    if wanted < policy.minimum:
-        wanted = policy.minimum
-        reasons.append(f"not below the minimum: {wanted}")
-    if policy.maximum is not None and wanted > policy.maximum:
-        wanted = policy.maximum
-        reasons.append(f"not above the maximum: {wanted}")
+        reasons.append(f"buffer{of_use}: {buffer} more, {size}")
+    if size < policy.minimum:
+        size = policy.minimum
+        reasons.append(f"not below the minimum: {size}")
+    if policy.maximum is not None and size > policy.maximum:
+        size = policy.maximum
+        reasons.append(f"not above the maximum: {size}")
     if policy.limit is not None:
         room = max(0, policy.limit - now.in_use)
-        if wanted > room:
-            wanted = room
-            reasons.append(f"limit of {policy.limit} in all, {now.in_use} in use: {wanted}")
-    return wanted, tuple(reasons)
+        if size > room:
+            size = room
+            reasons.append(f"limit of {policy.limit} in all, {now.in_use} in use: {size}")
+    return size, tuple(reasons)
 
 
 def _target(policy: PoolPolicy, now: WindowNow) -> tuple[int, str]:
     """A window of an earlier policy does not count."""
-    window = next((one for one in policy.windows if one.name == now.name), None)
+    window = next((candidate for candidate in policy.windows if candidate.name == now.name), None)
     if now.name and window is not None:
         return window.target, f"window {window.name}: {window.target} instead of {policy.target}"
     return policy.target, f"target: {policy.target}"
@@ -123,16 +123,16 @@ class PoolState(PoolFigures):
 
     def counted(self, count: PoolCount, policy: PoolPolicy) -> PoolState:
         claims = self.claims if count.claims is None else count.claims
-        wanted, reasons = size_pool(policy, replace(count, claims=claims))
+        size, reasons = size_pool(policy, replace(count, claims=claims))
         if self.draining:
-            wanted, reasons = 0, ("the pool is being drained",)
+            size, reasons = 0, ("the pool is being drained",)
         return replace(
             self,
             ready=count.ready,
             starting=count.starting,
             in_use=count.in_use,
             claims=claims,
-            wanted=wanted,
+            wanted=size,
             reasons=reasons,
             until=count.window.until,
         )

@@ -19,7 +19,21 @@ from temporalio.exceptions import ApplicationError, FailureError
 with workflow.unsafe.imports_passed_through():
     from workflows import names
     from workflows.entity import carried_state, continue_as_new, copied_fields, raise_cancellation, wait_until
-    from workflows.worker_pool import messages as pm
+    from workflows.worker_pool.messages import (
+        NEVER_READY,
+        NOTHING_RUNS,
+        POOL_CHANGED,
+        CountPool,
+        KeepPool,
+        KeptPool,
+        LaunchPoolWorker,
+        PoolInput,
+        PoolView,
+        SetPolicy,
+        SetRelease,
+        SetTarget,
+        StopPoolWorkers,
+    )
     from workflows.worker_pool.policy import PoolPolicy, PoolPolicyInvalid, check_policy
     from workflows.worker_pool.state import BACKOFF_MAX, REPORT_AFTER, PoolState, pool_details
 
@@ -38,7 +52,7 @@ LONG = 500
 @workflow.defn(name=names.WORKER_POOL)
 class WorkerPoolWorkflow:
     @workflow.init
-    def __init__(self, given: pm.PoolInput) -> None:
+    def __init__(self, given: PoolInput) -> None:
         self._given = given
         self._state = carried_state(PoolState, given.carried)
         self._in_flight: dict[str, asyncio.Task[None]] = {}
@@ -59,7 +73,7 @@ class WorkerPoolWorkflow:
         self._wanted = workflow.metric_meter().create_gauge("berth_pool_wanted", "Free workers wanted.")
 
     @workflow.run
-    async def run(self, given: pm.PoolInput) -> None:
+    async def run(self, given: PoolInput) -> None:
         workflow.upsert_search_attributes([names.SA_POOL.value_set(given.pool)])
         while True:
             self._changed = False
@@ -92,65 +106,65 @@ class WorkerPoolWorkflow:
         self._renew = self._changed = True
 
     @workflow.update(name="set_target")
-    async def set_target(self, wanted: pm.SetTarget) -> pm.PoolView:
+    async def set_target(self, request: SetTarget) -> PoolView:
         await self._until_known(required=True)
-        return await self._resize(replace(self._given.policy, target=wanted.target))
+        return await self._resize(replace(self._given.policy, target=request.target))
 
     @set_target.validator
-    def _check_target(self, wanted: pm.SetTarget) -> None:
-        _refuse_invalid(replace(self._given.policy, target=wanted.target))
+    def _check_target(self, request: SetTarget) -> None:
+        _refuse_invalid(replace(self._given.policy, target=request.target))
 
     @workflow.update(name="set_policy")
-    async def set_policy(self, wanted: pm.SetPolicy) -> pm.PoolView:
+    async def set_policy(self, request: SetPolicy) -> PoolView:
         if not self._known:
             await self._until_known(required=True)
-            self._refuse_changed(wanted)
-        if wanted.from_settings:
-            self._given = replace(self._given, configured=wanted.policy)
-        return await self._resize(wanted.policy)
+            self._refuse_changed(request)
+        if request.from_settings:
+            self._given = replace(self._given, configured=request.policy)
+        return await self._resize(request.policy)
 
     @set_policy.validator
-    def _check_policy(self, wanted: pm.SetPolicy) -> None:
-        _refuse_invalid(wanted.policy)
-        self._refuse_changed(wanted)
+    def _check_policy(self, request: SetPolicy) -> None:
+        _refuse_invalid(request.policy)
+        self._refuse_changed(request)
 
-    def _refuse_changed(self, wanted: pm.SetPolicy) -> None:
+    def _refuse_changed(self, request: SetPolicy) -> None:
         revision = self._given.revision
-        if wanted.revision not in (None, revision):
+        if request.revision not in (None, revision):
             raise ApplicationError(
-                f"the policy was changed meanwhile: it is revision {revision}, not {wanted.revision}",
-                type=pm.POOL_CHANGED,
+                f"the policy was changed meanwhile: it is revision {revision}, not {request.revision}",
+                type=POOL_CHANGED,
                 non_retryable=True,
             )
 
-    async def _resize(self, policy: PoolPolicy) -> pm.PoolView:
+    async def _resize(self, policy: PoolPolicy) -> PoolView:
         self._given = replace(self._given, policy=policy, revision=self._given.revision + 1)
         self._state = replace(self._state.without_failures(), resized=True)
         self._changed = True
         return await self._kept_view()
 
     @workflow.update(name="set_release")
-    async def set_release(self, wanted: pm.SetRelease) -> pm.PoolView:
+    async def set_release(self, request: SetRelease) -> PoolView:
         await self._until_known(required=True)
-        self._state = self._state.with_release(wanted.release, wanted.surge)
+        self._state = self._state.with_release(request.release, request.surge)
         self._changed = True
         return await self._kept_view()
 
     @workflow.update(name="pause")
-    async def pause(self) -> pm.PoolView:
+    async def pause(self) -> PoolView:
         await self._until_known(required=True)
         self._state = replace(self._state, paused=True, draining=False)
         return await self._kept_view()
 
     @workflow.update(name="drain")
-    async def drain(self) -> pm.PoolView:
+    async def drain(self) -> PoolView:
         await self._until_known(required=True)
         self._state = replace(self._state, paused=False, draining=True)
         self._changed = True
         return await self._kept_view()
 
     @workflow.update(name="resume")
-    async def resume(self) -> pm.PoolView:
+    async def resume(self) -> PoolView:
         """Also forgets failed launches, so that it tries again at once."""
         await self._until_known(required=True)
         self._state = replace(self._state.without_failures(), paused=False, draining=False)
@@ -158,10 +172,10 @@ class WorkerPoolWorkflow:
         return await self._kept_view()
 
     @workflow.query(name="view")
-    def view(self) -> pm.PoolView:
+    def view(self) -> PoolView:
         state, given = self._state, self._given
-        shown = copied_fields(given, pm.PoolView) | copied_fields(state, pm.PoolView)
-        return pm.PoolView(
+        shown = copied_fields(given, PoolView) | copied_fields(state, PoolView)
+        return PoolView(
             **shown
             | {
                 "starting": state.starting + len(self._in_flight) + len(state.unsettled),
@@ -173,9 +187,9 @@ class WorkerPoolWorkflow:
 
     # --- what PostgreSQL keeps ------------------------------------------------------------------------
 
-    def _keepable(self) -> pm.KeptPool:
+    def _keepable(self) -> KeptPool:
         given, state = self._given, self._state
-        return pm.KeptPool(
+        return KeptPool(
             policy=given.policy,
             configured=given.configured,
             revision=given.revision,
@@ -207,7 +221,7 @@ class WorkerPoolWorkflow:
         try:
             while not (self._known and self._written == self._state.kept_number):
                 number, was_reset = self._state.kept_number, self._was_reset
-                request = pm.KeepPool(pool=self._given.pool, kept=replace(self._keepable(), number=number))
+                request = KeepPool(pool=self._given.pool, kept=replace(self._keepable(), number=number))
                 kept = await calls.keep_pool(request)
                 if kept.number > number and self._state.kept_number == number:
                     self._take_over(kept)
@@ -221,7 +235,7 @@ class WorkerPoolWorkflow:
             self._keeping = None
             self._changed = True
 
-    def _take_over(self, kept: pm.KeptPool) -> None:
+    def _take_over(self, kept: KeptPool) -> None:
         """An earlier run of the pool, or one that this run was reset behind, knew more."""
         given = self._given
         if self._was_reset or given.configured in (None, kept.configured):
@@ -249,7 +263,7 @@ class WorkerPoolWorkflow:
         if required and not known:
             raise ApplicationError("the pool was started anew, and PostgreSQL does not answer")
 
-    async def _kept_view(self) -> pm.PoolView:
+    async def _kept_view(self) -> PoolView:
         """Answers when PostgreSQL has the change, or after some seconds: it is in force at once anyway."""
         self._keep_changes()
         if self._keeping is not None:
@@ -264,7 +278,7 @@ class WorkerPoolWorkflow:
         under_way = (*self._in_flight, *self._state.unsettled)
         busy, resized = bool(self._in_flight), self._state.resized
         self._state = replace(self._state, resized=False)
-        request = pm.CountPool(
+        request = CountPool(
             pool=self._given.pool,
             launching=under_way,
             launch_timeout=self._given.launch_timeout,
@@ -291,8 +305,8 @@ class WorkerPoolWorkflow:
                 await self._handle_surplus(-gap, at_once=resized)
             return
         self._state = replace(self._state, surplus_since=None)
-        wanted = gap + len(self._state.unsettled)
-        for _ in range(min(wanted, self._state.launches_allowed(len(self._in_flight), workflow.time()))):
+        launches = gap + len(self._state.unsettled)
+        for _ in range(min(launches, self._state.launches_allowed(len(self._in_flight), workflow.time()))):
             self._launch()
 
     def _token(self) -> str:
@@ -310,7 +324,7 @@ class WorkerPoolWorkflow:
         self._in_flight[token] = asyncio.create_task(self._launch_one(token, again=bool(unsettled)))
 
     async def _launch_one(self, token: str, *, again: bool) -> None:
-        request = pm.LaunchPoolWorker(
+        request = LaunchPoolWorker(
             pool=self._given.pool,
             token=token,
             timeout=self._given.launch_timeout,
@@ -335,7 +349,7 @@ class WorkerPoolWorkflow:
         """Logs an episode of failures once, and once more when refilling stops."""
         why, before = calls.cause(error), self._state
         kind = why.partition(":")[0]
-        state = before.failed(why, workflow.time(), seen=seen, never_ready=kind == pm.NEVER_READY)
+        state = before.failed(why, workflow.time(), seen=seen, never_ready=kind == NEVER_READY)
         if not _nothing_runs(error):
             state = replace(state, unsettled=(*state.unsettled, token))
         details = {"pool": self._given.pool, "rounds": state.failing, "reason": why}
@@ -370,7 +384,7 @@ class WorkerPoolWorkflow:
             return
         try:
             stopped = await calls.shrink_pool(
-                pm.StopPoolWorkers(pool=self._given.pool, count=count, token=self._token())
+                StopPoolWorkers(pool=self._given.pool, count=count, token=self._token())
             )
             self._state = replace(self._state, ready=max(0, self._state.ready - stopped))
         except FailureError as error:
@@ -409,9 +423,9 @@ def _refuse_invalid(policy: PoolPolicy) -> None:
 
 def _nothing_runs(error: FailureError) -> bool:
     """Whether the launch is known to have failed: no worker of its token runs."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, ApplicationError) and pm.NOTHING_RUNS in found.details:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ApplicationError) and NOTHING_RUNS in cause.details:
             return True
-        found = found.__cause__
+        cause = cause.__cause__
     return False

@@ -78,7 +78,7 @@ def new_order(client_order_id: str = "c-1", fingerprint: str = "f", account_id: 
         price=None,
         time_in_force="IOC",
         generation="g",
-        lasts=30.0,
+        lifetime_s=30.0,
         trading_day=date(2026, 11, 23),
     )
 

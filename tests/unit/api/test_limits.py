@@ -162,7 +162,7 @@ def test_requests_whose_source_no_proxy_names_share_a_limit(gate: Gate) -> None:
 
 
 def test_a_webhooks_token_counts_for_each_sender(gate: Gate) -> None:
-    gate.limits.note_webhook("hook-1", found=True)
+    gate.limits.note_webhook("hook-1", is_known=True)
     assert gate.through(path="/v1/webhooks/hook-1/orders") == 10
     assert gate.through(path="/v1/webhooks/hook-1/orders", peer="192.0.2.2") == 10
     assert gate.through(path="/v1/webhooks/evil/orders") == 5
@@ -170,9 +170,9 @@ def test_a_webhooks_token_counts_for_each_sender(gate: Gate) -> None:
 
 def test_tokens_of_no_webhook_share_the_limits_of_their_address(gate: Gate) -> None:
     assert sum(gate.through(path=f"/v1/webhooks/{token}/signals") for token in HOOKS) == 10
-    gate.limits.note_webhook("hook-1", found=True)
+    gate.limits.note_webhook("hook-1", is_known=True)
     assert gate.through(path="/v1/webhooks/hook-1/signals") == 10
-    gate.limits.note_webhook("hook-1", found=False)  # it was revoked
+    gate.limits.note_webhook("hook-1", is_known=False)  # it was revoked
     assert gate.through(path="/v1/webhooks/hook-1/signals") == 0
     keys = (f"/v1/webhooks/berth_revoked-{number}/signals" for number in range(100))
     assert sum(gate.through(path=path) for path in keys) == 5

@@ -70,6 +70,7 @@ def test_the_document_is_valid(document: dict[str, Any]) -> None:
         "/v1/users/{user_id}/reconciliations",
         "/v1/reconciliations",
         "/v1/reconciliations/{number}/resolve",
+        "/v1/certificates",
         "/v1/person-matches",
         "/v1/person-matches/{number}/resolve",
         "/v1/switches",

@@ -101,7 +101,7 @@ async def test_a_pool_that_somebody_looked_at_has_a_chart(pool_api: ServedApi, p
             page = await client.get("/page/pools", params={"name": name})
             assert (page.status_code, '<svg class="chart"' in page.text) == (200, shown)
     pools = pool_api.services.pools
-    history, full = PoolHistory(pools, "default", most=2), PoolHistory(pools, "default", most=1)
+    history, full = PoolHistory(pools, "default", max_pools=2), PoolHistory(pools, "default", max_pools=1)
     assert [len(await one.samples_of(POOL)) for one in (history, full)] == [1, 0]
     sampling = asyncio.create_task(history.run())
     try:
