@@ -135,6 +135,10 @@ FAMILIES = {
     "berth_jobs_delayed": _gauge("Jobs that wait for their time, retries with them."),
     "berth_jobs_failed": _gauge("Failed jobs that are kept."),
     "berth_jobs_runners": _gauge("Registered runners."),
+    "berth_application_jobs_waiting": _gauge("Jobs of an application that could run now.", "application"),
+    "berth_jobs_without_runner": _gauge(
+        "Those of them whose type no live runner takes.", "application", "type"
+    ),
     **_counted("berth_jobs", ""),
     **_counted("berth_user_jobs", "Users' own jobs: "),
 }

@@ -26,7 +26,7 @@ from infra.launchers.port import Launcher
 from infra.process_metrics import CUT_OFF
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
-from infra.valkey.request_queue import SEEN_AFTER_DEADLINE
+from infra.valkey.request_queue import SEEN_AFTER_DEADLINE_MS
 from infra.valkey.worker_users import WorkerUsers
 from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
@@ -211,7 +211,7 @@ class WorkerCutOff:
                     frame = parse_frame(item)
                 except MalformedMessage:
                     continue
-                lifetime_ms = max(0, frame.deadline_ms - now_ms) + SEEN_AFTER_DEADLINE
+                lifetime_ms = max(0, frame.deadline_ms - now_ms) + SEEN_AFTER_DEADLINE_MS
                 pipe.set(keys.seen(user_id, frame.request_id), item, px=lifetime_ms, nx=True)
             await pipe.execute()
 

@@ -272,7 +272,8 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
         loops.append(lambda: find_person_matches(parts.database))
         kept = KeptJobs(parts.database, JobClient(parts.client, parts.message_secrets))
         loops.append(lambda: warn_of_certificates(parts.database, kept))
-        loops.append(KeptJobSweeper(parts.client, kept, starter).run)
+        logins = JobUsers(parts.client, parts.message_secrets) if parts.users else None
+        loops.append(KeptJobSweeper(parts.client, kept, starter, logins).run)
         loops.append(FailureCollector(parts.database, temporal, settings.dead_letter_days).run)
         if parts.hosts is not None:
             ecs = EcsSettings()

@@ -40,7 +40,7 @@ from infra.settings import Settings
 from infra.temporal.client import CALL
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
-from infra.valkey.request_queue import EnqueuedBefore, RequestFate, RequestQueue, outcome_of
+from infra.valkey.request_queue import ClientOrderIdTaken, RequestFate, RequestQueue, outcome_of
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.protocol.errors import BerthError, DeadlineExceeded, MemoryShort, OutcomeUnknown
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState
@@ -48,16 +48,16 @@ from workflows import names
 from workflows.order.messages import FollowOrder, FollowSettings
 
 #: Orders of one round: about 0.1 s of work, with one round trip for most of them.
-MOST = 100
+MAX_ORDERS_PER_SWEEP = 100
 #: Seconds past its deadline after which an unanswered order is due: the API withdraws its own 1 s after the
 #: deadline, and a worker that popped it right before answers by then.
-GRACE = 2.0
+DEADLINE_GRACE_S = 2.0
 #: Seconds until an order that waits for its worker is due again.
-SOON = 2.0
+RECHECK_INTERVAL_S = 2.0
 #: Seconds until an order with a workflow is due again, in case somebody ended that workflow.
-FOLLOWED = 300.0
+WORKFLOW_CHECK_INTERVAL_S = 300.0
 
-_COPIED = "it was accepted before the present server of Valkey came, whose queue may be an older copy"
+_COPIED_QUEUE = "it was accepted before the present server of Valkey came, whose queue may be an older copy"
 
 _QUEUEABLE = frozenset({OrderState.ACCEPTED.value, OrderState.QUEUED.value})
 
@@ -75,7 +75,7 @@ class OrderSweeper:
     settings: Settings
     message_secrets: MessageSecrets
     _: KW_ONLY
-    grace: float = GRACE
+    grace: float = DEADLINE_GRACE_S
 
     def __post_init__(self) -> None:
         self._queue = RequestQueue(self.client, self.message_secrets)
@@ -83,25 +83,30 @@ class OrderSweeper:
     async def run(self) -> None:
         while True:
             try:
-                full = await self.round() == MOST
+                full = await self.sweep_once() == MAX_ORDERS_PER_SWEEP
             except BerthError as error:  # PostgreSQL is away: what is leased comes again
                 log.warning("sweeper_waits", code=error.code, reason=error.detail[:200])
                 full = False
             await asyncio.sleep(0 if full else self.settings.sweep_period)
 
-    async def round(self) -> int:
+    async def sweep_once(self) -> int:
         """Recovers the orders that are due; returns how many. Raises `DatabaseUnavailable`."""
         due_orders = await self.database.fetch(
-            order_watch.take_due_orders, most=MOST, lease=self.settings.sweep_lease, grace=self.grace
+            order_watch.take_due_orders,
+            most=MAX_ORDERS_PER_SWEEP,
+            lease=self.settings.sweep_lease,
+            grace=self.grace,
         )
         if not due_orders:
             return 0
         log.info("orders_swept", **Counter(due.order.state for due in due_orders))
-        await self._each(self._recover, [due for due in due_orders if due.order.state in _QUEUEABLE])
-        await self._each(self._follow, [due for due in due_orders if due.order.state not in _QUEUEABLE])
+        await self._handle_each(self._recover, [due for due in due_orders if due.order.state in _QUEUEABLE])
+        await self._handle_each(
+            self._start_workflow, [due for due in due_orders if due.order.state not in _QUEUEABLE]
+        )
         return len(due_orders)
 
-    async def _each(
+    async def _handle_each(
         self, work: Callable[[DueOrder], Awaitable[None]], due_orders: Sequence[DueOrder]
     ) -> None:
         """Orders that cannot be handled now are due again after the lease."""
@@ -117,21 +122,21 @@ class OrderSweeper:
         """Recovers an order without any event of a worker."""
         order = due.order
         if order.generation != await self._generation():
-            await self._unknown(due, "Valkey has lost data since it was accepted")
+            await self._record_unknown(due, "Valkey has lost data since it was accepted")
         elif not due.overdue:
             if due.remaining > 0:
                 await self._requeue(due)
-            await self.database.fetch(order_watch.postpone, due, SOON)
+            await self.database.fetch(order_watch.postpone, due, RECHECK_INTERVAL_S)
         else:
-            await self._overdue(due)
+            await self._settle_overdue(due)
 
     async def _requeue(self, due: DueOrder) -> None:
         order = due.order
         bounds = await self.database.fetch(kept_bounds, order.id)
-        request = replace(place_request(order, "", self.settings.unknown_blocks), **bounds.of_prices)
+        request = replace(place_request(order, "", self.settings.unknown_blocks), **bounds.price_fields)
         try:
             queued = await self._queue.enqueue(request, due.remaining, order)
-        except EnqueuedBefore as before:
+        except ClientOrderIdTaken as before:
             await self.database.write(attention.take_over, order.id, before.tag, before.reason)
             log.warning("order_taken_over", order=str(order.id), reason=before.reason)
             return
@@ -140,15 +145,15 @@ class OrderSweeper:
             return
         if queued.new:
             log.warning("order_queued_by_sweeper", order=str(order.id), left=round(due.remaining, 1))
-        if not queued.marked:
+        if not queued.has_live_worker:
             self.starter.ensure(order.user_id, mark_missing=True)  # other orders do not wait for it
 
-    async def _overdue(self, due: DueOrder) -> None:
+    async def _settle_overdue(self, due: DueOrder) -> None:
         order = due.order
         late: BerthError = DeadlineExceeded()
-        copied = await self._queue.may_be_stale(order.created_at)
+        copied = await self._queue.may_have_lost_order(order.created_at)
         if copied:  # it is withdrawn all the same
-            late = OutcomeUnknown(_COPIED)
+            late = OutcomeUnknown(_COPIED_QUEUE)
         outcome = OrderOutcome(
             order_id=str(order.id),
             state=OrderState.UNKNOWN if copied else OrderState.EXPIRED,
@@ -156,36 +161,36 @@ class OrderSweeper:
             withdrawn=not copied,
         )
         answer = Answer(request_id=str(order.id), outcome=outcome, failure=Failure.of(late))
-        fate, stored = await self._queue.overdue(order, answer)
+        fate, stored = await self._queue.withdraw_or_resolve(order, answer)
         if order.generation != await self._generation():
             return  # a flushed server knows nothing; due again
         if fate == RequestFate.ANSWERED and stored is not None:
             await self.database.write(recording.apply_outcome, *outcome_of(stored, str(order.id)))
         elif fate in (RequestFate.WITHDRAWN, RequestFate.ABSENT):
-            if copied or await self._queue.may_be_stale(order.created_at):  # or it came in between
-                await self._unknown(due, _COPIED)
+            if copied or await self._queue.may_have_lost_order(order.created_at):  # or it came in between
+                await self._record_unknown(due, _COPIED_QUEUE)
                 return
             await self.database.write(recording.apply_outcome, outcome, late.code)
             if fate == RequestFate.ABSENT:
                 await self._queue.store_answer(order.user_id, answer)
         elif fate == RequestFate.JOURNALED:
-            await self._unknown(due, "a worker was about to submit it and did not report the outcome")
+            await self._record_unknown(due, "a worker was about to submit it and did not report the outcome")
             return
         else:  # a worker took it and may be dead: the user's next worker reports it
-            await self._follow(due)
+            await self._start_workflow(due)
             return
         log.warning("order_settled_by_sweeper", order=str(order.id), fate=fate.value)
-        await self.database.fetch(order_watch.postpone, due, SOON)
+        await self.database.fetch(order_watch.postpone, due, RECHECK_INTERVAL_S)
 
-    async def _unknown(self, due: DueOrder, why: str) -> None:
+    async def _record_unknown(self, due: DueOrder, why: str) -> None:
         order = due.order
         reason = f"{OutcomeUnknown.code}: {why}"
         event = recording.event_of_ours(order.id, order.user_id, "swept", OrderState.UNKNOWN, reason)
         await self.database.write(recording.record_events, [event])
         log.warning("order_unknown", order=str(due.order.id), reason=why)
-        await self._follow(due)
+        await self._start_workflow(due)
 
-    async def _follow(self, due: DueOrder) -> None:
+    async def _start_workflow(self, due: DueOrder) -> None:
         """Starts the order's workflow, or wakes the running one if a person asked."""
         order = due.order
         midnight = datetime.combine(order.trading_day, time(), TAIPEI)
@@ -212,7 +217,7 @@ class OrderSweeper:
             static_summary=f"follows an order of user {order.user_id}",
             rpc_timeout=CALL,
         )
-        await self.database.fetch(order_watch.postpone, due, FOLLOWED)
+        await self.database.fetch(order_watch.postpone, due, WORKFLOW_CHECK_INTERVAL_S)
 
     async def _generation(self) -> str:
         return await valkey.ensure_generation(self.client, uuid4().hex)

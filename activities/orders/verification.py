@@ -67,7 +67,7 @@ class AccountQueryClient:
     async def _ask(self, user_id: str, account_id: str, timeout: float) -> AccountReport:
         try:
             # A queued query neither starts a worker nor keeps one alive.
-            if not await self._queue.marked(user_id):
+            if not await self._queue.has_live_worker(user_id):
                 await self._starter.ensure_active(user_id)
             query = QueryAccount(
                 request_id=uuid4().hex,

@@ -106,6 +106,13 @@ CONDITIONS = (
         "{value:.0f} certificates of users expire within a day or have expired: `berth users certificates`",
     ),
     Condition("berth_jobs_oldest_seconds", {}, 300, 0, "jobs in the queue {queue} wait for long"),
+    Condition(
+        "berth_jobs_without_runner",
+        {},
+        0,
+        60,
+        "{value:.0f} jobs of {type} wait: no live runner knows it; `berth jobs types`",
+    ),
     Condition("berth_pool_waiting", {}, 0, 60, "{value:.0f} users wait: the pool {pool} is empty"),
     Condition("berth_startup_tasks_open", {}, 0, 1800, "{value:.0f} one-time tasks are not done"),
     Condition(

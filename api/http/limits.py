@@ -49,6 +49,10 @@ _WEBHOOKS = "/v1/webhooks/"
 _FREE = frozenset({"/v1/healthz"})
 
 
+#: Kind of limit → what an error calls the sender.
+_SENDERS = {"key": "API key", "unproven": "address"}
+
+
 @dataclass(slots=True)
 class RequestLimit:
     """How far one limit is used up, as far as this process knows."""
@@ -167,7 +171,11 @@ class RequestLimits:
             self._refused[kind] += 1
             LIMITED.labels(kind).inc()
             self._charged.set()
-            error = TooManyRequests(f"more than {rate:g} requests a second of this {kind}", retry_after=wait)
+            error = TooManyRequests(
+                f"This {_SENDERS.get(kind, kind)} has sent more than {rate:g} requests per second."
+                " Retry later.",
+                retry_after=wait,
+            )
             error.headers = limit.headers(now)
             raise error
         self._charged.set()

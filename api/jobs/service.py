@@ -73,7 +73,7 @@ class JobService:
         if not known:
             await admitted()
         state = await self._put(wanted, work, user_id, wanted.job_id or str(uuid4()))
-        if not state.ended and not await self.queue.marked(user_id):
+        if not state.ended and not await self.queue.has_live_worker(user_id):
             self.starter.ensure(user_id, mark_missing=True).add_done_callback(self._started)
         return view(state)
 

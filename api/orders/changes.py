@@ -104,9 +104,9 @@ class OrderChangeService:
         state, why = OrderState.CANCELLED, CANCELLED_IN_QUEUE
         outcome = OrderOutcome(order_id=order.id, state=state, reason=why, withdrawn=True)
         answer = Answer(request_id=order.id, outcome=outcome)
-        if await self.queue.may_be_stale(row.created_at):
+        if await self.queue.may_have_lost_order(row.created_at):
             return order  # a worker may have had it: the cancel follows it in the queue
-        fate, stored = await self.queue.overdue(row, answer)
+        fate, stored = await self.queue.withdraw_or_resolve(row, answer)
         if row.generation != await self.queue.generation():
             return order  # asked a Valkey that has lost data: it did not know that a worker has it
         if fate is RequestFate.ANSWERED and stored is not None:

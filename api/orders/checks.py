@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from infra.database.engine import Database
-from infra.database.orders.acceptance import UNBOUND, OrderBounds
+from infra.database.orders.acceptance import NO_BOUNDS, OrderBounds
 from infra.database.orders.checks import CheckedTerms
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.limits import AccountUsage
@@ -24,11 +24,11 @@ from worker_runtime.protocol.order_terms import ODD_LOTS, SHARES_PER_LOT, OpenCl
 #: The broker of tests and of trying things out: its market never closes, and it takes any symbol.
 PAPER = "paper"
 #: Seconds to cache an account's limits; a change takes effect after this time.
-REMEMBERED = 5.0
+LIMITS_CACHE_TTL_S = 5.0
 #: Accounts remembered.
-MAX_REMEMBERED = 10_000
+MAX_CACHED_ACCOUNTS = 10_000
 #: Do not cache when fewer orders than this remain today.
-RECOUNT_BELOW = 500
+UNCACHED_BELOW_ORDERS = 500
 
 
 class PreTradeChecks:
@@ -38,70 +38,74 @@ class PreTradeChecks:
         """Raises `CalendarUnreadable`, `InstrumentsUnreadable`."""
         self._settings = settings
         self._database = database
-        self._days = calendar.load_calendar(Path(settings.calendar_file) if settings.calendar_file else None)
-        self._symbols = instruments.load_instruments(
+        self._calendar = calendar.load_calendar(
+            Path(settings.calendar_file) if settings.calendar_file else None
+        )
+        self._instruments = instruments.load_instruments(
             Path(settings.symbols_file) if settings.symbols_file else None
         )
         #: By user, account and trading day; each until an instant on `time.monotonic`.
-        self._known: dict[tuple[str, str, date], tuple[float, AccountUsage]] = {}
+        self._usage_cache: dict[tuple[str, str, date], tuple[float, AccountUsage]] = {}
 
     async def check(self, order: CheckedTerms, *, is_new: bool = True) -> OrderBounds:
         """Checks an order, new or at another price. Raises the first `CheckFailed`.
 
         An account that does not exist passes: writing the order will say so.
         """
-        usage = await self._usage_of(order)
+        usage = await self._load_usage(order)
         if usage is None:
-            return UNBOUND
+            return NO_BOUNDS
         _refuse_expired(usage.certificate_expires_at)
         refuse_mixed_terms(order, futures=usage.broker_type == Market.FUTURES)
-        lot = self._symbol(order, usage)
-        self._open(order, usage)
+        lot = self._check_symbol(order, usage)
+        self._check_market_open(order, usage)
         if order.reduce_only:  # limits apply only to orders that can increase a position
-            return UNBOUND
-        self._quantity(order, usage)
-        most_price = self._notional(order, usage, lot)
+            return NO_BOUNDS
+        self._check_quantity(order, usage)
+        max_price = self._check_notional(order, usage, lot)
         if is_new:
-            await self._day(order, usage)
+            await self._check_daily_orders(order, usage)
         window, band = usage.limits.duplicate_window_s, usage.limits.price_band
         if band is None and usage.broker != PAPER:
             band = self._settings.check_price_band or None
         return OrderBounds(
-            self._settings.check_duplicate_window if window is None else window, band, most_price
+            self._settings.check_duplicate_window if window is None else window, band, max_price
         )
 
-    async def _usage_of(self, new: CheckedTerms) -> AccountUsage | None:
+    async def _load_usage(self, new: CheckedTerms) -> AccountUsage | None:
         name, now = (new.user_id, new.account_id, new.trading_day), time.monotonic()
-        until, usage = self._known.get(name, (0.0, None))
+        until, usage = self._usage_cache.get(name, (0.0, None))
         if until > now:
             return usage
         usage = await self._database.read(trading_limits.account_usage, *name)
-        if usage is None or self._max_orders(usage) - usage.tags < RECOUNT_BELOW:
-            self._known.pop(name, None)
+        if usage is None or self._max_orders(usage) - usage.tags < UNCACHED_BELOW_ORDERS:
+            self._usage_cache.pop(name, None)
             return usage
-        if len(self._known) >= MAX_REMEMBERED:
-            self._known.clear()
-        self._known[name] = (now + REMEMBERED, usage)
+        if len(self._usage_cache) >= MAX_CACHED_ACCOUNTS:
+            self._usage_cache.clear()
+        self._usage_cache[name] = (now + LIMITS_CACHE_TTL_S, usage)
         return usage
 
-    def _symbol(self, new: CheckedTerms, usage: AccountUsage) -> Decimal | None:
-        lot = self._symbols.lot(new.symbol)
+    def _check_symbol(self, new: CheckedTerms, usage: AccountUsage) -> Decimal | None:
+        lot = self._instruments.lot(new.symbol)
         if lot is None and self._concerns(self._settings.check_symbols, usage):
-            raise errors.UnknownSymbol(f"there is no symbol {new.symbol}")
+            raise errors.UnknownSymbol(f"There is no symbol {new.symbol}. Check its code.")
         return lot / SHARES_PER_LOT if lot is not None and new.lot in ODD_LOTS else lot
 
-    def _open(self, new: CheckedTerms, usage: AccountUsage) -> None:
+    def _check_market_open(self, new: CheckedTerms, usage: AccountUsage) -> None:
         if not self._concerns(self._settings.check_market_open, usage):
             return
         market = Market.FUTURES if usage.broker_type == Market.FUTURES else Market.STOCK
-        if not self._days.is_open(market, datetime.now(UTC), OrderLot(new.lot)):
+        if not self._calendar.is_open(market, datetime.now(UTC), OrderLot(new.lot)):
             kind = "" if new.lot == OrderLot.COMMON else f" with lot {new.lot}"
-            raise errors.MarketClosed(f"the {market.value} market takes no orders{kind} now")
+            raise errors.MarketClosed(
+                f"The {market.value} market takes no orders{kind} now. Place the order when it is open."
+            )
 
     def _concerns(self, setting: str, usage: AccountUsage) -> bool:
         return setting == "all" or (setting == "real" and usage.broker != PAPER)
 
-    def _quantity(self, new: CheckedTerms, usage: AccountUsage) -> None:
+    def _check_quantity(self, new: CheckedTerms, usage: AccountUsage) -> None:
         own = usage.limits.max_quantity
         limit = self._settings.check_max_quantity if own is None else own
         if new.quantity > limit and new.lot not in ODD_LOTS:
@@ -110,7 +114,9 @@ class PreTradeChecks:
                 " or ask an operator to raise the limit."
             )
 
-    def _notional(self, order: CheckedTerms, usage: AccountUsage, lot: Decimal | None) -> Decimal | None:
+    def _check_notional(
+        self, order: CheckedTerms, usage: AccountUsage, lot: Decimal | None
+    ) -> Decimal | None:
         """Returns the price up to which a market order is within the limit."""
         own = usage.limits.max_notional
         limit = self._settings.check_max_notional or None if own is None else own
@@ -130,7 +136,7 @@ class PreTradeChecks:
         own = usage.limits.max_daily_orders
         return self._settings.check_daily_orders if own is None else own
 
-    async def _day(self, new: CheckedTerms, usage: AccountUsage) -> None:
+    async def _check_daily_orders(self, new: CheckedTerms, usage: AccountUsage) -> None:
         limit = self._max_orders(usage)
         if usage.tags < limit:
             return
@@ -147,7 +153,7 @@ class PreTradeChecks:
 
 
 #: Shares of an odd lot, and lots at the closing price (articles 2 and 4 of the regulations below).
-_MOST = {OrderLot.ODD: 999, OrderLot.INTRADAY_ODD: 999, OrderLot.FIXING: 499}
+MAX_QUANTITY_BY_LOT = {OrderLot.ODD: 999, OrderLot.INTRADAY_ODD: 999, OrderLot.FIXING: 499}
 
 
 def _refuse_expired(certificate_expires_at: datetime | None) -> None:
@@ -171,22 +177,28 @@ def refuse_mixed_terms(new: CheckedTerms, *, futures: bool) -> None:
     if futures:
         if of_day and not limit:
             raise errors.PriceTypeRule(
-                "TAIFEX takes a market order (MKT, MKP) as IOC or FOK only (its code 9938)"
+                "TAIFEX accepts market orders (MKT, MKP) only as IOC or FOK (its code 9938)."
             )
         if new.lot != OrderLot.COMMON or new.condition != OrderCondition.CASH:
-            raise errors.OrderTermsRule("only stock orders have a lot or a condition")
+            raise errors.OrderTermsRule("Only stock orders have a lot or a condition. Leave both out.")
         if new.reduce_only and new.open_close in (OpenClose.NEW, OpenClose.DAY_TRADE):
-            raise errors.OrderTermsRule(f"{new.open_close} opens a position, and this order closes one")
+            raise errors.OrderTermsRule(
+                f"This order closes a position, but `{new.open_close}` opens one. Use `auto` or `cover`."
+            )
         return
     if new.price_type == PriceType.RANGE_MARKET:
-        raise errors.PriceTypeRule("only TAIFEX has range market orders (MKP)")
+        raise errors.PriceTypeRule("Only TAIFEX has range market orders (MKP). Use MKT or LMT.")
     if new.open_close != OpenClose.AUTO:
-        raise errors.OrderTermsRule("only futures orders have an open or close type")
+        raise errors.OrderTermsRule("Only futures orders have an open or close type. Leave it out.")
     if new.lot == OrderLot.COMMON:
         return
     if not (limit and of_day):
         raise errors.PriceTypeRule(f"Orders with lot `{new.lot}` must be LMT and ROD.")
     if new.lot in ODD_LOTS and new.condition != OrderCondition.CASH:
-        raise errors.OrderTermsRule("odd lots cannot be bought on margin or sold short")
-    if new.quantity > (max_quantity := _MOST[OrderLot(new.lot)]):
-        raise errors.OrderTermsRule(f"an order with lot {new.lot} has at most {max_quantity}")
+        raise errors.OrderTermsRule(
+            "Odd lots cannot be bought on margin or sold short. Use the condition `cash`."
+        )
+    if new.quantity > (max_quantity := MAX_QUANTITY_BY_LOT[OrderLot(new.lot)]):
+        raise errors.OrderTermsRule(
+            f"An order with lot `{new.lot}` can have a quantity of at most {max_quantity}."
+        )

@@ -26,7 +26,7 @@ from infra.database.orders import attention, recording
 from infra.database.orders.acceptance import StoredOrder
 from infra.database.orders.states import IN_QUEUE, rank
 from infra.database.workers import sessions as worker_sessions
-from infra.valkey.request_queue import EnqueuedBefore, outcome_of
+from infra.valkey.request_queue import ClientOrderIdTaken, outcome_of
 from worker_runtime.protocol.errors import BerthError, OrderRejected, from_code
 from worker_runtime.protocol.messages import (
     FINAL_ORDER_STATES,
@@ -153,9 +153,9 @@ class OrderReader:
 
 #: Seconds after which an answer is written, up to twice as many: the recorder needs milliseconds, and then
 #: nothing is left to do.
-PERIOD = 2.0
+WRITE_INTERVAL_S = 2.0
 #: Outcomes kept while PostgreSQL is away. About 300 bytes each; beyond it the recorder alone must do.
-MOST = 50_000
+MAX_WAITING_OUTCOMES = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class OutcomeWriter:
     async def close(self) -> None:
         """Writes what is left, if PostgreSQL answers."""
         await tasks.cancel_tasks(self._task)
-        self._age()
+        self._move_noted_to_waiting()
         try:
             await self._write()
         except Exception:  # the boundary of the process: what is left, the recorder writes
@@ -193,7 +193,7 @@ class OutcomeWriter:
 
     def write_later(self, noted: NotedOutcome) -> None:
         """To be written by the round after the next."""
-        if len(self._waiting) + len(self._noted) < MOST:
+        if len(self._waiting) + len(self._noted) < MAX_WAITING_OUTCOMES:
             self._noted[noted.outcome.order_id] = noted
         else:
             self._log.error("outcome_writer_full", order=noted.outcome.order_id)
@@ -211,7 +211,7 @@ class OutcomeWriter:
             self.write_later(noted)
             raise
 
-    async def take_over(self, order_id: UUID, before: EnqueuedBefore) -> OrderView:
+    async def take_over(self, order_id: UUID, before: ClientOrderIdTaken) -> OrderView:
         """The order, which stands from now on for an earlier one that PostgreSQL has lost.
 
         Raises `DatabaseUnavailable`; the sweeper does it then.
@@ -222,16 +222,16 @@ class OutcomeWriter:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(PERIOD)
+            await asyncio.sleep(WRITE_INTERVAL_S)
             try:
                 await self._write()
             except DatabaseUnavailable as error:
                 self._log.warning("outcome_writer_waits", reason=error.detail, waiting=len(self._waiting))
             except Exception:  # the boundary of a loop: one bad outcome must not stop it
                 self._log.exception("outcome_writer_failed", waiting=len(self._waiting))
-            self._age()
+            self._move_noted_to_waiting()
 
-    def _age(self) -> None:
+    def _move_noted_to_waiting(self) -> None:
         self._waiting |= self._noted
         self._noted = {}
 
@@ -252,7 +252,7 @@ class OutcomeWriter:
 
     async def _write_batch(self, batch: Mapping[str, NotedOutcome]) -> None:
         async with self._database.session() as session:
-            for order_id in await self._behind(session, batch):
+            for order_id in await self._orders_behind(session, batch):
                 await _write_outcome(session, batch[order_id])
 
     async def _write_alone(self, order_id: str, noted: NotedOutcome) -> None:
@@ -271,7 +271,7 @@ class OutcomeWriter:
             )
             await self._dead_letters.put([letter])
 
-    async def _behind(self, session: AsyncSession, batch: Mapping[str, NotedOutcome]) -> list[str]:
+    async def _orders_behind(self, session: AsyncSession, batch: Mapping[str, NotedOutcome]) -> list[str]:
         """Ids of orders that the recorder has not brought as far; usually none.
 
         One query a round replaces an update an order. An array keeps the statement the same for any count.

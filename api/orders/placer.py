@@ -31,19 +31,19 @@ from infra.market.calendar import TAIPEI
 from infra.process_metrics import count_order
 from infra.tracing import Traces
 from infra.valkey.failures import code_of, explain_failure
-from infra.valkey.request_queue import EnqueuedBefore, QueuedRequest, RequestQueue, outcome_of
+from infra.valkey.request_queue import ClientOrderIdTaken, QueuedRequest, RequestQueue, outcome_of
 from worker_runtime.protocol.errors import BerthError, CheckFailed, DeadlineExceeded, MemoryShort
 from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, OrderState, PlaceOrder
 
 #: While Valkey does not answer, a withdrawal is tried this many times, with this pause in seconds.
-WITHDRAW_TRIES = 3
-WITHDRAW_PAUSE = 0.5
+MAX_WITHDRAW_ATTEMPTS = 3
+WITHDRAW_RETRY_INTERVAL_S = 0.5
 #: Seconds within which a request whose answer was lost is queued again, and the pause before it: a connection
 #: that died silently is found out within 1.3 s, and a new one is there 0.1 s later.
-ENQUEUE_PATIENCE_S, ENQUEUE_PAUSE_S = 2.5, 0.15
+ENQUEUE_RETRY_TIMEOUT_S, ENQUEUE_RETRY_INTERVAL_S = 2.5, 0.15
 #: Seconds past the deadline after which an unanswered order is taken back: a worker that popped it right
 #: before answers meanwhile.
-ANSWER_GRACE = 1.0
+ANSWER_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +55,19 @@ class PendingOrder:
     #: Instant of its request on `time.monotonic`, seconds.
     began: float
     #: For a repeat: the order with its latest answer applied. Its request may have been enqueued before.
-    seen: schemas.OrderView | None = None
+    latest_view: schemas.OrderView | None = None
 
     @property
-    def first(self) -> bool:
-        return self.seen is None
+    def is_new(self) -> bool:
+        return self.latest_view is None
 
     @property
     def order(self) -> schemas.OrderView:
         """As callers see it; made when it is asked for, so after the request is on its way."""
-        return view_of(self.row) if self.seen is None else self.seen
+        return view_of(self.row) if self.latest_view is None else self.latest_view
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
 
 
@@ -132,12 +132,12 @@ class PendingOrders:
 
     async def _follow(self, pending: PendingOrder) -> PlacementResult:
         user_id, order_id = pending.request.user_id, pending.request.order_id
-        with self.answers.expect(user_id, order_id, order_id, pending.row.first_epoch) as answer:
+        with self.answers.expect(user_id, order_id, order_id, pending.row.first_epoch) as future:
             try:
                 queued = await self._enqueue(pending)
                 if not queued.new:
                     await self.answers.read_pending(order_id)
-            except EnqueuedBefore as before:
+            except ClientOrderIdTaken as before:
                 return PlacementResult.of(await self.outcome_writer.take_over(pending.row.id, before))
             except MemoryShort as error:  # nothing was queued, and nothing will be
                 refused = _withdrawn(order_id, error)
@@ -153,65 +153,67 @@ class PendingOrders:
                 ) from None
             queued_at = time.monotonic()
             order = pending.order  # while the worker is at it
-            given_up = await self._wait(pending, queued, answer)
-            if given_up is not None:
-                return PlacementResult.of(given_up)
-            found = answer.result()
+            withdrawn = await self._wait(pending, queued, future)
+            if withdrawn is not None:
+                return PlacementResult.of(withdrawn)
+            answer = future.result()
         answered_at = time.monotonic()
-        outcome, code = outcome_of(found, order_id)
-        if pending.first:
-            count_order(found, outcome.state, queued_at - pending.began, answered_at - queued_at)
+        outcome, code = outcome_of(answer, order_id)
+        if pending.is_new:
+            count_order(answer, outcome.state, queued_at - pending.began, answered_at - queued_at)
             if self.traces is not None:
-                self.traces.add_order(order_id, pending.request.trace, found, pending.began, queued_at)
+                self.traces.add_order(order_id, pending.request.trace, answer, pending.began, queued_at)
         if outcome.withdrawn:
-            return PlacementResult.of(await self._write_withdrawal(order, found), found)
+            return PlacementResult.of(await self._write_withdrawal(order, answer), answer)
         self.outcome_writer.write_later(NotedOutcome(outcome, code))
-        return PlacementResult.of(apply_answer(order, found), found)
+        return PlacementResult.of(apply_answer(order, answer), answer)
 
     async def _enqueue(self, pending: PendingOrder) -> QueuedRequest:
         """Queues the order. If the answer was lost, it asks again: a server queues an order id only once.
 
         Does not retry on a server that is newer than the order: it may not know the first attempt. Raises
-        `EnqueuedBefore`, and `RedisError` if it is not certain that the order was queued.
+        `ClientOrderIdTaken`, and `RedisError` if it is not certain that the order was queued.
         """
-        until = time.monotonic() + min(ENQUEUE_PATIENCE_S, pending.left)
+        until = time.monotonic() + min(ENQUEUE_RETRY_TIMEOUT_S, pending.seconds_left)
         while True:
             try:
-                return await self.queue.enqueue(pending.request, pending.left, pending.row)
+                return await self.queue.enqueue(pending.request, pending.seconds_left, pending.row)
             except (ConnectionError, TimeoutError) as error:
                 reason = type(error).__name__
                 if time.monotonic() >= until:
                     raise
-                await asyncio.sleep(ENQUEUE_PAUSE_S)
-                if await self.queue.may_be_stale(pending.row.created_at):
+                await asyncio.sleep(ENQUEUE_RETRY_INTERVAL_S)
+                if await self.queue.may_have_lost_order(pending.row.created_at):
                     raise
             self._log.warning("enqueue_repeated", order=pending.request.order_id, reason=reason)
 
     async def _wait(
-        self, pending: PendingOrder, queued: QueuedRequest, answer: asyncio.Future[Answer]
+        self, pending: PendingOrder, queued: QueuedRequest, future: asyncio.Future[Answer]
     ) -> schemas.OrderView | None:
         """Returns None when the answer is there, else the order that was given up."""
-        until, marked = pending.deadline + ANSWER_GRACE, queued.marked
-        while not answer.done():
-            error = await self.waiter.wait(pending.request.user_id, queued, answer, until, marked=marked)
-            if answer.done():
+        until, has_live_worker = pending.deadline + ANSWER_GRACE_S, queued.has_live_worker
+        while not future.done():
+            error = await self.waiter.wait(
+                pending.request.user_id, queued, future, until, has_live_worker=has_live_worker
+            )
+            if future.done():
                 break
-            given_up = await self._give_up(pending, queued, error or DeadlineExceeded())
+            withdrawn = await self._withdraw_unanswered(pending, queued, error or DeadlineExceeded())
             if error is None:
-                return None if answer.done() else given_up or pending.order
-            if given_up is not None:
-                return given_up
-            marked = True  # somebody had it: until the next check
+                return None if future.done() else withdrawn or pending.order
+            if withdrawn is not None:
+                return withdrawn
+            has_live_worker = True  # a worker has the order: assume so until the next check
         return None
 
-    async def _give_up(
+    async def _withdraw_unanswered(
         self, pending: PendingOrder, queued: QueuedRequest, error: BerthError
     ) -> schemas.OrderView | None:
         """Takes the order back; None if a worker has it already, so that only its answer tells."""
         order = pending.order
         answer = _withdrawn(order.id, error)
         try:
-            if await self.queue.may_be_stale(order.accepted_at):
+            if await self.queue.may_have_lost_order(order.accepted_at):
                 return None  # a worker may have had it: the sweeper finds out
             if not await self._withdraw(order.user_id, queued, answer):
                 # Also when an earlier try did it and its reply was lost: then the answer is there.
@@ -233,11 +235,11 @@ class PendingOrders:
 
     async def _withdraw(self, user_id: str, queued: QueuedRequest, answer: Answer) -> bool:
         """Retries after a lost reply. The script is idempotent."""
-        for _ in range(WITHDRAW_TRIES - 1):
+        for _ in range(MAX_WITHDRAW_ATTEMPTS - 1):
             try:
                 return await self.queue.withdraw(user_id, queued.frame, answer)
             except RedisError:
-                await asyncio.sleep(WITHDRAW_PAUSE)
+                await asyncio.sleep(WITHDRAW_RETRY_INTERVAL_S)
         return await self.queue.withdraw(user_id, queued.frame, answer)
 
 
@@ -314,16 +316,16 @@ class OrderPlacer:
         """
         generation = self.answers.generation
         began = time.monotonic()
-        lasts = self.deadline
+        lifetime_s = self.deadline
         if not_after is not None:
-            lasts = max(0.0, min(lasts, not_after - began))
+            lifetime_s = max(0.0, min(lifetime_s, not_after - began))
         terms = {name: getattr(body, name) for name in _TERMS}
         new = acceptance.NewOrder(
             **terms,
             user_id=user_id,
             fingerprint=leg.fingerprint if leg else body.fingerprint,
             generation=generation,
-            lasts=lasts,
+            lifetime_s=lifetime_s,
             trading_day=datetime.now(TAIPEI).date(),
             actor=actor,
             unknown_blocks=self.unknown_blocks,
@@ -340,7 +342,7 @@ class OrderPlacer:
                     raise
                 bounds = await acceptance.kept_bounds(reading, known[body.client_order_id].id)
         if body.allow_duplicate:
-            bounds = bounds._replace(window=-bounds.window)
+            bounds = bounds._replace(duplicate_window_s=-bounds.duplicate_window_s)
         if session is None:
             accepted = await acceptance.accept_order_alone(self.database, new, bounds)
         else:
@@ -350,19 +352,19 @@ class OrderPlacer:
         row = accepted.order
         trace = new.trace if accepted.new else ""
         channel = self.answers.channels.name_of(user_id)
-        request = place_request(row, channel, self.unknown_blocks, lasts, trace)
-        request = replace(request, **bounds.of_prices)
+        request = place_request(row, channel, self.unknown_blocks, lifetime_s, trace)
+        request = replace(request, **bounds.price_fields)
         if accepted.new:
-            return PendingOrder(row, request, began + lasts, began)
+            return PendingOrder(row, request, began + lifetime_s, began)
         try:
             order = await self.reader.with_latest_answer(row)
         except RedisError as error:
             failure = ValkeyUnavailable(explain_failure(error))
             return PlacementResult(view_of(row), new=False, failure=failure)
         waits = order.state in IN_QUEUE or order.state is OrderState.SUBMITTING
-        if not waits or row.generation != generation or accepted.left <= 0:
+        if not waits or row.generation != generation or accepted.seconds_left <= 0:
             return PlacementResult(order, new=False, failure=failure_of(order))
-        return PendingOrder(row, request, began + accepted.left, began, seen=order)
+        return PendingOrder(row, request, began + accepted.seconds_left, began, latest_view=order)
 
     async def follow_order(self, pending: PendingOrder | PlacementResult, wait: float) -> PlacementResult:
         """Sends a written order, once, and waits up to `wait` seconds for the worker's answer."""
@@ -370,7 +372,7 @@ class OrderPlacer:
             return pending
         task = self.pending_orders.follow(pending)
         await asyncio.wait({task}, timeout=wait)
-        new = pending.first
+        new = pending.is_new
         if not task.done():
             order = pending.order
             with suppress(DatabaseUnavailable, RedisError):  # the recorder may have seen it come further

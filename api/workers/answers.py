@@ -41,17 +41,18 @@ from worker_runtime.protocol.messages import Answer
 
 #: Seconds between two checks at the generation; a flushed or frozen Valkey is noticed within this time
 #: plus the client's socket timeout.
-CHECK_PERIOD = 1.0
+CHECK_INTERVAL_S = 1.0
 #: Seconds between two attempts to reconnect.
-RECONNECT_PERIOD = 0.1
+RECONNECT_INTERVAL_S = 0.1
 #: Seconds for the first attempt: a Valkey that is gone fails it at once, one that stands still, as a busy
 #: host does for 2 to 3 s, is waited for.
-PATIENCE = 5.0
+FIRST_CONNECT_TIMEOUT_S = 5.0
 #: Users whose channels are listened to; the one that asked for nothing for the longest time goes first.
-MOST_CHANNELS = 10_000
-#: A channel is left when more KiB than this came on it in `WINDOW` seconds that nobody awaited; each message
-#: counts as one more. It is left for `LEFT_FOR` seconds. A repeated or late answer takes a KiB or two.
-MOST_UNAWAITED, WINDOW, LEFT_FOR = 1000, 60.0, 600.0
+MAX_CHANNELS = 10_000
+#: The listener unsubscribes from a channel for `UNSUBSCRIBED_FOR_S` seconds when more than this many KiB that
+#: nobody awaits arrive on it within `FLOOD_WINDOW_S` seconds; each message counts as one KiB more. A repeated
+#: or late answer takes a KiB or two.
+MAX_UNAWAITED_KIB, FLOOD_WINDOW_S, UNSUBSCRIBED_FOR_S = 1000, 60.0, 600.0
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +64,7 @@ class _Channel:
     unawaited: float = 0.0
     #: Instants on `time.monotonic`.
     counted_since: float = 0.0
-    left_until: float = 0.0
+    unsubscribed_until: float = 0.0
 
 
 class AnswerChannels:
@@ -89,12 +90,12 @@ class AnswerChannels:
         if channel is None:
             channel = _Channel(user_id, self.name_of(user_id))
             self._by_user[user_id] = self._by_name[channel.name.encode()] = channel
-            if len(self._by_user) > MOST_CHANNELS:
+            if len(self._by_user) > MAX_CHANNELS:
                 _, oldest = self._by_user.popitem(last=False)
                 del self._by_name[oldest.name.encode()]
                 self._unsubscribe(oldest)
         self._by_user.move_to_end(user_id)
-        if link is not None and channel.link is not link and time.monotonic() >= channel.left_until:
+        if link is not None and channel.link is not link and time.monotonic() >= channel.unsubscribed_until:
             channel.link = link
             link.subscribe(channel.name)
 
@@ -106,13 +107,13 @@ class AnswerChannels:
     def count_unawaited(self, name: bytes, size: int) -> None:
         """Counts a message of `size` bytes that nobody awaits; leaves its channel if these are too many."""
         channel, now = self._by_name[name], time.monotonic()
-        if now - channel.counted_since > WINDOW:
+        if now - channel.counted_since > FLOOD_WINDOW_S:
             channel.counted_since, channel.unawaited = now, 0.0
         channel.unawaited += 1 + size / 1024
-        if channel.unawaited > MOST_UNAWAITED:
-            channel.left_until, channel.unawaited = now + LEFT_FOR, 0.0
+        if channel.unawaited > MAX_UNAWAITED_KIB:
+            channel.unsubscribed_until, channel.unawaited = now + UNSUBSCRIBED_FOR_S, 0.0
             self._unsubscribe(channel)
-            self._log.error("answers_flooded", user_id=channel.user_id, left_for=LEFT_FOR)
+            self._log.error("answers_flooded", user_id=channel.user_id, left_for=UNSUBSCRIBED_FOR_S)
 
     @staticmethod
     def _unsubscribe(channel: _Channel) -> None:
@@ -167,11 +168,11 @@ class AnswerListener:
     def pending(self) -> int:
         return len(self._pending)
 
-    async def start(self, patience: float = PATIENCE) -> None:
-        """Starts the reader and gives its first attempt `patience` seconds; it goes on trying after that."""
+    async def start(self, timeout_s: float = FIRST_CONNECT_TIMEOUT_S) -> None:
+        """Starts the reader and gives its first attempt `timeout_s` seconds; it goes on trying after that."""
         self._task = asyncio.create_task(self._run(), name="answers")
         with suppress(TimeoutError):
-            async with asyncio.timeout(patience):
+            async with asyncio.timeout(timeout_s):
                 await self._tried.wait()
 
     async def close(self) -> None:
@@ -253,7 +254,7 @@ class AnswerListener:
                 self._link = None
                 if link is not None:
                     link.close()
-            await asyncio.sleep(RECONNECT_PERIOD)
+            await asyncio.sleep(RECONNECT_INTERVAL_S)
 
     async def _connect(self, link: ValkeyLink) -> None:
         await link.read_clock()
@@ -281,7 +282,7 @@ class AnswerListener:
 
     async def _check(self, link: ValkeyLink) -> None:
         while True:
-            await asyncio.sleep(CHECK_PERIOD)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             await link.read_clock()  # a connection that was cut off without a word is dropped before an order
             generation = await valkey.ensure_generation(self.client, uuid4().hex)
             if generation != self._generation:
@@ -290,10 +291,10 @@ class AnswerListener:
 
 
 #: Seconds without an answer after which the mark is checked again: the worker may have died meanwhile.
-MARK_CHECK_PERIOD = 1.0
+MARK_CHECK_INTERVAL_S = 1.0
 #: The first check of a request that was enqueued before, perhaps by another process: its answer may be
-#: published there, and only the response key is ours to see. Doubles up to `MARK_CHECK_PERIOD`.
-FIRST_CHECK = 0.05
+#: published there, and only the response key is ours to see. Doubles up to `MARK_CHECK_INTERVAL_S`.
+FIRST_CHECK_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,26 +310,26 @@ class AnswerWaiter:
         answer: asyncio.Future[Answer],
         until: float,
         *,
-        marked: bool,
+        has_live_worker: bool,
     ) -> BerthError | None:
         """Waits for the answer until `until` (time.monotonic). Returns an error if no worker can be started.
 
-        `marked`: a worker is taken to be there until the first check.
+        `has_live_worker`: a worker is taken to be there until the first check.
         """
-        pause = MARK_CHECK_PERIOD if queued.new else FIRST_CHECK
+        pause = MARK_CHECK_INTERVAL_S if queued.new else FIRST_CHECK_INTERVAL_S
         checks = 0
         while not answer.done() and (seconds_left := until - time.monotonic()) > 0:
-            if not marked:
+            if not has_live_worker:
                 error = await self._ensure_worker(user_id, answer, seconds_left)
                 if error is not None:
                     return error
             await asyncio.wait({answer}, timeout=min(pause, max(0.0, until - time.monotonic())))
-            pause = min(pause * 2, MARK_CHECK_PERIOD)
+            pause = min(pause * 2, MARK_CHECK_INTERVAL_S)
             if not answer.done():
                 checks += 1
                 # Only at checks 1, 2, 4, 8…: while the broker is away, orders wait in the queue on purpose.
                 ring = checks.bit_count() == 1
-                marked = await self._check_mark(user_id, queued.frame.request_id, ring=ring)
+                has_live_worker = await self._check_mark(user_id, queued.frame.request_id, ring=ring)
         return None
 
     async def _ensure_worker(
@@ -352,6 +353,6 @@ class AnswerWaiter:
         """
         try:
             await self.answers.read_pending(request_id)
-            return await (self.queue.ring_again if ring else self.queue.marked)(user_id)
+            return await (self.queue.ring_again if ring else self.queue.has_live_worker)(user_id)
         except RedisError:
             return True  # nothing is known, so nobody is called

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from api.http.errors import NoAnswer, ValkeyUnavailable
-from api.orders.placer import ANSWER_GRACE
+from api.orders.placer import ANSWER_GRACE_S
 from api.workers.answers import AnswerListener, AnswerWaiter
 from infra.database.engine import Database
 from infra.database.workers import sessions as worker_sessions
@@ -103,11 +103,13 @@ class WorkerRequests:
                 raise ValkeyUnavailable(
                     f"{explain_failure(lost)} It is not known whether the request was queued."
                 ) from None
-            error = await self.waiter.wait(user_id, queued, answer, deadline, marked=queued.marked)
+            error = await self.waiter.wait(
+                user_id, queued, answer, deadline, has_live_worker=queued.has_live_worker
+            )
             if not answer.done():
                 await self._take_back(request, queued, error or NoAnswer())
             if not answer.done():  # a worker has it: its answer may be a moment late
-                await asyncio.wait({answer}, timeout=ANSWER_GRACE)
+                await asyncio.wait({answer}, timeout=ANSWER_GRACE_S)
             if answer.done():
                 call, found = _CALLS[type(request)], answer.result()
                 count_answer(call, found)

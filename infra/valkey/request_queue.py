@@ -21,17 +21,17 @@ from worker_runtime.protocol.messages import Answer, OrderOutcome, OrderState, e
 from worker_runtime.protocol.requests import Frame, Request, parse_frame, sign_request
 
 #: Seconds by which the clocks of PostgreSQL and Valkey may differ.
-CLOCKS = 1.0
+MAX_CLOCK_SKEW_S = 1.0
 #: Milliseconds for which a request id is remembered after its deadline.
-SEEN_AFTER_DEADLINE = 3_600_000
+SEEN_AFTER_DEADLINE_MS = 3_600_000
 #: Reply of `enqueue.lua`: another order uses this client order id.
-ANOTHER = 2
+REPLY_CLIENT_ID_TAKEN = 2
 #: Reply of `enqueue.lua`: the order was refused, because memory is short.
-REFUSED = 3
+REPLY_MEMORY_SHORT = 3
 #: Milliseconds for which an order is known by its client order id: repeats come within a day.
-CLIENT_ID_KEPT = 86_400_000
+CLIENT_ID_TTL_MS = 86_400_000
 #: Codes of answers to requests that could not be decoded.
-_UNREAD = frozenset({MalformedMessage.code, UnsupportedSchema.code})
+_UNDECODED_CODES = frozenset({MalformedMessage.code, UnsupportedSchema.code})
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +40,10 @@ class QueuedRequest:
     #: False: the request was enqueued before.
     new: bool
     #: The user has a live worker.
-    marked: bool
+    has_live_worker: bool
 
 
-class EnqueuedBefore(Exception):
+class ClientOrderIdTaken(Exception):
     """Another order was enqueued under this client order id, and PostgreSQL knows nothing of it any more.
 
     What became of it the broker knows, by its `tag`.
@@ -86,7 +86,7 @@ class RequestQueue:
         """Queues a request once, with a deadline `ttl` seconds from now by Valkey's clock.
 
         The deadline is signed, so it is set here and not by the script; no clock of this host matters.
-        `order`: the order that the request places. Raises `EnqueuedBefore` and, for an order that was not
+        `order`: the order that the request places. Raises `ClientOrderIdTaken` and, for an order that was not
         queued before while memory is short, `MemoryShort`.
         """
         user = request.user_id
@@ -96,19 +96,19 @@ class RequestQueue:
         payload = encode(request)
         key_names = keys.enqueueing(user, request.request_id)
         mac = sign_request(self._secrets.request_keys(user), user, request.request_id, deadline_ms, payload)
-        args = [request.request_id, payload, deadline_ms, SEEN_AFTER_DEADLINE, mac]
+        args = [request.request_id, payload, deadline_ms, SEEN_AFTER_DEADLINE_MS, mac]
         if order is not None:
             key_names.append(keys.client_order(user, order.client_order_id))
-            args += [order.tag, CLIENT_ID_KEPT, REFUSED_ABOVE]
+            args += [order.tag, CLIENT_ID_TTL_MS, REFUSED_ABOVE]
         if link is not None:
             new, item, mark = await link.run(scripts.ENQUEUE, key_names, args)
         else:
             new, item, mark = await valkey.run_script(self._client, scripts.ENQUEUE, key_names, args)
-        if new == ANOTHER:
-            raise EnqueuedBefore(*text_of(item).split("|", 1))
-        if new == REFUSED:
+        if new == REPLY_CLIENT_ID_TAKEN:
+            raise ClientOrderIdTaken(*text_of(item).split("|", 1))
+        if new == REPLY_MEMORY_SHORT:
             raise MemoryShort(retry_after=MemoryShort.PAUSE)
-        return QueuedRequest(frame=parse_frame(item), new=bool(new), marked=bool(mark))
+        return QueuedRequest(frame=parse_frame(item), new=bool(new), has_live_worker=bool(mark))
 
     async def withdraw(self, user_id: str, frame: Frame, answer: Answer) -> bool:
         """Removes a request that is still queued and stores `answer` for it; False if it was not queued."""
@@ -121,7 +121,9 @@ class RequestQueue:
             )
         )
 
-    async def overdue(self, order: StoredOrder, answer: Answer) -> tuple[RequestFate, Answer | None]:
+    async def withdraw_or_resolve(
+        self, order: StoredOrder, answer: Answer
+    ) -> tuple[RequestFate, Answer | None]:
         """Returns the fate of an order that is overdue or cancelled, with its answer if there is one.
 
         An order that is still queued is withdrawn with `answer`; one that never was cannot be queued from now
@@ -139,26 +141,26 @@ class RequestQueue:
                 keys.journal(user_id, request_id),
                 keys.response(user_id, request_id),
             ],
-            [request_id, self._answers.sign(user_id, answer), keys.ANSWER_TTL, SEEN_AFTER_DEADLINE],
+            [request_id, self._answers.sign(user_id, answer), keys.ANSWER_TTL, SEEN_AFTER_DEADLINE_MS],
         )
-        found = self._answers.read(data, user_id, request_id, request_id, order.first_epoch)
-        return RequestFate(bytes(fate).decode()), found
+        stored = self._answers.read(data, user_id, request_id, request_id, order.first_epoch)
+        return RequestFate(bytes(fate).decode()), stored
 
     async def store_answer(self, user_id: str, answer: Answer) -> None:
         """Stores an answer in place of a worker's; an earlier answer stays."""
         key = keys.response(user_id, answer.request_id)
         await self._client.set(key, self._answers.sign(user_id, answer), ex=keys.ANSWER_TTL, nx=True)
 
-    async def may_be_stale(self, accepted_at: datetime) -> bool:
+    async def may_have_lost_order(self, accepted_at: datetime) -> bool:
         """Returns True if the server may hold older data than an order of this time.
 
         Then its queue and journal do not prove that no worker has had the order.
         """
-        return accepted_at.timestamp() < await valkey.server_known_since(self._client) + CLOCKS
+        return accepted_at.timestamp() < await valkey.server_known_since(self._client) + MAX_CLOCK_SKEW_S
 
     async def deadline_passed(self, user_id: str, request_id: str) -> bool:
         """Returns True if the request's deadline has passed by Valkey's clock: no worker will begin it."""
-        return int(await self._client.pttl(keys.seen(user_id, request_id))) <= SEEN_AFTER_DEADLINE
+        return int(await self._client.pttl(keys.seen(user_id, request_id))) <= SEEN_AFTER_DEADLINE_MS
 
     async def generation(self) -> str:
         return await valkey.ensure_generation(self._client, uuid4().hex)
@@ -168,11 +170,14 @@ class RequestQueue:
         data = await valkey.read_answer(self._client, user_id, request_id)
         return self._answers.read(data, user_id, request_id, order_id, first_epoch)
 
-    async def marked(self, user_id: str) -> bool:
+    async def has_live_worker(self, user_id: str) -> bool:
         return bool(await self._client.exists(keys.mark(user_id)))
 
     async def ring_again(self, user_id: str) -> bool:
-        """Like `marked`, and rings if requests wait: a frozen worker may have taken the last ring."""
+        """Like `has_live_worker`, and rings if requests wait.
+
+        A worker that was frozen may have missed the last ring.
+        """
         names = [
             keys.requests(user_id),
             keys.doorbell(user_id),
@@ -188,6 +193,6 @@ def outcome_of(answer: Answer, order_id: str) -> tuple[OrderOutcome, str | None]
     if answer.outcome is not None:
         return answer.outcome, code
     # A worker that could not decode the request has sent nothing; any other failure may have come after.
-    state = OrderState.REJECTED if code in _UNREAD else OrderState.UNKNOWN
+    state = OrderState.REJECTED if code in _UNDECODED_CODES else OrderState.UNKNOWN
     detail = answer.failure.detail if answer.failure else "the worker gave no outcome"
     return OrderOutcome(order_id=order_id, state=state, reason=detail), code or BerthError.code

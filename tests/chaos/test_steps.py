@@ -250,7 +250,7 @@ class Play:
             price=None,
             time_in_force="IOC",
             generation=generation.decode(),
-            lasts=90.0 if step.way is Way.LEFT else 0.01,
+            lifetime_s=90.0 if step.way is Way.LEFT else 0.01,
             trading_day=now.astimezone(TAIPEI).date(),
         )
 

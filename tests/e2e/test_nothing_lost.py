@@ -94,7 +94,7 @@ def test_an_order_whose_api_died_before_it_was_queued_is_placed_once(house: Hous
         price=None,
         time_in_force="IOC",
         generation=generation.decode(),
-        lasts=60.0,
+        lifetime_s=60.0,
         trading_day=now.astimezone(TAIPEI).date(),
     )
 

@@ -80,9 +80,15 @@ def check_price(request: PlaceOrder | ReplaceOrder, broker: Broker) -> None:
         return
     if request.price is None:
         if most_price is not None and reference > most_price:
-            raise NotionalLimit(f"at the reference price {reference} it is above the account's limit")
+            raise NotionalLimit(
+                f"At the reference price {reference}, the order is above the account's"
+                f" limit. Reduce its quantity."
+            )
     elif request.price_band is not None and abs(request.price - reference) > reference * request.price_band:
-        raise PriceBand(f"{request.price} is over {request.price_band:.1%} off the reference {reference}")
+        raise PriceBand(
+            f"Price {request.price} is more than {request.price_band:.1%} away from the"
+            f" reference price {reference}."
+        )
 
 
 def pass_switch(
@@ -105,11 +111,14 @@ def pass_switch(
                 " new id."
             )
         if isinstance(request, PlaceOrder) and not send_buffer.journaled:
-            raise OutcomeUnknown("a submission of the order was begun before")
+            raise OutcomeUnknown(
+                "A worker had already begun to submit this order. Berth asks the broker for its state."
+            )
         if send_buffer.switch_is_stale:
             if time.monotonic() >= until:
                 raise WorkerUnavailable(
-                    "this server of Valkey does not know who may trade yet; the submission was not made"
+                    "The order was not submitted, because Valkey has restarted and does not yet know"
+                    " whether trading is allowed. Try again with a new id."
                 )
             broker_calls.pause(item)
             continue

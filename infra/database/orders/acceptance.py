@@ -18,7 +18,7 @@ from infra.database.engine import (
 )
 from infra.database.models import Order, OrderEventRow
 from infra.database.orders.checks import UNSETTLED_ORDERS, CheckedTerms, find_refusal
-from infra.database.trading.models import OrderTwin
+from infra.database.trading.models import OrderDuplicate
 from infra.database.workers.sessions import FIRST_EPOCH
 from worker_runtime.protocol.errors import BerthError, DuplicateOrder, SymbolBlocked
 from worker_runtime.protocol.messages import PlaceOrder, PriceType, Side, TimeInForce
@@ -37,7 +37,7 @@ class NewOrder(CheckedTerms):
     side: str
     generation: str
     #: Seconds until it must not be sent any more, from its acceptance by PostgreSQL's clock.
-    lasts: float
+    lifetime_s: float
     actor: str = "api"
     #: The request that this order is a part of, if there was one: a reversal, a webhook, a closed position.
     origin: str = ""
@@ -51,20 +51,20 @@ class NewOrder(CheckedTerms):
 class OrderBounds(NamedTuple):
     """Holds the limits that SQL and the worker enforce later, kept with the order."""
 
-    #: Duplicate window in seconds; 0: no check; negative: accept this order, refuse later duplicates. An
+    #: Seconds; 0: no check; negative: accept this order, refuse later duplicates. An
     #: order that ended unfilled has no duplicates.
-    window: float = 0.0
+    duplicate_window_s: float = 0.0
     #: For the worker (see `PlaceOrder`).
     price_band: Decimal | None = None
     most_price: Decimal | None = None
 
     @property
-    def of_prices(self) -> dict[str, Decimal]:
-        kept = self._asdict().items()
-        return {name: bound for name, bound in kept if name != "window" and bound is not None}
+    def price_fields(self) -> dict[str, Decimal]:
+        bounds = self._asdict().items()
+        return {name: bound for name, bound in bounds if name != "duplicate_window_s" and bound is not None}
 
 
-UNBOUND = OrderBounds()
+NO_BOUNDS = OrderBounds()
 #: An order as PostgreSQL has it, with the columns of `Order`.
 StoredOrder = Order | SingleRow
 
@@ -73,7 +73,7 @@ StoredOrder = Order | SingleRow
 class AcceptedOrder:
     order: StoredOrder
     #: Seconds until its deadline.
-    left: float
+    seconds_left: float
     #: False: the client order id was used before, and `order` is that first order.
     new: bool
     same_request: bool
@@ -88,7 +88,7 @@ _TAG = " || ".join(
 )
 #: Lower bound of today's tag number, so a restored database reuses none: nine for each second of the day (an
 #: account with more than nine orders a second may reuse some).
-_BY_CLOCK = (
+_MIN_TAG_BY_CLOCK = (
     "cast(least(greatest(9 * extract(epoch from clock_timestamp() at time zone 'Asia/Taipei'"
     " - :trading_day), 1), 777600) as bigint)"
 )
@@ -98,7 +98,7 @@ _BY_CLOCK = (
 #: several days at once (TAIFEX's evening session ends at 05:00, and Friday's belongs to Monday).
 #: Ids grow with time, so an order, its events and its audit entry come to the ends of their indexes. Random
 #: ones, each on pages of its own, wrote twice the log after 3 million orders.
-_ACCEPT = text(f"""
+_INSERT_ORDER = text(f"""
 with unsettled as ({UNSETTLED_ORDERS}), blocked as (
   select 1 from unsettled
   union all
@@ -114,18 +114,19 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
                    'self\\:' || :user_id || '\\:' || :account_id)
 ), counter as (
   insert into order_tags (user_id, account_id, trading_day, last, used)
-  select user_id, account_id, :trading_day, {_BY_CLOCK}, 1 from broker_accounts
+  select user_id, account_id, :trading_day, {_MIN_TAG_BY_CLOCK}, 1 from broker_accounts
    where user_id = :user_id and account_id = :account_id and not login_rejected
      and not exists (select from blocked)
   on conflict (user_id, account_id, trading_day) do update
      set last = greatest(order_tags.last + 1, excluded.last), used = order_tags.used + 1
   returning last
-), twin as (
+), duplicate as (
   insert into order_twins (user_id, fingerprint, client_order_id, at)
-  select :user_id, :fingerprint, :client_order_id, clock_timestamp() from counter where :window <> 0
+  select :user_id, :fingerprint, :client_order_id, clock_timestamp() from counter
+   where :duplicate_window_s <> 0
   on conflict (user_id, fingerprint) do update
      set client_order_id = excluded.client_order_id, at = excluded.at
-   where order_twins.at < excluded.at - :window * interval '1 second'
+   where order_twins.at < excluded.at - :duplicate_window_s * interval '1 second'
       or order_twins.client_order_id = excluded.client_order_id
       or exists (select from orders as ended
                   where ended.user_id = :user_id and ended.client_order_id = order_twins.client_order_id
@@ -134,7 +135,7 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
 ), number as (
   select cast((cast(:trading_day as date) - date '2026-01-01') % 1296 as bigint) * 1679616
          + last % 1679616 as tag
-    from counter where :window = 0 or exists (select from twin)
+    from counter where :duplicate_window_s = 0 or exists (select from duplicate)
 ), placed as (
   insert into orders (id, user_id, account_id, client_order_id, fingerprint, symbol, side, quantity,
                       price_type, price, time_in_force, lot, condition, open_close,
@@ -143,7 +144,7 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
          :price_type, :price, :time_in_force, :lot, :condition, :open_close,
          {_TAG},
          :trading_day, 'accepted', :generation, {FIRST_EPOCH},
-         clock_timestamp() + :lasts * interval '1 second', :reduce_only, :origin
+         clock_timestamp() + :lifetime_s * interval '1 second', :reduce_only, :origin
   from number
   on conflict on constraint orders_client_order_id do nothing
   returning *
@@ -162,25 +163,27 @@ with unsettled as ({UNSETTLED_ORDERS}), blocked as (
 select {_COLUMNS} from placed
 """)  # noqa: S608 - a constant of ours
 # asyncpg wants a type for each parameter; they are those of the columns.
-_ACCEPT_TYPED = _ACCEPT.bindparams(
+_INSERT_ORDER_TYPED = _INSERT_ORDER.bindparams(
     bindparam("actor", type_=String),
-    bindparam("lasts", type_=Float),
-    bindparam("window", type_=Float),
+    bindparam("lifetime_s", type_=Float),
+    bindparam("duplicate_window_s", type_=Float),
     bindparam("trace", type_=String),
     bindparam("bounds", type_=String),
     bindparam("unknown_blocks", type_=String),
     *(
         bindparam(column.name, type_=column.type)
         for column in Order.__table__.columns
-        if column.name in _ACCEPT.compile().params
+        if column.name in _INSERT_ORDER.compile().params
     ),
 ).columns(*Order.__table__.columns)
 
 
-_ACCEPT_ALONE = SingleStatement(_ACCEPT_TYPED)
+_INSERT_ORDER_ALONE = SingleStatement(_INSERT_ORDER_TYPED)
 
 
-async def accept_order(session: AsyncSession, new: NewOrder, bounds: OrderBounds = UNBOUND) -> AcceptedOrder:
+async def accept_order(
+    session: AsyncSession, new: NewOrder, bounds: OrderBounds = NO_BOUNDS
+) -> AcceptedOrder:
     """Writes an order before it is sent anywhere; a repeated client order id returns the first order.
 
     Raises `UnknownAccount` if the user has no such account; `LoginRejected` if the broker has rejected its
@@ -188,14 +191,14 @@ async def accept_order(session: AsyncSession, new: NewOrder, bounds: OrderBounds
     right before the broker); `SymbolBlocked` while an order of unknown outcome blocks it; `AccountBlocked`
     while the account differs from the broker's books; `DuplicateOrder`. A repeat is never blocked.
     """
-    row = (await session.execute(_ACCEPT_TYPED, _values_of(new, bounds))).one_or_none()
+    row = (await session.execute(_INSERT_ORDER_TYPED, _values_of(new, bounds))).one_or_none()
     if row is None:
-        return await _repeat_or_refusal(session, new, bounds.window)
-    return AcceptedOrder(Order(**row._asdict()), new.lasts, new=True, same_request=True)
+        return await _repeat_or_refusal(session, new, bounds.duplicate_window_s)
+    return AcceptedOrder(Order(**row._asdict()), new.lifetime_s, new=True, same_request=True)
 
 
 async def accept_order_alone(
-    database: Database, new: NewOrder, bounds: OrderBounds = UNBOUND
+    database: Database, new: NewOrder, bounds: OrderBounds = NO_BOUNDS
 ) -> AcceptedOrder:
     """`accept_order` as one statement without a session.
 
@@ -220,24 +223,29 @@ async def accept_order_alone(
 async def _accept_alone(
     database: Database, new: NewOrder, bounds: OrderBounds, values: dict[str, Any]
 ) -> AcceptedOrder:
-    row = await database.row(_ACCEPT_ALONE, values)
+    row = await database.row(_INSERT_ORDER_ALONE, values)
     if row is not None:
-        return AcceptedOrder(row, new.lasts, new=True, same_request=True)
+        return AcceptedOrder(row, new.lifetime_s, new=True, same_request=True)
     async with database.session(autocommit=True) as session:
-        return await _repeat_or_refusal(session, new, bounds.window)
+        return await _repeat_or_refusal(session, new, bounds.duplicate_window_s)
 
 
 async def kept_bounds(session: AsyncSession, order_id: uuid.UUID) -> OrderBounds:
     """The bounds with which an order was accepted, for those who send it later."""
     first = await session.get_one(OrderEventRow, f"{order_id}:accepted")
-    band, most = (first.data.get(name) for name in ("price_band", "most_price"))
-    return OrderBounds(0.0, band and Decimal(band), most and Decimal(most))
+    band, max_price = (first.data.get(name) for name in ("price_band", "most_price"))
+    return OrderBounds(0.0, band and Decimal(band), max_price and Decimal(max_price))
 
 
 def _values_of(new: NewOrder, bounds: OrderBounds) -> dict[str, Any]:
     values = {name: getattr(new, name) for name in new.__dataclass_fields__}
-    words = msgspec.json.encode(bounds.of_prices).decode()
-    return {"id": _next_id(), "window": bounds.window, "bounds": words, **values}
+    price_bounds = msgspec.json.encode(bounds.price_fields).decode()
+    return {
+        "id": _next_id(),
+        "duplicate_window_s": bounds.duplicate_window_s,
+        "bounds": price_bounds,
+        **values,
+    }
 
 
 def _next_id() -> uuid.UUID:
@@ -246,51 +254,59 @@ def _next_id() -> uuid.UUID:
     return uuid.UUID(int=milliseconds << 80 | 7 << 76 | uuid.uuid4().int % (1 << 76))
 
 
-async def _repeat_or_refusal(session: AsyncSession, new: NewOrder, window: float) -> AcceptedOrder:
-    of_this = OrderTwin.user_id == new.user_id, OrderTwin.fingerprint == new.fingerprint
-    left = func.extract("epoch", Order.deadline_at - func.clock_timestamp())
-    found = await session.execute(
-        select(Order, left).where(Order.user_id == new.user_id, Order.client_order_id == new.client_order_id)
+async def _repeat_or_refusal(
+    session: AsyncSession, new: NewOrder, duplicate_window_s: float
+) -> AcceptedOrder:
+    same_order = OrderDuplicate.user_id == new.user_id, OrderDuplicate.fingerprint == new.fingerprint
+    seconds_left = func.extract("epoch", Order.deadline_at - func.clock_timestamp())
+    rows = await session.execute(
+        select(Order, seconds_left).where(
+            Order.user_id == new.user_id, Order.client_order_id == new.client_order_id
+        )
     )
-    if (row := found.one_or_none()) is None:
+    if (row := rows.one_or_none()) is None:
         refusal = await find_refusal(session, new, new.unknown_blocks)
-        twin = select(OrderTwin.client_order_id).where(*of_this)
-        if window > 0 and refusal is None and (other := await session.scalar(twin)) is not None:
+        duplicate = select(OrderDuplicate.client_order_id).where(*same_order)
+        if (
+            duplicate_window_s > 0
+            and refusal is None
+            and (other := await session.scalar(duplicate)) is not None
+        ):
             raise DuplicateOrder(
-                f"Order {other} is identical and less than {window:g} s old. Set `allow_duplicate` to place"
-                " this one too."
+                f"Order {other} is identical and less than {duplicate_window_s:g} s old. Set"
+                " `allow_duplicate` to place this one too."
             )
         # None: what blocked the order was settled since.
         raise refusal or SymbolBlocked("What blocked this order is settled now. Place the order again.")
     first: Order = row[0]
     same_request = first.fingerprint == new.fingerprint
-    if not same_request:  # this order is refused, and is no twin of a later one
-        own = OrderTwin.client_order_id == new.client_order_id
-        await session.execute(delete(OrderTwin).where(own, *of_this))
+    if not same_request:  # this order is refused, and has no later duplicates
+        own = OrderDuplicate.client_order_id == new.client_order_id
+        await session.execute(delete(OrderDuplicate).where(own, *same_order))
     return AcceptedOrder(first, float(row[1]), new=False, same_request=same_request)
 
 
 #: Lot, condition and type of an order that a worker of release 0.1.0 understands.
-_USUAL = (OrderLot.COMMON, OrderCondition.CASH, OpenClose.AUTO)
+_USUAL_TERMS = (OrderLot.COMMON, OrderCondition.CASH, OpenClose.AUTO)
 
 
 def place_request(
     order: StoredOrder,
     reply_to: str,
     unknown_blocks: str = "symbol",
-    lasts: float | None = None,
+    lifetime_s: float | None = None,
     trace: str = "",
 ) -> PlaceOrder:
     """Makes the request of an order's row. `reply_to` is the channel of the waiting process, or ''.
 
-    `lasts`: seconds from acceptance to the deadline; None takes them from the row.
+    `lifetime_s`: seconds from acceptance to the deadline; None takes them from the row.
     """
-    if lasts is None:
-        lasts = (order.deadline_at - order.created_at).total_seconds()
+    if lifetime_s is None:
+        lifetime_s = (order.deadline_at - order.created_at).total_seconds()
     order_id = str(order.id)
-    usual = (order.lot, order.condition, order.open_close) == _USUAL
+    has_usual_terms = (order.lot, order.condition, order.open_close) == _USUAL_TERMS
     return PlaceOrder(
-        v=1 if usual else 2,
+        v=1 if has_usual_terms else 2,
         request_id=order_id,
         order_id=order_id,
         user_id=order.user_id,
@@ -310,5 +326,5 @@ def place_request(
         generation=order.generation,
         reduce_only=order.reduce_only,
         unknown_blocks=unknown_blocks,
-        lifetime_ms=max(1, round(lasts * 1000)),
+        lifetime_ms=max(1, round(lifetime_s * 1000)),
     )

@@ -65,7 +65,7 @@ class QuantityChangeConfirmation(Base):
     at: Mapped[datetime] = mapped_column(server_default=func.clock_timestamp())
 
 
-class OrderTwin(Base):
+class OrderDuplicate(Base):
     """The last order that asked for the same: what two equal orders at once meet in. Of no use after a crash,
     so it is not logged."""
 

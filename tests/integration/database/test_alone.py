@@ -81,13 +81,13 @@ async def test_an_order_is_the_same_as_one_that_is_accepted_in_a_session(databas
 
 
 async def test_a_limit_price_and_a_deadline_are_written_exactly(database: Database) -> None:
-    wanted = replace(new_order("one"), price_type="LMT", price=Decimal("580.25"), lasts=7.25)
+    wanted = replace(new_order("one"), price_type="LMT", price=Decimal("580.25"), lifetime_s=7.25)
     order = (await acceptance.accept_order_alone(database, wanted)).order
     lasts = (order.deadline_at - order.created_at).total_seconds()
     assert (order.price, lasts) == (Decimal("580.25"), pytest.approx(7.25, abs=0.01))
     again = await acceptance.accept_order_alone(database, wanted)
     assert (again.new, again.order.deadline_at) == (False, order.deadline_at)
-    assert 0 < again.left < 7.25
+    assert 0 < again.seconds_left < 7.25
 
 
 async def test_twenty_simultaneous_repeats_make_one_order(database: Database) -> None:

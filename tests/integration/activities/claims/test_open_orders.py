@@ -34,7 +34,7 @@ async def accept(yard: Yard, user: str, number: int, state: OrderState) -> str:
         price=None,
         time_in_force="IOC",
         generation="g",
-        lasts=30.0,
+        lifetime_s=30.0,
         trading_day=datetime.now(UTC).date() + timedelta(days=1),
     )
     async with yard.database.session() as session:

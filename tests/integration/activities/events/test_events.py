@@ -201,7 +201,7 @@ async def new_order(yard: Yard, user: str = "") -> str:
                 price=None,
                 time_in_force="IOC",
                 generation="g",
-                lasts=30.0,
+                lifetime_s=30.0,
                 trading_day=now.date(),
             ),
         )

@@ -197,7 +197,7 @@ async def test_what_an_order_a_job_and_a_claim_read_has_bounds(yard: Yard) -> No
     overdue = [keys.seen(name, "r"), keys.requests(name), keys.processing(name), keys.journal(name, "r")]
     tracemalloc.start()
     try:
-        assert (await queue.enqueue(QueryAccount(request_id="new", **fields), 9)).marked
+        assert (await queue.enqueue(QueryAccount(request_id="new", **fields), 9)).has_live_worker
         assert not (await queue.enqueue(QueryAccount(request_id="seen", **fields), 9)).new
         assert await queue.answer(name, "r", "", 1) is None
         names = [*overdue, keys.response(name, "r")]

@@ -24,7 +24,7 @@ from infra.database import accounts, users
 from infra.database.engine import Database
 from infra.database.models import Order
 from infra.database.orders import acceptance, recording
-from infra.database.orders.acceptance import UNBOUND, OrderBounds
+from infra.database.orders.acceptance import NO_BOUNDS, OrderBounds
 from infra.market.calendar import TAIPEI
 from infra.settings import Settings
 from infra.temporal.starter import WorkerStarter
@@ -84,7 +84,7 @@ class SweeperStage:
         left: float = 30.0,
         due: bool = True,
         generation: str = GENERATION,
-        bounds: OrderBounds = UNBOUND,
+        bounds: OrderBounds = NO_BOUNDS,
         **columns: Any,
     ) -> uuid.UUID:
         """An order with `left` seconds until its deadline; `due`: the sweeper has to look at it now."""
@@ -100,7 +100,7 @@ class SweeperStage:
             price=None,
             time_in_force="IOC",
             generation=generation,
-            lasts=left,
+            lifetime_s=left,
             trading_day=datetime.now(TAIPEI).date(),
             unknown_blocks="off",
         )

@@ -63,7 +63,7 @@ async def _accepted(yard: Yard, user: str, account: str) -> StoredOrder:
         price=None,
         time_in_force="IOC",
         generation="g",
-        lasts=0.0,
+        lifetime_s=0.0,
         trading_day=date(2026, 11, 23),
     )
     async with yard.database.session() as session:

@@ -67,7 +67,7 @@ async def stage(
 
 async def test_an_order_that_was_never_queued_is_queued_once_by_two_sweepers(stage: SweeperStage) -> None:
     order_id, began = await stage.order(), datetime.now(UTC)
-    await asyncio.gather(stage.sweeper().round(), stage.sweeper().round())
+    await asyncio.gather(stage.sweeper().sweep_once(), stage.sweeper().sweep_once())
     await stage.order(due=False)  # not due: left alone
     [item] = await stage.queued()
     request: PlaceOrder = decode(parse_frame(item).payload, PlaceOrder)
@@ -81,7 +81,7 @@ async def test_an_order_that_was_never_queued_is_queued_once_by_two_sweepers(sta
 async def test_an_order_that_was_never_queued_keeps_the_bounds_of_its_price(stage: SweeperStage) -> None:
     bounds = OrderBounds(0.0, Decimal("0.1"), Decimal("12.5"))
     await stage.order(bounds=bounds)
-    await stage.sweeper().round()
+    await stage.sweeper().sweep_once()
     [item] = await stage.queued()
     request: PlaceOrder = decode(parse_frame(item).payload, PlaceOrder)
     assert (request.price_band, request.most_price) == bounds[1:]
@@ -92,7 +92,7 @@ async def test_an_order_that_was_queued_is_not_queued_again(stage: SweeperStage)
     request = place_request(await stage.row(order_id), "channel")
     await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
     await reply_of(stage.client.rpop(keys.requests(stage.user_id)))
-    await stage.sweeper().round()
+    await stage.sweeper().sweep_once()
     assert await stage.queued() == []
 
 
@@ -104,7 +104,7 @@ async def test_an_overdue_order_that_no_worker_took_has_expired_and_stays_so(
     request = place_request(await stage.row(order_id), "channel")
     if queued:
         await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
-    await stage.sweeper().round()
+    await stage.sweeper().sweep_once()
     found = await stage.row(order_id)
     assert (found.state, found.reason_code, found.verify_at) == ("expired", "DEADLINE_EXCEEDED", None)
     answer = await RequestQueue(stage.client, SECRETS).answer(stage.user_id, str(order_id), str(order_id), 0)
@@ -128,7 +128,7 @@ async def test_an_overdue_order_of_a_queue_that_may_be_an_older_copy_is_unknown_
         "at_ms": (await stage.client.time())[0] * 1000,
     }
     await reply_of(stage.client.hset(keys.SERVER_SINCE, mapping=note))
-    await stage.sweeper().round()
+    await stage.sweeper().sweep_once()
     assert (await stage.row(order_id)).state == "unknown"
     assert await stage.followed(order_id)
     await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
@@ -137,7 +137,7 @@ async def test_an_overdue_order_of_a_queue_that_may_be_an_older_copy_is_unknown_
 
 async def test_an_overdue_order_is_left_to_its_api_for_a_moment(stage: SweeperStage) -> None:
     order_id = await stage.order(left=-5.0)
-    assert await stage.sweeper(grace=60.0).round() == 1
+    assert await stage.sweeper(grace=60.0).sweep_once() == 1
     assert (await stage.row(order_id)).state == "accepted"
 
 
@@ -146,7 +146,7 @@ async def test_an_answer_that_nobody_read_is_written(stage: SweeperStage) -> Non
     outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=2)
     answer = worker_answer(stage.user_id, Answer(request_id=str(order_id), outcome=outcome))
     await stage.client.set(keys.response(stage.user_id, str(order_id)), answer)
-    await stage.sweeper().round()
+    await stage.sweeper().sweep_once()
     found = await stage.row(order_id)
     assert (found.state, found.filled_quantity, found.verify_at) == ("filled", 2, None)
 
@@ -156,7 +156,7 @@ async def test_an_order_that_a_worker_could_not_read_is_rejected(stage: SweeperS
     failure = Failure(code="MALFORMED_MESSAGE", detail="not JSON")
     answer = worker_answer(stage.user_id, Answer(request_id=str(order_id), failure=failure))
     await stage.client.set(keys.response(stage.user_id, str(order_id)), answer)
-    await stage.sweeper().round()
+    await stage.sweeper().sweep_once()
     found = await stage.row(order_id)
     assert (found.state, found.reason_code) == ("rejected", "MALFORMED_MESSAGE")
 
@@ -166,7 +166,7 @@ async def test_an_overdue_order_that_a_worker_was_about_to_submit_is_unknown_and
 ) -> None:
     order_id = await stage.order(left=-5.0)
     await stage.client.set(keys.journal(stage.user_id, str(order_id)), "1")
-    await stage.sweeper().round()
+    await stage.sweeper().sweep_once()
     assert (await stage.row(order_id)).state == "unknown"
     assert await stage.followed(order_id)
 
@@ -176,7 +176,7 @@ async def test_an_order_of_another_generation_is_unknown_and_never_queued_again(
     stage: SweeperStage, left: float
 ) -> None:
     order_id = await stage.order(left=left, generation="before the flush")
-    await stage.sweeper().round()
+    await stage.sweeper().sweep_once()
     assert (await stage.row(order_id)).state == "unknown"
     assert await stage.followed(order_id)
     assert await stage.queued() == []
@@ -187,7 +187,7 @@ async def test_an_order_in_a_dead_workers_hand_is_followed(stage: SweeperStage) 
     await RequestQueue(stage.client, SECRETS).enqueue(place_request(await stage.row(order_id), ""), 30.0)
     user = stage.user_id
     await reply_of(stage.client.lmove(keys.requests(user), keys.processing(user), "RIGHT", "LEFT"))
-    await stage.sweeper().round()
+    await stage.sweeper().sweep_once()
     assert (await stage.row(order_id)).state == "accepted"
     assert await stage.followed(order_id)
 
@@ -197,7 +197,7 @@ async def test_an_order_that_went_on_its_way_is_followed_and_looked_at_again_lat
     stage: SweeperStage, state: str
 ) -> None:
     order_id = await stage.order(state=state)
-    await stage.sweeper().round()
+    await stage.sweeper().sweep_once()
     assert await stage.followed(order_id)
     found = await stage.row(order_id)
     assert found.verify_at is not None
@@ -205,10 +205,10 @@ async def test_an_order_that_went_on_its_way_is_followed_and_looked_at_again_lat
     # A person wants to know: at once, though the workflow runs.
     async with stage.database.session() as session:
         await attention.recheck_order(session, order_id, actor="key:7")
-    assert await stage.sweeper().round() == 1
+    assert await stage.sweeper().sweep_once() == 1
     assert await stage.rechecks(order_id) == 1
     await set_due(stage, order_id)  # nobody asked: its time has come
-    assert await stage.sweeper().round() == 1
+    assert await stage.sweeper().sweep_once() == 1
     assert await stage.rechecks(order_id) == 1
 
 
@@ -221,9 +221,9 @@ async def set_due(stage: SweeperStage, order_id: uuid.UUID) -> None:
 async def test_while_valkey_is_away_nothing_is_concluded(stage: SweeperStage) -> None:
     order_id = await stage.order(left=-5.0)
     brief = stage.settings.model_copy(update={"sweep_lease": 0.1})
-    await SweeperStage(Redis(port=1), stage.database, stage.temporal, brief).sweeper().round()
+    await SweeperStage(Redis(port=1), stage.database, stage.temporal, brief).sweeper().sweep_once()
     assert (await stage.row(order_id)).state == "accepted"
-    while await stage.sweeper().round() == 0:  # noqa: ASYNC110 - until the lease has ended
+    while await stage.sweeper().sweep_once() == 0:  # noqa: ASYNC110 - until the lease has ended
         await asyncio.sleep(0.02)
     assert (await stage.row(order_id)).state == "expired"
 
@@ -268,7 +268,7 @@ async def test_an_order_that_a_worker_left_in_its_queue_when_it_ended_has_anothe
     request = place_request(await stage.row(order_id), "channel")
     await RequestQueue(stage.client, SECRETS).enqueue(request, 30.0)
     await stage.client.delete(keys.mark(stage.user_id))
-    await stage.sweeper().round()
+    await stage.sweeper().sweep_once()
     while not await stage.running(user_worker_id(stage.user_id)):  # noqa: ASYNC110
         await asyncio.sleep(0.02)
     assert len(await stage.queued()) == 1  # for the next worker, or for the sweeper once it is overdue

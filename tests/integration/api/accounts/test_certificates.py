@@ -88,7 +88,7 @@ async def test_once_it_has_expired_an_order_is_refused_at_once_until_a_new_one_i
     assert "store it with the credentials" in answer.json()["detail"]
     assert time.monotonic() - began < 5.0
     await store(user, api, make_certificate(20))
-    api.services.placer.checks._known.clear()  # an account is remembered for some seconds
+    api.services.placer.checks._usage_cache.clear()  # an account is remembered for some seconds
     again = await user.post(f"/users/{api.user}/orders?wait=0", json=an_order(2, account_id="live"))
     assert again.json().get("code") != errors.CertificateExpired.code
 

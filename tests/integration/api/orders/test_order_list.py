@@ -40,7 +40,7 @@ async def write(api: ServedApi, count: int = 1, *, first: int = 0, **changes: An
                 price=None,
                 time_in_force="ROD",
                 generation="g",
-                lasts=0.0,
+                lifetime_s=0.0,
                 trading_day=_BEGIN.date(),
             )
             order = (await acceptance.accept_order(session, new)).order

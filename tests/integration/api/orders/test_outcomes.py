@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from sqlalchemy import select
 
-from api.orders.outcomes import PERIOD, NotedOutcome, OutcomeWriter
+from api.orders.outcomes import WRITE_INTERVAL_S, NotedOutcome, OutcomeWriter
 from infra.database import dead_letters
 from infra.database.engine import Database
 from infra.database.orders import acceptance, recording
@@ -33,7 +33,7 @@ async def accepted(api: ServedApi) -> UUID:
         price=None,
         time_in_force="IOC",
         generation="g",
-        lasts=30.0,
+        lifetime_s=30.0,
         trading_day=now.date(),
     )
     return (await acceptance.accept_order_alone(api.services.database, new)).order.id
@@ -54,13 +54,13 @@ async def test_an_outcome_is_written_after_a_period_and_not_before(api: ServedAp
     outcome_writer = OutcomeWriter(database)
     order_id = await accepted(api)
     outcome_writer.start()
-    await asyncio.sleep(PERIOD - 0.1)  # the first round comes at once
+    await asyncio.sleep(WRITE_INTERVAL_S - 0.1)  # the first round comes at once
     noted = time.monotonic()
     outcome_writer.write_later(filled(order_id))
     while await state(database, order_id) == "accepted":
         assert time.monotonic() < noted + 30
         await asyncio.sleep(0.02)
-    assert time.monotonic() - noted >= PERIOD
+    assert time.monotonic() - noted >= WRITE_INTERVAL_S
     assert await state(database, order_id) == "filled"
     await outcome_writer.close()
 
