@@ -24,6 +24,7 @@ from api.http.limits import RequestLimits
 from api.http.notifications import NotificationListener
 from api.http.rights import ENDING, Role, is_counted, known_scopes
 from api.http.streams import EventFeed, EventStreams, KeyRevocations
+from api.jobs.own import ApplicationJobs
 from api.jobs.service import JobService
 from api.orders.changes import OrderChangeService
 from api.orders.checks import PreTradeChecks
@@ -43,6 +44,7 @@ from api.workers.requests import WorkerRequests
 from api.workers.service import WorkerControl, connect_temporal
 from infra import metrics, tasks
 from infra.alerts.errors import send_errors
+from infra.berth_jobs.options import JobDefaults
 from infra.database import api_keys, audit, quotas, users
 from infra.database.engine import Database, Turns
 from infra.database.migrate import SchemaCheck
@@ -51,8 +53,10 @@ from infra.database.orders import feed as order_changes
 from infra.database.workers import timeline
 from infra.doctor.servers import API_KEYS, BROKER, POSTGRESQL, VALKEY, log_problems
 from infra.jobs import metrics as job_metrics
+from infra.jobs.applications import ApplicationDirectory
 from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
+from infra.jobs.registry import TypeRegistry
 from infra.market.calendar import load_calendar
 from infra.networks import parse_network
 from infra.settings import Settings
@@ -63,6 +67,7 @@ from infra.valkey import client as valkey
 from infra.valkey.request_queue import RequestQueue
 from infra.valkey.switch_fanout import SwitchSigner
 from infra.vault.api_tokens import ApiTokens
+from infra.vault.certificates import CertificateFileReader
 from infra.vault.key_pairs import KeyWrapper
 from infra.vault.master_key import master_wrapper
 from infra.vault.message_secret import MessageSecretFile
@@ -127,10 +132,14 @@ class Services:
         self.outcome_writer = OutcomeWriter(self.database)
         queue = RequestQueue(self.valkey, self.message_secrets, lambda: self.answers.link)
         self.jobs = JobService(self.database, queue, self.kept_jobs, self.starter, settings.jobs_waiting)
+        applications = ApplicationDirectory(self.database, self.message_secrets)
+        self.job_types = TypeRegistry(self.database, self.valkey, self.message_secrets, applications)
+        self.own_jobs = ApplicationJobs(self.job_types, self.kept_jobs, self.valkey, JobDefaults())
         waiter = AnswerWaiter(queue, self.answers, self.starter)
         self.pending_orders = PendingOrders(queue, self.answers, waiter, self.outcome_writer, traces)
         self.worker_requests = WorkerRequests(self.database, queue, self.answers, waiter, traces)
         self.reader = OrderReader(self.database, self.answers)
+        self.certificates = CertificateFileReader()
         checks = PreTradeChecks(settings, self.database)
         self.placer = OrderPlacer(
             self.database,
@@ -229,6 +238,8 @@ class Services:
         if "valkey" in up:
             await metrics.write_valkey_memory(page, self.valkey)
             await job_metrics.write_job_metrics(page, self.valkey)
+        if up >= {"postgresql", "valkey"}:
+            await job_metrics.write_application_metrics(page, self.valkey, self.job_types)
         if "temporal" in up:
             for state, count in (await self.fleet.count_by_state()).items():
                 page.add("berth_users", count, state)

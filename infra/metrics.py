@@ -103,6 +103,9 @@ FAMILIES = {
     ),
     "berth_switches_closed": _gauge("Trading switches that halt or reduce.", "scope", "state"),
     "berth_differences_open": _gauge("Accounts whose books differ from the broker's.", "blocks"),
+    "berth_certificates_expiring": _gauge(
+        "Certificates of live accounts that expire within so many days; 0: that have expired.", "days"
+    ),
     "berth_person_matches_open": _gauge("Pairs of users who log in as one person, not decided yet."),
     "berth_dead_letters": _gauge(
         "What failed for good: `workflow`, `order` (it waits for a person), `job`, `alert`; of messages "
@@ -132,6 +135,10 @@ FAMILIES = {
     "berth_jobs_delayed": _gauge("Jobs that wait for their time, retries with them."),
     "berth_jobs_failed": _gauge("Failed jobs that are kept."),
     "berth_jobs_runners": _gauge("Registered runners."),
+    "berth_application_jobs_waiting": _gauge("Jobs of an application that could run now.", "application"),
+    "berth_jobs_without_runner": _gauge(
+        "Those of them whose type no live runner takes.", "application", "type"
+    ),
     **_counted("berth_jobs", ""),
     **_counted("berth_user_jobs", "Users' own jobs: "),
 }
@@ -195,6 +202,11 @@ select 'berth_differences_open', array[cast(blocks as text)], count(distinct (us
   from reconciliations where resolved_at is null group by blocks
 union all
 select 'berth_person_matches_open', '{{}}', count(*) from person_matches where resolved_at is null
+union all
+select 'berth_certificates_expiring', array[wanted.days],
+       (select count(*) from broker_accounts where not simulation
+           and certificate_expires_at <= clock_timestamp() + make_interval(days => cast(wanted.days as int)))
+  from (values ('0'), ('1'), ('7'), ('30')) as wanted (days)
 union all
 select 'berth_entities', array[state, kind], count(*) from entity_findings
  where state in ('paused', 'missing')

@@ -208,6 +208,12 @@ DRILLS = (
         60,
     ),
     DrillGroup(
+        "chaos at the stand-in for Shioaji",
+        ("tests/chaos/test_orders.py::test_no_order_is_lost_or_doubled_at_the_stand_in_for_shioaji",),
+        ("infra/lab/shioaji/", "infra/lab/chaos/orders/", "worker_runtime/brokers/shioaji/"),
+        90,
+    ),
+    DrillGroup(
         "a flood in Valkey",
         ("tests/redteam/test_memory_flood.py",),
         (

@@ -7,6 +7,7 @@ enqueued after its timeout, when any earlier run has ended and its runner has le
 
 import asyncio
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -21,9 +22,11 @@ from activities.reports.daily import note_failed_statement
 from infra.database.dead_letters import DeadLetter, DeadLetterRow, put_letter, reason_of
 from infra.database.engine import DatabaseUnavailable
 from infra.database.locks import lease_due, seconds_from_now
-from infra.jobs.kept import CHECK, JobSettings, KeptJob, KeptJobs
+from infra.jobs.applications import ApplicationDirectory, JobApplication
+from infra.jobs.kept import CHECK, JobSettings, KeptJob, KeptJobs, queued_form
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
+from infra.valkey.job_users import JobUsers
 from worker_runtime.jobs.protocol import calls as job_calls
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import JobFailed, JobResult, JobStatus
@@ -49,16 +52,24 @@ log = structlog.get_logger()
 class KeptJobSweeper:
     """A background loop. Several may run: each job is checked by one of them at a time."""
 
-    def __init__(self, client: Redis, kept: KeptJobs, starter: WorkerStarter) -> None:
+    def __init__(
+        self, client: Redis, kept: KeptJobs, starter: WorkerStarter, job_users: JobUsers | None = None
+    ) -> None:
+        """`job_users`: makes the logins of applications at Valkey; None: they log in as we do."""
         self._client = client
+        self._job_users = job_users
+        #: Application → generations of its key whose logins this process has seen to.
+        self._logins: dict[str, tuple[int, ...]] = {}
         self._kept = kept
         self._starter = starter
-        #: The last entry of the fleet's events that was read; at first all are.
-        self._cursor = b"0-0"
+        self._directory = ApplicationDirectory(kept.database, kept.queue.secrets)
+        #: Tag → the last entry of its events that was read; at first all are.
+        self._cursors = {job_keys.FLEET_TAG: b"0-0"}
 
     async def run(self) -> None:
         while True:
             try:
+                await self.know_applications()
                 await self.hear_ends()
                 await self.restore_settings()
                 while await self.sweep() == MOST:
@@ -68,22 +79,50 @@ class KeptJobSweeper:
                 await asyncio.sleep(PERIOD_MS / 1000)
             await asyncio.sleep(PAUSE)
 
+    async def know_applications(self) -> None:
+        """Reads which applications there are, and which of their keys count."""
+        tags = {job_keys.application_tag(name) for name in await self._directory.load()}
+        tags.add(job_keys.FLEET_TAG)
+        self._cursors = {tag: self._cursors.get(tag, b"0-0") for tag in sorted(tags)}
+        if self._job_users is not None:
+            await self._make_logins(self._job_users, await self._directory.load())
+
+    async def _make_logins(self, users: JobUsers, applications: Mapping[str, JobApplication]) -> None:
+        """Lets the runners and direct producers of applications log in to Valkey; those whose key was retired
+        no longer."""
+        server = await valkey.read_server_id(self._client) if applications else ""
+        for name, application in applications.items():
+            tag = job_keys.application_tag(name)
+            await users.ensure(server, [tag])
+            if self._logins.get(name) != application.generations:
+                retired = [
+                    number
+                    for number in range(1, application.generation)
+                    if number not in application.generations
+                ]
+                keys_of_retired = self._kept.queue.secrets.application_keys(name, retired) if retired else ()
+                await users.revoke(tag, keys_of_retired)
+                self._logins[name] = application.generations
+
     async def hear_ends(self, block: int = PERIOD_MS) -> None:
-        """Jobs of the fleet that have ended are checked at once: while an end is not noted, a flush of Valkey
-        would have the job run again. Waits `block` ms for news."""
-        stream = job_keys.events(job_keys.FLEET_TAG)
-        reply = await valkey.reply_of(self._client.xread({stream: self._cursor}, count=MOST, block=block))
-        entries = [
-            entry for lists in (reply or {}).values() for stream_entries in lists for entry in stream_entries
-        ]
-        if entries:
+        """Jobs of the fleet and of applications that have ended are checked at once: while an end is not
+        noted, a flush of Valkey would have the job run again. Waits `block` ms for news."""
+        tags = {job_keys.events(tag): tag for tag in self._cursors}
+        cursors: dict[Any, Any] = {stream: self._cursors[tag] for stream, tag in tags.items()}
+        reply = await valkey.reply_of(self._client.xread(cursors, count=MOST, block=block))
+        for stream, lists in (reply or {}).items():
+            entries = [entry for stream_entries in lists for entry in stream_entries]
+            if not entries:
+                continue
+            tag = tags[valkey.text_of(stream)]
+            owner = "" if tag == job_keys.FLEET_TAG else tag
             names = {valkey.text_of(told.get(b"job")).replace("\0", "") for _, told in entries}
             ended = KeptJob.job_id.in_(names)
-            live = KeptJob.user_id == "", KeptJob.sealed != b""
+            live = KeptJob.user_id == owner, KeptJob.sealed != b""
             async with self._kept.database.session() as session:
                 check = update(KeptJob).where(ended, *live).values(check_at=func.clock_timestamp())
                 await session.execute(check)
-            self._cursor = entries[-1][0]
+            self._cursors[tag] = entries[-1][0]
 
     async def restore_settings(self) -> None:
         """Writes settings that Valkey has lost, or that are not those of PostgreSQL."""
@@ -136,6 +175,7 @@ class KeptJobSweeper:
                 async with self._kept.database.session() as session:
                     await session.execute(delete(DeadLetterRow).where(*listed))
             if state.ended:
+                await self._shorten_result(row)
                 await self._kept.end(row.job_id, row.user_id, state.state)
             elif row.outcome or row.missing:
                 await self._kept.change(row.job_id, row.user_id, outcome=None, missing=False)
@@ -143,8 +183,16 @@ class KeptJobSweeper:
             if state.state == "waiting" and (row.outcome or young):
                 await self._start_worker(row.user_id)
 
+    async def _shorten_result(self, row: KeptJob) -> None:
+        """An application's result is kept for as long as its job says once PostgreSQL knows the end."""
+        if job_keys.application_of_tag(row.user_id) and row.sealed:
+            seconds = self._kept.unseal(row).result_ttl
+            await self._client.expire(job_keys.result(row.user_id, row.job_id), seconds, lt=True)
+
     async def _start_worker(self, user_id: str) -> None:
-        if user_id and not await self._client.exists(keys.mark(user_id)):
+        if not user_id or job_keys.application_of_tag(user_id):
+            return
+        if not await self._client.exists(keys.mark(user_id)):
             self._starter.ensure(user_id, mark_missing=True)
 
     async def _enqueue_again(self, row: KeptJob) -> None:
@@ -158,8 +206,12 @@ class KeptJobSweeper:
         due = row.created_at.timestamp() + job.delay
         again = msgspec.structs.replace(job, delay=max(0.0, due - time.time()))
         tag = job_keys.tag_of(row.user_id)
-        if await self._kept.queue.enqueue(again, tag=tag):
+        [reply] = await self._kept.queue.enqueue_many([queued_form(again, row.user_id)], tag=tag)
+        if reply.queued:
             log.warning("job_enqueued_again", job_id=row.job_id, job=job.name, user_id=row.user_id)
+        elif reply.status == "duplicate":  # another one has the unique key by now
+            await self._kept.end(row.job_id, row.user_id, "cancelled")
+            log.warning("job_is_duplicate", job_id=row.job_id, other=reply.job_id, user_id=row.user_id)
         await self._start_worker(row.user_id)
 
     async def _note_failure(self, row: KeptJob, failure: Failure, seconds: float, **fields: Any) -> None:
@@ -176,5 +228,5 @@ class KeptJobSweeper:
 
 def _letter(row: KeptJob, at: datetime | None = None, reason: str = "") -> DeadLetter:
     kind = "alert" if not row.user_id and row.job_id.startswith("alert-") else "job"
-    source = row.user_id or "fleet jobs"  # no id of a user has a space
+    source = row.user_id or "fleet jobs"  # no id of a user has a space, or a colon
     return DeadLetter(kind=kind, subject=row.job_id, source=source, user_id=row.user_id, reason=reason, at=at)

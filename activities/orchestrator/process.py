@@ -26,6 +26,7 @@ from activities.events.quota_watcher import QuotaWatcher
 from activities.events.recorder import Recorder
 from activities.events.relay import Relay
 from activities.events.stream import RECORDER_GROUP, RELAY_GROUP, EventStream
+from activities.maintenance.certificates import warn_of_certificates
 from activities.maintenance.failures import FailureCollector
 from activities.maintenance.kept_jobs import KeptJobSweeper
 from activities.maintenance.person_matches import find_person_matches
@@ -270,7 +271,9 @@ def _loops(temporal: Client, starter: WorkerStarter, parts: OrchestratorResource
         loops.append(lambda: purge_each_hour(parts.database, settings))
         loops.append(lambda: find_person_matches(parts.database))
         kept = KeptJobs(parts.database, JobClient(parts.client, parts.message_secrets))
-        loops.append(KeptJobSweeper(parts.client, kept, starter).run)
+        loops.append(lambda: warn_of_certificates(parts.database, kept))
+        logins = JobUsers(parts.client, parts.message_secrets) if parts.users else None
+        loops.append(KeptJobSweeper(parts.client, kept, starter, logins).run)
         loops.append(FailureCollector(parts.database, temporal, settings.dead_letter_days).run)
         if parts.hosts is not None:
             ecs = EcsSettings()

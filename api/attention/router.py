@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 from uuid import UUID
 
 from fastapi import APIRouter, Path, Query
-from pydantic import Field
+from pydantic import AliasChoices, Field
 
 from api.container import Call, KnownUserId
 from api.http import problems
@@ -22,7 +22,7 @@ from api.orders.schemas import (
     cursor_of,
     position_of,
 )
-from infra.database import budgets, models
+from infra.database import budgets, certificates, models
 from infra.database.orders import attention
 from infra.database.orders.states import OrderNotFound
 from infra.database.trading import reconciliations
@@ -108,6 +108,25 @@ class PersonMatchList(View):
     """Pairs of users, the oldest first."""
 
     person_matches: list[PersonMatchView]
+
+
+class CertificateView(View):
+    """The certificate that signs an account's orders."""
+
+    user_id: str
+    account_id: str
+    broker: str
+    expires_at: datetime = Field(validation_alias=AliasChoices("expires_at", "certificate_expires_at"))
+    warned_days: int | None = Field(
+        validation_alias=AliasChoices("warned_days", "certificate_warned_days"),
+        description="The last warning, in days ahead; 0: that it has expired. null: none was given.",
+    )
+
+
+class CertificateList(View):
+    """Certificates, soonest first."""
+
+    certificates: list[CertificateView]
 
 
 class ResolvePersonMatchRequest(Body):
@@ -243,6 +262,18 @@ async def list_person_matches(
     counts each user apart until an operator decides. Operators only."""
     rows = await call.database.fetch(budgets.list_matches, resolved=resolved, after=after, limit=limit)
     return PersonMatchList(person_matches=[PersonMatchView.of(row) for row in rows])
+
+
+@router.get("/certificates", summary="Certificates that expire")
+async def list_certificates(
+    call: Call,
+    within_days: Annotated[int, Query(ge=0, le=3650, description="0: those that have expired.")] = 30,
+    limit: Most = 100,
+) -> CertificateList:
+    """Certificates of live accounts that have expired or expire soon, soonest first. Their users are warned
+    30, 7 and 1 days ahead, and orders are refused once one has expired. Operators only."""
+    rows = await call.database.fetch(certificates.list_certificates, within_days=within_days, limit=limit)
+    return CertificateList(certificates=[CertificateView.model_validate(row) for row in rows])
 
 
 @router.post(

@@ -146,6 +146,8 @@ async def _requeue(services: Services, letter: DeadLetterRow) -> None:
     again = {"outcome": None, "missing": lost, "check_at": func.clock_timestamp()}
     if not back or (not await services.kept_jobs.change(letter.subject, letter.user_id, **again) and lost):
         raise LetterRefused("the job is not among the failed ones, or another one has its unique key")
+    if job_keys.application_of_tag(letter.user_id):
+        return
     if letter.user_id and not await services.valkey.exists(keys.mark(letter.user_id)):
         services.starter.ensure(letter.user_id, mark_missing=True)
 

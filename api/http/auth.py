@@ -90,7 +90,9 @@ class Principal:
         if right is None or self.role not in right.roles:
             raise Forbidden
         scope = right.scope_for(self.role)
-        if scope is not None and self.scopes is not None and scope not in self.scopes:
+        if scope is None or self.scopes is None or right.or_scope in self.scopes:
+            return
+        if scope not in self.scopes:
             raise ScopeMissing(
                 f"This API key does not have the scope `{scope}`, which this call needs."
                 " Use a key that has it, or ask an administrator for one."

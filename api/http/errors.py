@@ -83,12 +83,16 @@ class TooManyJobs(BerthError, code="TOO_MANY_JOBS", retryable=True, status=429):
     """The user has too many jobs waiting, or had 50 within 500 s; wait for some of them to end."""
 
 
+class JobArgumentsTooLarge(BerthError, code="JOB_ARGUMENTS_TOO_LARGE", status=413):
+    """The arguments of a job are larger than 64 KiB. Store large data elsewhere and pass its address."""
+
+
 class MethodNotAllowed(BerthError, code="METHOD_NOT_ALLOWED", status=405):
     """This address does not support that method."""
 
 
 class BodyTooLarge(BerthError, code="BODY_TOO_LARGE", status=413):
-    """The request's body is larger than 64 KiB."""
+    """The request's body is larger than the call allows: 64 KiB, 128 KiB for a job, 1 MiB for a batch."""
 
 
 class BodyTooSlow(BerthError, code="BODY_TOO_SLOW", retryable=True, status=408):

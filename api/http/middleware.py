@@ -27,6 +27,8 @@ from worker_runtime.protocol.errors import BerthError
 
 #: Bytes. An order takes 300, credentials with a certificate about 8,000.
 MAX_BODY = 64 * 1024
+#: Of a job, whose arguments have 64 KiB and may be written with escapes; and of a batch of jobs.
+MAX_BODIES = {"/v1/jobs": 128 * 1024, "/v1/jobs/batch": 1024 * 1024}
 #: Seconds in which a body has to arrive. No client of ours takes a second for 64 KiB.
 BODY_TIME = 10.0
 #: Bytes and seconds of a request's head: uvicorn bounds neither. A token and a long query take about 2,000.
@@ -151,7 +153,7 @@ class RequestMiddleware:
         try:
             try:
                 async with asyncio.timeout(self.body_time):
-                    body = await _limited(headers, receive)
+                    body = await _limited(headers, receive, MAX_BODIES.get(scope["path"], MAX_BODY))
             except TimeoutError:
                 await fail(BodyTooSlow())
             else:
@@ -208,11 +210,11 @@ def _accepted_id(given: bytes) -> str:
     return text if _REQUEST_ID.fullmatch(text) else ""
 
 
-async def _limited(headers: dict[bytes, bytes], receive: Receive) -> Receive | None:
+async def _limited(headers: dict[bytes, bytes], receive: Receive, most: int) -> Receive | None:
     """`receive` for a body within the limit, when all of it is here; None for a larger one."""
     length = headers.get(b"content-length")
     # The HTTP parser holds the client to the length it names.
-    if length is not None and not (length.isdigit() and int(length) <= MAX_BODY):
+    if length is not None and not (length.isdigit() and int(length) <= most):
         return None
     if length == b"0" or (length is None and b"transfer-encoding" not in headers):
         return receive
@@ -226,7 +228,7 @@ async def _limited(headers: dict[bytes, bytes], receive: Receive) -> Receive | N
             return replay_messages([message], receive)
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
-        if size > MAX_BODY:
+        if size > most:
             return None
         has_more = message.get("more_body", False)
     return replay_messages([{"type": "http.request", "body": b"".join(chunks), "more_body": False}], receive)

@@ -22,6 +22,7 @@ from api.http.paths import public_path
 from api.http.rights import ALL, RIGHTS, Role, is_counted
 from infra.database.engine import DatabaseUnavailable, OutcomeUnconfirmed
 from infra.database.quotas import DailyQuotaReached
+from infra.jobs.registry import ArgumentsInvalid
 from infra.valkey.failures import explain_failure
 from worker_runtime.protocol import errors as protocol
 from worker_runtime.protocol.errors import BerthError
@@ -84,7 +85,7 @@ def body_of(error: BerthError, *, instance: str = "", request_id: str = "", **me
     for kind, name in _DEPENDENCIES.items():
         if isinstance(error, kind):
             problem["dependency"] = name
-    if isinstance(error, errors.InvalidRequest) and error.errors:
+    if isinstance(error, errors.InvalidRequest | ArgumentsInvalid) and error.errors:
         problem["errors"] = error.errors
     return problem | members
 

@@ -60,6 +60,8 @@ class Right:
     scope: Scope | None
     #: The scope that an operator's or administrator's key needs, where it is another one.
     staff_scope: Scope | None = None
+    #: A scope that is enough, too.
+    or_scope: Scope | None = None
 
     def scope_for(self, role: Role) -> Scope | None:
         return self.staff_scope if self.staff_scope and role is not Role.USER else self.scope
@@ -142,6 +144,7 @@ RIGHTS: Mapping[str, Right] = {
     f"GET {_USER}/reconciliations": Right(ALL, Scope.READ),
     "GET /reconciliations": Right(STAFF, Scope.READ),
     "POST /reconciliations/{number}/resolve": Right(STAFF, Scope.ATTENTION),
+    "GET /certificates": Right(STAFF, Scope.READ),
     "GET /person-matches": Right(STAFF, Scope.READ),
     "POST /person-matches/{number}/resolve": Right(STAFF, Scope.ATTENTION),
     # Switches: a user's key sets the user's own one
@@ -153,14 +156,20 @@ RIGHTS: Mapping[str, Right] = {
     "POST /dead-letters/{letter_id}/{act}": Right(STAFF, Scope.ATTENTION),
     # Jobs
     f"POST {_USER}/jobs": Right(ALL, Scope.JOBS),
-    f"GET {_USER}/jobs/{{job_id}}": Right(ALL, Scope.READ),
-    f"GET {_USER}/jobs/{{job_id}}/file": Right(ALL, Scope.READ),
+    f"GET {_USER}/jobs/{{job_id}}": Right(ALL, Scope.READ, or_scope=Scope.JOBS),
+    f"GET {_USER}/jobs/{{job_id}}/file": Right(ALL, Scope.READ, or_scope=Scope.JOBS),
     f"POST {_USER}/jobs/{{job_id}}/cancel": Right(ALL, Scope.JOBS),
-    "POST /jobs": Right(STAFF, Scope.JOBS),  # an operator: ping only; mails and webhooks speak in our name
-    "GET /jobs/{job_id}": Right(STAFF, Scope.READ),
+    # An operator: applications' types, and ping; mails and webhooks speak in our name.
+    "POST /jobs": Right(STAFF, Scope.JOBS),
+    "POST /jobs/batch": Right(STAFF, Scope.JOBS),
+    "GET /jobs/{job_id}": Right(STAFF, Scope.READ, or_scope=Scope.JOBS),
     "POST /jobs/{job_id}/cancel": Right(STAFF, Scope.JOBS),
+    "GET /job-types": Right(STAFF, Scope.READ, or_scope=Scope.JOBS),
+    "GET /job-types/{application}/{name}": Right(STAFF, Scope.READ, or_scope=Scope.JOBS),
+    "GET /job-applications": Right(STAFF, Scope.READ, or_scope=Scope.JOBS),
     "GET /job-limits": Right(STAFF, Scope.READ),
     "PUT /job-limits/{job_type}": Right(STAFF, Scope.JOBS),
+    "PUT /job-limits/{application}/{name}": Right(STAFF, Scope.JOBS),
     # Workers, pools and the fleet
     f"GET {_USER}/worker": Right(ALL, Scope.READ),
     f"POST {_USER}/worker/start": Right(ALL, Scope.TRADE, Scope.FLEET),

@@ -1,27 +1,42 @@
 """Routes for jobs: a user's own; for operators those of the fleet, and the limits of job types."""
 
+from collections import Counter
 from dataclasses import asdict
-from typing import Annotated
+from datetime import UTC, datetime
+from typing import Annotated, Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Path, Query, Response
+from pydantic import Discriminator, Tag
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
-from api.container import Call, KnownUserId
+from api.container import AuthorizedCall, Call, KnownUserId
 from api.http import problems
-from api.http.errors import Forbidden, NotFound, TooManyJobs, ValkeyUnavailable
+from api.http.errors import (
+    Forbidden,
+    InvalidRequest,
+    JobArgumentsTooLarge,
+    NotFound,
+    TooManyJobs,
+    ValkeyUnavailable,
+)
 from api.http.fields import ID_PATTERN
 from api.http.rights import Role
-from api.jobs import schemas
-from api.jobs.schemas import FleetJobRequest, JobStateView, UserJobRequest
+from api.jobs import own, schemas
+from api.jobs.schemas import FleetJobRequest, JobStateView, OwnJobRequest, UserJobRequest
 from api.orders import export
 from api.orders.schemas import Bom
 from infra.database.accounts import AccountNotFound
 from infra.jobs import limits as job_limits
+from infra.jobs.applications import ApplicationNotFound
 from infra.jobs.client import JobIdReused
 from infra.jobs.limits import JobLimits
+from infra.jobs.registry import ArgumentsInvalid, JobTypeRefused, JobTypeUnknown, count_waiting
 from worker_runtime.jobs.protocol import catalog
+from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.catalog import TooManyOrders
+from worker_runtime.jobs.protocol.manifest import application_of
 
 router = APIRouter(tags=["jobs"])
 
@@ -39,11 +54,12 @@ Seconds = Annotated[
     responses=problems.responses(TooManyJobs, TooManyOrders, AccountNotFound, JobIdReused, ValkeyUnavailable),
 )
 async def put_user_job(user_id: KnownUserId, body: UserJobRequest, call: Call) -> JobStateView:
-    """Runs beside the user's session, in a process of its own; the worker is started if there is none.
+    """Runs beside the user's session, in a process of its own; the worker is started if there is
+    none.
 
-    Statement and export are made of the orders as they are now: about 700 fit into one job, `orders.csv` has
-    no limit. With a `job_id` the same call is done once; another one under that id is refused within a day,
-    and as long as the job is there.
+    Statement and export are made of the orders as they are now: about 700 fit into one job,
+    `orders.csv` has no limit. With a `job_id` the same call is done once; another one under that id
+    is refused within a day, and as long as the job is there.
     """
     about = {"job_id": body.job.job_id, "type": body.job.type}
 
@@ -98,15 +114,47 @@ async def cancel_user_job(user_id: KnownUserId, job_id: JobIdInPath, call: Call)
     return await call.services.jobs.cancel(job_id, user_id)
 
 
+def _form_of(body: Any) -> str:
+    """Which of the two forms of a body this is: today's has a `type`, that of 0.1.0 a `job`."""
+    if isinstance(body, FleetJobRequest) or (isinstance(body, dict) and "job" in body):
+        return "job"
+    return "type"
+
+
+AnyJobRequest = Annotated[
+    Annotated[OwnJobRequest, Tag("type")] | Annotated[FleetJobRequest, Tag("job")], Discriminator(_form_of)
+]
+_ENQUEUE_ERRORS = (
+    JobTypeUnknown,
+    JobTypeRefused,
+    ApplicationNotFound,
+    ArgumentsInvalid,
+    JobArgumentsTooLarge,
+    JobIdReused,
+)
+
+
 @router.post(
     "/jobs",
-    summary="Enqueue a job of the fleet",
+    summary="Enqueue a job",
     status_code=202,
-    responses=problems.responses(JobIdReused, ValkeyUnavailable),
+    responses=problems.responses(*_ENQUEUE_ERRORS, ValkeyUnavailable),
 )
-async def put_fleet_job(body: FleetJobRequest, call: Call) -> JobStateView:
-    """A ping, or for administrators a webhook, mail or message, which go out in our name. With a `job_id` the
-    same call is done once."""
+async def put_job(body: AnyJobRequest, call: Call) -> JobStateView:
+    """Enqueues a job of an application's type (`shop/jobs.resize_image`), or of one of Berth's own
+    types.
+
+    Arguments are checked against the JSON Schema that the type's runners have announced. The job is
+    kept in PostgreSQL until it has ended, so it survives the loss of Valkey's data. With a `job_id`
+    the same call is done once. If another job has its unique key, the answer shows that one.
+
+    Of Berth's own types operators enqueue `ping`; administrators also webhooks, mails and messages,
+    which go out in our name. The body with `job` is that of 0.1.0 and goes with the next release.
+    """
+    if isinstance(body, OwnJobRequest):
+        if body.is_of_application:
+            return await call.services.own_jobs.enqueue(body)
+        body = _built_in(body)
     job = body.job
     if job.type != "ping" and call.caller.role is not Role.ADMIN:
         raise Forbidden("only an administrator sends mails, messages and webhooks")
@@ -118,26 +166,123 @@ async def put_fleet_job(body: FleetJobRequest, call: Call) -> JobStateView:
     return await call.services.jobs.enqueue_fleet_job(body, job_id)
 
 
+def _built_in(body: OwnJobRequest) -> FleetJobRequest:
+    """The request for one of Berth's own types. Raises `InvalidRequest`."""
+    options = body.options.model_dump(exclude_unset=True, exclude={"run_at"})
+    if body.options.run_at is not None:
+        options["delay_s"] = max(0.0, (body.options.run_at - datetime.now(UTC)).total_seconds())
+    if unknown := options.keys() - {"job_id", "priority", "delay_s"}:
+        names = ", ".join(sorted(unknown))
+        raise InvalidRequest(f"Jobs of Berth's own types take no option {names}.")
+    job = {**body.args, "type": body.type, "job_id": options.get("job_id")}
+    request = {"job": job, "delay": options.get("delay_s", 0.0)}
+    if options.get("priority") is not None:
+        request["priority"] = options["priority"]
+    with problems.refusing_invalid():
+        return FleetJobRequest.model_validate(request)
+
+
+@router.post(
+    "/jobs/batch",
+    summary="Enqueue jobs of an application",
+    status_code=202,
+    responses=problems.responses(*_ENQUEUE_ERRORS, ValkeyUnavailable),
+)
+async def put_jobs(body: schemas.JobBatchRequest, call: Call) -> schemas.JobBatchView:
+    """Enqueues up to 500 jobs of one application in their order: all of them, or none.
+
+    Each as by `POST /v1/jobs`. A refusal names the first job that does not fit by its place, from
+    0.
+    """
+    return schemas.JobBatchView(jobs=await call.services.own_jobs.enqueue_many(body.jobs, in_batch=True))
+
+
 @router.get(
     "/jobs/{job_id}",
-    summary="Look at a job of the fleet",
+    summary="Look at a job",
     responses=problems.responses(NotFound, ValkeyUnavailable),
 )
-async def get_fleet_job(job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0) -> JobStateView:
-    """Its state and its result. With `wait`, as soon as it has ended. Results are kept for a day."""
-    return await call.services.jobs.get_job(job_id, "", seconds)
+async def get_job(job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0) -> JobStateView:
+    """The state, progress and result of a job of an application or of the fleet. With `wait`, as
+    soon as it has ended."""
+    found = await call.services.own_jobs.find(job_id, seconds)
+    return found or await call.services.jobs.get_job(job_id, "", seconds)
 
 
 @router.post(
     "/jobs/{job_id}/cancel",
-    summary="Cancel a job of the fleet",
+    summary="Cancel a job",
     responses=problems.responses(NotFound, ValkeyUnavailable),
 )
-async def cancel_fleet_job(job_id: JobIdInPath, call: Call) -> JobStateView:
+async def cancel_job(job_id: JobIdInPath, call: Call) -> JobStateView:
     """Cancels a waiting job, or kills a running one (`cancelling` until then); an ended job stays as is."""
-    await call.services.jobs.get_job(job_id)
-    await call.audit("job.cancel_requested", "fleet", job_id=job_id)
-    return await call.services.jobs.cancel(job_id)
+    found = await call.services.own_jobs.find(job_id)
+    if found is None:
+        await call.services.jobs.get_job(job_id)
+    await call.audit("job.cancel_requested", "fleet" if found is None else "application", job_id=job_id)
+    cancelled = None if found is None else await call.services.own_jobs.cancel(job_id)
+    return cancelled or await call.services.jobs.cancel(job_id)
+
+
+@router.get("/job-types", summary="List job types of applications")
+async def get_job_types(call: Call) -> schemas.JobTypeList:
+    """Every type that a runner has announced, with its versions and the number of jobs that wait
+    for each; also types that jobs wait for and no runner has ever announced. A schema is shown by
+    the type's own address."""
+    registry = call.services.job_types
+    types = await registry.types()
+    counts: dict[str, int] = {}
+    waiting: dict[str, int] | None = counts
+    try:
+        for application in await registry.applications.load():
+            counts |= await count_waiting(call.services.valkey, application)
+    except (RedisError, OSError):
+        waiting = None
+    return schemas.JobTypeList(types=own.type_views(types, waiting))
+
+
+ApplicationName = Annotated[str, Path(pattern=r"^[a-z][a-z0-9-]{0,31}$", max_length=32, examples=["shop"])]
+OwnTypeName = Annotated[
+    str, Path(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100, examples=["jobs.resize_image"])
+]
+
+
+@router.get(
+    "/job-types/{application}/{name}",
+    summary="Look at a job type",
+    responses=problems.responses(JobTypeUnknown, ApplicationNotFound),
+)
+async def get_job_type(application: ApplicationName, name: OwnTypeName, call: Call) -> schemas.JobTypeView:
+    """One type with its versions: options, the JSON Schema of its arguments, and how many runners it has."""
+    kind = f"{application}/{name}"
+    versions = await call.services.job_types.versions(kind)
+    try:
+        waiting = await count_waiting(call.services.valkey, application)
+        waiting = {queued: jobs for queued, jobs in waiting.items() if queued.partition("@")[0] == kind}
+    except (RedisError, OSError):
+        waiting = None
+    [shown] = own.type_views({kind: versions}, waiting, with_schema=True)
+    return shown
+
+
+@router.get("/job-applications", summary="List applications")
+async def get_job_applications(call: Call) -> schemas.ApplicationList:
+    """The applications whose runners run job types of their own. `berth jobs application add` makes one."""
+    registry = call.services.job_types
+    types = await registry.types()
+    counts = Counter(application_of(name) for name in types)
+    shown = [
+        schemas.ApplicationView(
+            name=row.name,
+            created_at=row.created_at,
+            created_by=row.created_by,
+            generation=row.generation,
+            former_generation=row.former_generation,
+            types=counts[row.name],
+        )
+        for row in (await registry.applications.load()).values()
+    ]
+    return schemas.ApplicationList(applications=shown)
 
 
 JobType = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=64, examples=["webhook"])]
@@ -148,10 +293,19 @@ _KNOWN = {kind.name for kind in catalog.JOB_KINDS.values()}
     "/job-limits", summary="Look at limits of job types", responses=problems.responses(ValkeyUnavailable)
 )
 async def get_job_limits(call: Call) -> schemas.JobLimitsList:
-    """Every type of job, also those without limits."""
-    found = await job_limits.read_limits(call.services.valkey)
-    names = sorted(_KNOWN | found.keys())
-    shown = [await _limits_view(call.services.valkey, name, found.get(name, JobLimits())) for name in names]
+    """Every type of job, also those without limits: Berth's own types, then those of applications."""
+    client, registry = call.services.valkey, call.services.job_types
+    names = {job_keys.FLEET_TAG: set(_KNOWN)}
+    names |= {job_keys.application_tag(name): set() for name in await registry.applications.load()}
+    for name in await registry.types():
+        names.setdefault(job_keys.application_tag(application_of(name)), set()).add(name)
+    shown = []
+    for tag, known in names.items():
+        limits = await job_limits.read_limits(client, tag)
+        shown += [
+            await _limits_view(client, tag, name, limits.get(name, JobLimits()))
+            for name in sorted(known | limits.keys())
+        ]
     return schemas.JobLimitsList(limits=shown)
 
 
@@ -163,17 +317,38 @@ async def get_job_limits(call: Call) -> schemas.JobLimitsList:
 async def put_job_limits(
     job_type: JobType, body: schemas.JobLimitsRequest, call: Call
 ) -> schemas.JobLimitsView:
-    """Sets all of them: they hold from the next claim on. Running jobs go on, and a job that waits for a
-    time of its own keeps it."""
+    """Sets all of them: they hold from the next claim on. Running jobs go on, and a job that waits
+    for a time of its own keeps it."""
     if job_type not in _KNOWN:
         raise NotFound(f"there is no job type {job_type}; known: {', '.join(sorted(_KNOWN))}")
+    return await _put_limits(call, job_keys.FLEET_TAG, job_type, body)
+
+
+@router.put(
+    "/job-limits/{application}/{name}",
+    summary="Set limits of an application's job type",
+    responses=problems.responses(JobTypeUnknown, ApplicationNotFound, ValkeyUnavailable),
+)
+async def put_own_job_limits(
+    application: ApplicationName, name: OwnTypeName, body: schemas.JobLimitsRequest, call: Call
+) -> schemas.JobLimitsView:
+    """Sets all of them, for all versions of the type. They hold until a runner announces the type
+    with other options."""
+    kind = f"{application}/{name}"
+    await call.services.job_types.versions(kind)
+    return await _put_limits(call, job_keys.application_tag(application), kind, body)
+
+
+async def _put_limits(
+    call: AuthorizedCall, tag: str, name: str, body: schemas.JobLimitsRequest
+) -> schemas.JobLimitsView:
     limits = JobLimits(**body.model_dump(exclude={"reason"}))
-    await call.audit("job_limits.set", f"job-type:{job_type}", reason=body.reason, **asdict(limits))
-    await job_limits.put_limits(call.database, call.services.valkey, job_type, limits)
-    return await _limits_view(call.services.valkey, job_type, limits)
+    await call.audit("job_limits.set", f"job-type:{name}", reason=body.reason, **asdict(limits))
+    await job_limits.put_limits(call.database, call.services.valkey, name, limits, tag)
+    return await _limits_view(call.services.valkey, tag, name, limits)
 
 
-async def _limits_view(client: Redis, name: str, limits: JobLimits) -> schemas.JobLimitsView:
+async def _limits_view(client: Redis, tag: str, name: str, limits: JobLimits) -> schemas.JobLimitsView:
     return schemas.JobLimitsView(
-        type=name, running_now=await job_limits.count_running(client, name), **asdict(limits)
+        type=name, running_now=await job_limits.count_running(client, name, tag), **asdict(limits)
     )

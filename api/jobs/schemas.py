@@ -5,11 +5,22 @@ from datetime import UTC, date, datetime
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    AwareDatetime,
+    ConfigDict,
+    Field,
+    JsonValue,
+    model_validator,
+)
 
 from api.http.fields import ID_PATTERN, AccountId, Body, View
 from api.orders.schemas import OrderFilter
 from api.workers.schemas import ReasonBody
+
+#: Jobs of one batch.
+MAX_BATCH_JOBS = 500
 
 JobId = Annotated[
     str,
@@ -157,11 +168,11 @@ class FleetJobRequest(Body):
         if self.job.job_id is not None and self.job.job_id.startswith(_OWN_IDS):
             raise ValueError("ids that begin like this are those of Berth's own jobs")
         if isinstance(self.job, WebhookJobRequest):
-            _check_body(self.job.body)
+            check_body(self.job.body)
         return self
 
 
-def _check_body(value: JsonValue, level: int = 1) -> None:
+def check_body(value: JsonValue, level: int = 1) -> None:
     """Raises `ValueError` for what cannot be sent as JSON, or is nested too deep."""
     if level > 32:
         raise ValueError("a body is at most 32 levels deep")
@@ -169,7 +180,91 @@ def _check_body(value: JsonValue, level: int = 1) -> None:
         raise ValueError("a body has no NaN and no number beyond 1.8e308: JSON cannot say them")
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for part in parts:
-        _check_body(part, level + 1)
+        check_body(part, level + 1)
+
+
+#: Of an application's type: the application, a slash, the name of the function with its module.
+_OWN_TYPE = r"^[a-z][a-z0-9-]{0,31}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"
+_OwnKey = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=128)]
+_ANY_TYPE = r"^([a-z][a-z0-9-]{0,31}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$"
+
+
+class OwnJobOptions(Body):
+    """How one job is enqueued. What is left out is what its type says."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    job_id: JobId | None = None
+    queue: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")
+    priority: int | None = Field(default=None, ge=0, le=9, description="A higher one comes earlier.")
+    timeout_s: float | None = Field(
+        default=None, gt=0, le=86_400, description="Seconds after which a run is killed."
+    )
+    max_attempts: int | None = Field(default=None, ge=1, le=1000)
+    delay_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=366 * 86_400,
+        validation_alias=AliasChoices("delay_s", "delay"),
+        description="Seconds until the job may run.",
+    )
+    run_at: AwareDatetime | None = Field(
+        default=None, description="When the job may run, with a time zone; instead of `delay_s`."
+    )
+    group: _OwnKey | None = Field(
+        default=None,
+        description="Jobs of one group run one after the other, in the order in which they came.",
+    )
+    unique: _OwnKey | None = Field(
+        default=None,
+        description="While a job of this type with the same key has not ended, no other one is enqueued:"
+        " the answer shows the earlier job.",
+    )
+    result_ttl_s: int | None = Field(
+        default=None, ge=1, le=14 * 86_400, description="Seconds for which the result is kept."
+    )
+    rate_key: _OwnKey | None = Field(
+        default=None, description="Jobs of one type with the same key share the rate of the type."
+    )
+
+    @model_validator(mode="after")
+    def _has_one_time(self) -> Self:
+        if self.run_at is not None and self.delay_s:
+            raise ValueError("give run_at or delay_s, not both")
+        if self.run_at is not None and (self.run_at - datetime.now(UTC)).days > 366:
+            raise ValueError("run_at is at most a year ahead")
+        if self.job_id is not None and self.job_id.startswith(_OWN_IDS):
+            raise ValueError("job ids that begin like this belong to Berth's own jobs")
+        return self
+
+
+class OwnJobRequest(Body):
+    """A job by its type and arguments: of an application, or one of Berth's own types."""
+
+    type: str = Field(pattern=_ANY_TYPE, max_length=160, examples=["shop/jobs.resize_image"])
+    args: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="The arguments by name, at most 64 KiB as JSON. They are checked against the JSON Schema"
+        " that `GET /v1/job-types/{application}/{name}` shows.",
+    )
+    options: OwnJobOptions = OwnJobOptions()
+
+    @property
+    def is_of_application(self) -> bool:
+        """False for one of Berth's own types."""
+        return "/" in self.type
+
+
+class ApplicationJobRequest(OwnJobRequest):
+    """A job of an application."""
+
+    type: str = Field(pattern=_OWN_TYPE, max_length=160, examples=["shop/jobs.resize_image"])
+
+
+class JobBatchRequest(Body):
+    """Jobs of one application."""
+
+    jobs: list[ApplicationJobRequest] = Field(min_length=1, max_length=MAX_BATCH_JOBS)
 
 
 class JobFailureView(View):
@@ -182,20 +277,83 @@ class JobStateView(View):
     """A job as it stands."""
 
     id: str
-    type: str | None = Field(description="Not told any more once it has ended well.")
+    type: str | None = Field(description="Not told any more once a job of Berth's own types has ended well.")
+    type_version: int | None = Field(
+        default=None, description="Of an application's type: the version that has checked the arguments."
+    )
     state: str = Field(
         description="`waiting`, `delayed`, `grouped`, `running`, `done`, `failed` or `cancelled`."
     )
     ended: bool
     cancelling: bool = Field(description="It runs, and is being ended.")
+    waits_for_runner: bool = Field(
+        default=False,
+        description="It waits because no live runner knows this version of its type. It loses no attempt.",
+    )
     attempt: int
     queued_at: datetime | None
     due_at: datetime | None = Field(description="When it may run, while it is delayed.")
     started_at: datetime | None
     finished_at: datetime | None
     progress: Any
-    value: Any = Field(description="What it returned. Kept for 500 s.")
+    value: Any = Field(description="What it returned. Kept for 500 s, unless the job says otherwise.")
     failure: JobFailureView | None = Field(description="Why it failed; or the last attempt did.")
+
+
+class JobBatchView(View):
+    """The jobs of a batch, in the order of the request."""
+
+    jobs: list[JobStateView]
+
+
+class JobTypeVersionView(View):
+    """One version of a job type."""
+
+    version: int
+    package: str | None = Field(description="The distribution that declares it; null: no runner ever has.")
+    package_version: str | None
+    announced_at: datetime | None = Field(description="When a runner announced it last.")
+    runners: int | None = Field(description="Live runners that take jobs of it; null: Valkey is away.")
+    waiting: int | None = Field(description="Jobs that wait in its queue; null: Valkey is away.")
+    waits_for_runner: bool = Field(description="Jobs wait, and no live runner takes them.")
+    summary: str
+    options: dict[str, Any] = Field(description="How its jobs are enqueued unless a call says otherwise.")
+    arguments_schema: dict[str, Any] | None = Field(
+        default=None, description="JSON Schema of the arguments; null in the list of all types."
+    )
+    refusal: str | None = Field(description="Why the API takes no jobs of it; null if it does.")
+
+
+class JobTypeView(View):
+    """A job type of an application."""
+
+    type: str
+    application: str
+    summary: str
+    versions: list[JobTypeVersionView] = Field(description="The version that was announced last comes first.")
+
+
+class JobTypeList(View):
+    """The job types of applications."""
+
+    types: list[JobTypeView]
+
+
+class ApplicationView(View):
+    """An application."""
+
+    name: str
+    created_at: datetime
+    created_by: str
+    generation: int = Field(description="Of its key.")
+    former_generation: int | None = Field(description="The one before, while it still counts.")
+    types: int = Field(description="Job types that its runners have announced.")
+
+
+class ApplicationList(View):
+    """All applications."""
+
+    applications: list[ApplicationView]
 
 
 def time_of_ms(milliseconds: int | None) -> datetime | None:

@@ -55,6 +55,7 @@ class PreTradeChecks:
         usage = await self._load_usage(order)
         if usage is None:
             return NO_BOUNDS
+        _refuse_expired(usage.certificate_expires_at)
         refuse_mixed_terms(order, futures=usage.broker_type == Market.FUTURES)
         lot = self._check_symbol(order, usage)
         self._check_market_open(order, usage)
@@ -153,6 +154,15 @@ class PreTradeChecks:
 
 #: Shares of an odd lot, and lots at the closing price (articles 2 and 4 of the regulations below).
 MAX_QUANTITY_BY_LOT = {OrderLot.ODD: 999, OrderLot.INTRADAY_ODD: 999, OrderLot.FIXING: 499}
+
+
+def _refuse_expired(certificate_expires_at: datetime | None) -> None:
+    """Raises `CertificateExpired`: the broker would refuse the order, after the wait for a worker."""
+    if certificate_expires_at is not None and certificate_expires_at <= datetime.now(UTC):
+        raise errors.CertificateExpired(
+            f"The account's certificate expired on {certificate_expires_at:%Y-%m-%d}. Get a new one from "
+            "the broker and store it with the credentials."
+        )
 
 
 def refuse_mixed_terms(new: CheckedTerms, *, futures: bool) -> None:

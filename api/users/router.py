@@ -18,15 +18,16 @@ from api.http.fields import ID_PATTERN, AccountId, Reason, Rows, UserId, UserPre
 from api.http.rights import SCOPES_OF, Role
 from api.users import schemas
 from api.workers.schemas import GivenReason
-from infra.database import accounts, api_keys, audit, users
+from infra.database import accounts, api_keys, audit, certificates, users
 from infra.database.accounts import AccountNotFound
 from infra.database.models import StatementAddress
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.models import AccountLimits
 from infra.settings import Settings
 from infra.vault import vault
+from infra.vault.certificates import CertificateFileRefused
 from worker_runtime.protocol.credential_check import CheckedCredentials, CredentialCheck
-from worker_runtime.protocol.errors import BerthError, LoginLimited, LoginRejected
+from worker_runtime.protocol.errors import BerthError, CertificateExpired, LoginLimited, LoginRejected
 from worker_runtime.protocol.messages import Credentials, decode, encode
 from workflows.user_worker.messages import ShutdownRequest
 
@@ -160,13 +161,21 @@ async def put_statement_addresses(
     "/{user_id}/accounts/{account_id}/credentials",
     summary="Store broker credentials",
     responses=problems.responses(
-        accounts.TooManyAccounts, accounts.AccountDiffers, accounts.LiveAccountRefused, LoginLimited
+        accounts.TooManyAccounts,
+        accounts.AccountDiffers,
+        accounts.LiveAccountRefused,
+        CertificateFileRefused,
+        CertificateExpired,
+        LoginLimited,
     ),
 )
 async def store_credentials(
     user_id: VisibleUserId, account_id: AccountId, body: schemas.CredentialsRequest, call: Call
 ) -> schemas.CredentialsView:
     """Encrypts and stores the credentials of one account; they are never shown again.
+
+    Of a live account's certificate the end is read first: one that no program can open with this password, or
+    that has expired, is refused (`CERTIFICATE_REFUSED`, `CERTIFICATE_EXPIRED`), and what was stored stays.
 
     Those of the paper broker are tried at once: `login` says what came of it. A running worker of the user is
     told to load them; if that fails, it has the old ones until
@@ -184,6 +193,10 @@ async def store_credentials(
         ca_password=body.ca_password.get_secret_value(),
     )
     key = {"user_id": user_id, "account_id": account_id}
+    ends = None
+    if live and body.ca_certificate:
+        read = await call.services.certificates.read(credentials.ca_certificate, credentials.ca_password)
+        ends = read.ends
     encrypted = await vault.encrypt_credentials(credentials, call.services.wrapper, **key)
     number = body.broker_account
     login, why = await _try_login(
@@ -195,13 +208,20 @@ async def store_credentials(
         if call.caller.role is Role.USER:
             await accounts.require_login_tries(session, user_id)
         version = await accounts.put_account(session, encrypted=encrypted, number=number, **shown)
+        if ends is not None:
+            await certificates.set_expiry(session, user_id, account_id, ends)
         said = {"version": version, "broker": body.broker.value, "login": login}
         audit.append_entry(
             session, call.actor, "credentials.stored", f"account:{user_id}/{account_id}", **said
         )
     signalled = await call.services.control.signal_reload(user_id)
     return schemas.CredentialsView(
-        **shown, version=version, login=login, login_detail=why, reload_signalled=signalled
+        **shown,
+        version=version,
+        login=login,
+        login_detail=why,
+        reload_signalled=signalled,
+        certificate_expires_at=ends,
     )
 
 

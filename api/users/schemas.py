@@ -61,6 +61,9 @@ class AccountView(View):
     login: LoginState = Field(description="`rejected`: not tried again before a change or a retry.")
     login_code: str = Field(description="What is wrong; empty if nothing is.")
     login_detail: str
+    certificate_expires_at: datetime | None = Field(
+        description="When the certificate that signs orders expires; null: there is none, or it is not known."
+    )
 
     @classmethod
     def of(cls, stored: StoredCredentials, epoch: int) -> Self:
@@ -121,6 +124,9 @@ class CredentialsView(View):
     login: LoginTrial = Field(description="What the broker says to them now; stored in any case.")
     login_detail: str = Field(description="Why they were rejected or not tried.")
     reload_signalled: bool = Field(description="The user's running worker was told to load them now.")
+    certificate_expires_at: datetime | None = Field(
+        default=None, description="When the certificate expires; null: there is none, or it is not known."
+    )
 
 
 #: What the columns can hold.

@@ -6,18 +6,19 @@ A call is a generator. It yields a `JobRequest` to send, or seconds to sleep; it
 
 from __future__ import annotations
 
+import math
 import random
 import time
 import uuid
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 from urllib.parse import quote
 
 import httpx
 import msgspec
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import Struct
 
 from .errors import (
     EnqueueUnsettled,
@@ -30,6 +31,7 @@ from .errors import (
     Unreachable,
     decode_answer,
 )
+from .options import JobOptions
 
 #: Seconds to connect, and to wait for an answer in addition to what the API itself may wait.
 CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 5.0, 10.0
@@ -75,17 +77,59 @@ class JobRequest:
 Call = Generator[JobRequest | float, Any, T]
 
 
-class EnqueueOptions(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SendOptions(JobOptions, frozen=True, kw_only=True, omit_defaults=True):
     """How one job is enqueued. What is left out is what its type says."""
 
     #: 1 to 64 of letters, digits, `_`, `.` and `-`. The same call with the same id is done once.
     job_id: str = ""
+    #: When the job may run, instead of `delay_s`.
+    run_at: datetime | None = None
+
+
+class OptionValues(TypedDict, total=False):
+    """The keyword arguments of `Producer.with_options`. Durations are seconds."""
+
+    #: The job's id: the same call with the same id is done once, another call under it is refused.
+    job_id: str
+    queue: str
     #: 0 to 9. A job with a higher priority runs earlier.
-    priority: int | UnsetType = UNSET
-    #: Seconds until the job may run.
-    delay: float | UnsetType = UNSET
+    priority: int
+    #: After which the job is killed.
+    timeout: float | timedelta
+    #: Runs at most, the first one counted.
+    max_attempts: int
+    #: Until the job may run.
+    delay: float | timedelta
     #: Jobs of one group run one after the other, in the order in which they were enqueued.
-    group: str | UnsetType = UNSET
+    group: str
+    #: While a job of the type with the same key has not ended, no other one is accepted.
+    unique: str
+    #: For which a result is kept.
+    result_ttl: float | timedelta
+    #: Jobs of the type with the same key share the type's rate.
+    rate_key: str
+
+
+_IN_SECONDS = ("timeout", "delay", "result_ttl")
+
+
+def options_with(options: SendOptions, changes: OptionValues) -> SendOptions:
+    """Return options with these changes. Raises `ValueError` or `TypeError`, which name the option."""
+    fields: dict[str, Any] = msgspec.to_builtins(options)
+    for name, value in changes.items():
+        if name not in OptionValues.__annotations__:
+            raise TypeError(f"there is no option {name}; there are {', '.join(OptionValues.__annotations__)}")
+        if name in _IN_SECONDS:
+            fields[f"{name}_s"] = seconds_of(value, name)
+        else:
+            fields[name] = value
+    if "result_ttl_s" in fields:
+        fields["result_ttl_s"] = math.ceil(fields["result_ttl_s"])
+    try:
+        return msgspec.convert(fields, SendOptions)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$.")
+        raise ValueError(f"{path.rstrip('`').removesuffix('_s') or 'options'}: {reason}") from None
 
 
 class JobCall(Struct, frozen=True, kw_only=True):
@@ -94,7 +138,7 @@ class JobCall(Struct, frozen=True, kw_only=True):
     type: str
     #: A JSON object.
     args: msgspec.Raw
-    options: EnqueueOptions
+    options: SendOptions
     #: What the job returns; not sent.
     result_type: Any = Any
 
@@ -102,6 +146,11 @@ class JobCall(Struct, frozen=True, kw_only=True):
     def job_id(self) -> str:
         """The job's id: the caller's, or one that was made for it."""
         return self.options.job_id
+
+    @property
+    def application(self) -> str:
+        """The application whose type it is."""
+        return self.type.partition("/")[0]
 
     def encode(self) -> bytes:
         """Return the JSON body of the request."""
@@ -145,19 +194,24 @@ def new_job_id() -> str:
     return uuid.uuid4().hex
 
 
-def seconds_of(delay: float | timedelta) -> float:
-    """Return a delay in seconds. Raises `ValueError` if it is negative."""
-    seconds = delay.total_seconds() if isinstance(delay, timedelta) else float(delay)
-    if not 0 <= seconds < float("inf"):
-        raise ValueError("delay: a number of seconds, 0 or more")
+def seconds_of(duration: Any, name: str = "delay") -> float:
+    """Return a number or timedelta in seconds. Raises `ValueError` unless it is 0 or more."""
+    seconds = duration.total_seconds() if isinstance(duration, timedelta) else float(duration)
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{name}: a number of seconds, 0 or more")
     return seconds
 
 
-def seconds_until(moment: datetime) -> float:
-    """Return the seconds from now to `moment`; 0 if it is past. Raises `ValueError` without a time zone."""
-    if moment.tzinfo is None:
-        raise ValueError("time: a datetime with a time zone, such as datetime.now(UTC) + timedelta(hours=1)")
-    return max(0.0, (moment - datetime.now(UTC)).total_seconds())
+def checked_time(when: datetime) -> datetime:
+    """Return a time. Raises `ValueError` if it has no time zone."""
+    if when.tzinfo is None:
+        raise ValueError("when: a datetime with a time zone, such as datetime.now(UTC) + timedelta(hours=1)")
+    return when
+
+
+def seconds_until(when: datetime) -> float:
+    """Return the seconds from now to `when`; 0 if it is past. Raises `ValueError` without a time zone."""
+    return max(0.0, (checked_time(when) - datetime.now(UTC)).total_seconds())
 
 
 def _response_to(request: JobRequest) -> Call[httpx.Response]:
@@ -231,13 +285,14 @@ def enqueue_many(calls: Sequence[JobCall], retry_for_s: float) -> Call[list[JobS
 
 
 def _batches(calls: Sequence[JobCall]) -> Generator[tuple[list[JobCall], bytes], None, None]:
-    """Split calls into batches that the API accepts, each with its JSON body."""
+    """Split calls into batches that the API accepts: of one application, each with its JSON body."""
     batch: list[JobCall] = []
     encoded: list[bytes] = []
     size = 0
     for call in calls:
         body = call.encode()
-        if batch and (len(batch) == MAX_BATCH_JOBS or size + len(body) > MAX_BATCH_BYTES):
+        is_full = len(batch) == MAX_BATCH_JOBS or size + len(body) > MAX_BATCH_BYTES
+        if batch and (is_full or batch[0].application != call.application):
             yield batch, b'{"jobs":[' + b",".join(encoded) + b"]}"
             batch, encoded, size = [], [], 0
         batch.append(call)
@@ -259,7 +314,7 @@ def wait(job_id: str, timeout_s: float | None) -> Call[JobSnapshot]:
 
     Raises `JobNotEnded` when the time is over, `JobNotFound`, `Refused`, `Unreachable`.
     """
-    deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     pause_s = FIRST_PAUSE_S
     state = "unknown"
     while True:

@@ -114,7 +114,7 @@ def send_blocking(connection: Connection[httpx.Client], request: JobRequest) -> 
     try:
         return client.request(**request.httpx_arguments())
     except httpx.RequestError as error:
-        return Unreachable(url, error)
+        return Unreachable.of(url, error)
 
 
 async def send_async(
@@ -127,4 +127,4 @@ async def send_async(
     try:
         return await client.request(**request.httpx_arguments())
     except httpx.RequestError as error:
-        return Unreachable(url, error)
+        return Unreachable.of(url, error)

@@ -97,7 +97,7 @@ class DeclaredJob(msgspec.Struct, frozen=True, kw_only=True):
 
         The values are checked against the annotations, so that a wrong call fails at the caller.
         """
-        bound = inspect.signature(self.function).bind(*args, **kwargs)
+        bound = _signature_of(self.function).bind(*args, **kwargs)
         encoded = encode_value(bound.arguments)
         self.decode_arguments(encoded)
         return encoded
@@ -284,6 +284,12 @@ def _arguments_of(function: Callable[..., Any]) -> type[msgspec.Struct]:
     )
     _decoder(struct)  # raises for an annotation that no JSON fits
     return struct
+
+
+@functools.lru_cache(maxsize=4096)
+def _signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Returns the signature: made once, since it takes 7 µs, which is half of an enqueue."""
+    return inspect.signature(function)
 
 
 def _default(parameter: inspect.Parameter) -> Any:

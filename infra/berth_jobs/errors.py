@@ -18,14 +18,20 @@ class NotConfigured(BerthJobsError):
 
 
 class Unreachable(BerthJobsError):
-    """The API did not answer: the connection failed, was lost, or timed out."""
+    """The API, or Valkey, did not answer: the connection failed, was lost, or timed out."""
 
-    def __init__(self, url: str, error: httpx.RequestError) -> None:
+    def __init__(self, message: str, *, sent: bool = False) -> None:
         #: False if the request was certainly not sent.
-        self.sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
-        timed_out = self.sent and isinstance(error, httpx.TimeoutException)
+        self.sent = sent
+        super().__init__(message)
+
+    @classmethod
+    def of(cls, url: str, error: httpx.RequestError) -> Unreachable:
+        """Return the error for a request to the API that was not answered."""
+        sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+        timed_out = sent and isinstance(error, httpx.TimeoutException)
         reason = "did not answer in time" if timed_out else f"cannot be reached ({type(error).__name__})"
-        super().__init__(f"the API at {url} {reason}")
+        return cls(f"the API at {url} {reason}", sent=sent)
 
 
 class UnexpectedAnswer(BerthJobsError):
@@ -91,13 +97,15 @@ class JobNotFound(Refused):
     """There is no job with this id, or its result has expired."""
 
 
-_BY_STATUS: dict[int, type[Refused]] = {404: JobNotFound, 413: JobTooLarge}
+_BY_STATUS: dict[int, type[Refused]] = {413: JobTooLarge}
 _BY_CODE: dict[str, type[Refused]] = {
+    "APPLICATION_NOT_FOUND": UnknownJobType,
     "INVALID_REQUEST": InvalidArguments,
     "JOB_ARGUMENTS_INVALID": InvalidArguments,
     "JOB_ID_REUSED": JobIdReused,
     "JOB_TYPE_UNKNOWN": UnknownJobType,
     "JOB_TOO_LARGE": JobTooLarge,
+    "NOT_FOUND": JobNotFound,
 }
 
 
@@ -105,6 +113,16 @@ def refusal_of(status: int, problem: ProblemDetails, retry_after_s: float | None
     """Return the error for an answer of 400 or above."""
     kind = _BY_CODE.get(problem.code) or _BY_STATUS.get(status) or Refused
     return kind(status, problem, retry_after_s)
+
+
+def invalid_arguments(message: str) -> InvalidArguments:
+    """Return the error for arguments that msgspec refuses with "Expected `int`, got `str` - at `$.width`"."""
+    reason, _, path = message.partition(" - at `")
+    field = ProblemField(loc=["args", *path.rstrip("`").removeprefix("$").strip(".").split(".")], msg=reason)
+    problem = ProblemDetails(
+        code="INVALID_ARGUMENTS", detail="an argument does not fit the job type", errors=[field]
+    )
+    return InvalidArguments(422, problem)
 
 
 class EnqueueUnsettled(BerthJobsError):
@@ -117,6 +135,10 @@ class EnqueueUnsettled(BerthJobsError):
         #: The id to repeat the call with.
         self.job_id = job_id
         super().__init__(f"it is not known whether job {job_id} was enqueued; repeat the call with this id")
+
+
+class ValkeyRefused(BerthJobsError):
+    """Valkey refused a job of a direct producer, such as for lack of memory or rights."""
 
 
 class JobEnded(BerthJobsError):

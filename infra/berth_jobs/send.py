@@ -20,13 +20,13 @@ import time
 import typing
 from collections.abc import Coroutine, Iterable
 from datetime import datetime, timedelta
-from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, Generic, ParamSpec, Self, TypeVar, Unpack, overload
 
 import httpx
 import msgspec
 
 from . import api_calls
-from .api_calls import RETRY_FOR_S, Call, EnqueueOptions, JobCall, JobRequest, JobSnapshot
+from .api_calls import RETRY_FOR_S, Call, JobCall, JobRequest, JobSnapshot, OptionValues, SendOptions
 from .connections import (
     APPLICATION_VARIABLE,
     Connection,
@@ -36,7 +36,7 @@ from .connections import (
     send_blocking,
 )
 from .declaration import JobFunction, encode_value
-from .errors import InvalidArguments, NotConfigured, ProblemDetails, ProblemField, Unreachable
+from .errors import NotConfigured, Unreachable, invalid_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,7 +48,7 @@ class _Sender:
 
     def __init__(self, application: str, retry_for_s: float) -> None:
         self._application = application
-        self._options = EnqueueOptions()
+        self._options = SendOptions()
         self._retry_for_s = retry_for_s
 
     def type_name(self, job: JobFunction[..., Any] | str) -> str:
@@ -71,9 +71,8 @@ class _Sender:
     def _prepare(
         self, job: JobFunction[..., Any] | str, args: tuple[Any, ...], kwargs: dict[str, Any], **changes: Any
     ) -> JobCall:
-        options = msgspec.structs.replace(self._options, **changes)
-        if not options.job_id:
-            options = msgspec.structs.replace(options, job_id=api_calls.new_job_id())
+        job_id = self._options.job_id or api_calls.new_job_id()
+        options = msgspec.structs.replace(self._options, job_id=job_id, **changes)
         if isinstance(job, str):
             if args:
                 raise TypeError(f"name the arguments of {job}: enqueue({job!r}, name=value)")
@@ -82,20 +81,8 @@ class _Sender:
         try:
             arguments = job.type.encode_arguments(*args, **kwargs)
         except msgspec.ValidationError as error:
-            raise _invalid_arguments(str(error)) from None
+            raise invalid_arguments(str(error)) from None
         return JobCall(type=name, args=msgspec.Raw(arguments), options=options, result_type=_result_type(job))
-
-    def _replaced_options(
-        self,
-        job_id: str | None,
-        priority: int | None,
-        delay: float | timedelta | None,
-        group: str | None,
-    ) -> EnqueueOptions:
-        changes: dict[str, Any] = {"job_id": job_id, "priority": priority, "group": group}
-        changes["delay"] = None if delay is None else api_calls.seconds_of(delay)
-        given = {name: value for name, value in changes.items() if value is not None}
-        return msgspec.structs.replace(self._options, **given)
 
     @overload
     def call(self, job: JobFunction[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> JobCall: ...
@@ -118,16 +105,6 @@ def _encoded(name: str, arguments: dict[str, Any]) -> bytes:
         raise TypeError(f"an argument of {name} cannot be sent as JSON: {error}") from None
 
 
-def _invalid_arguments(message: str) -> InvalidArguments:
-    """Return the error for arguments that msgspec refuses with "Expected `int`, got `str` - at `$.width`"."""
-    reason, _, path = message.partition(" - at `")
-    field = ProblemField(loc=["args", *path.rstrip("`").removeprefix("$").strip(".").split(".")], msg=reason)
-    problem = ProblemDetails(
-        code="INVALID_ARGUMENTS", detail="an argument does not fit the job type", errors=[field]
-    )
-    return InvalidArguments(422, problem)
-
-
 def _result_type(job: JobFunction[..., Any]) -> Any:
     """Return the annotated type of the job's result; `Any` without an annotation."""
     return typing.get_type_hints(job.type.function).get("return", Any)
@@ -136,9 +113,13 @@ def _result_type(job: JobFunction[..., Any]) -> Any:
 class SentJob(Generic[R]):
     """A job that was enqueued. Every method may be repeated, and raises `Refused` or `Unreachable`."""
 
-    def __init__(self, producer: Producer, job_id: str, result_type: Any = Any) -> None:
+    def __init__(
+        self, producer: Producer, job_id: str, result_type: Any = Any, *, is_new: bool = True
+    ) -> None:
         #: The job's id: keep it to look at the job from another process (`Producer.job`).
         self.id = job_id
+        #: False if this is an earlier job that has the same unique key, so that no other one was enqueued.
+        self.is_new = is_new
         self._producer = producer
         self._result_type = result_type
 
@@ -223,22 +204,14 @@ class Producer(_Sender):
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    def with_options(
-        self,
-        *,
-        job_id: str | None = None,
-        priority: int | None = None,
-        delay: float | timedelta | None = None,
-        group: str | None = None,
-    ) -> Producer:
-        """Return a producer that enqueues with these options, over the same connections.
+    def with_options(self, **options: Unpack[OptionValues]) -> Producer:
+        """Return a producer that enqueues with these options (`OptionValues`), over the same connections.
 
-        `job_id`: the same call with the same id is done once. `priority`: 0 to 9, higher runs earlier.
-        `delay`: seconds until the job may run. `group`: jobs of one group run one after the other.
+        Raises `ValueError` for an option that no job can have.
         """
         other = Producer.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._options = self._replaced_options(job_id, priority, delay, group)
+        other._options = api_calls.options_with(self._options, options)
         return other
 
     @overload
@@ -285,7 +258,7 @@ class Producer(_Sender):
 
         Raises `ValueError`, and what `enqueue` raises.
         """
-        return self._enqueue(self._prepare(job, args, kwargs, delay=api_calls.seconds_of(delay)))
+        return self._enqueue(self._prepare(job, args, kwargs, delay_s=api_calls.seconds_of(delay)))
 
     @overload
     def enqueue_at(
@@ -308,11 +281,11 @@ class Producer(_Sender):
     def enqueue_at(
         self, when: datetime, job: JobFunction[..., Any] | str, /, *args: Any, **kwargs: Any
     ) -> SentJob[Any]:
-        """Enqueue a job that may run from `when` on, by this machine's clock; at once if it is past.
+        """Enqueue a job that may run from `when` on, by the API's clock; at once if it is past.
 
         `when` has a time zone. Raises `ValueError`, and what `enqueue` raises.
         """
-        return self._enqueue(self._prepare(job, args, kwargs, delay=api_calls.seconds_until(when)))
+        return self._enqueue(self._prepare(job, args, kwargs, run_at=api_calls.checked_time(when)))
 
     def enqueue_many(self, calls: Iterable[JobCall]) -> list[SentJob[Any]]:
         """Enqueue jobs in their order, some hundreds with one request. `calls` come from `call`.
@@ -321,16 +294,19 @@ class Producer(_Sender):
         sent again, because each has its id.
         """
         prepared = list(calls)
-        self._run(api_calls.enqueue_many(prepared, self._retry_for_s))
-        return [SentJob(self, call.job_id, call.result_type) for call in prepared]
+        snapshots = self._run(api_calls.enqueue_many(prepared, self._retry_for_s))
+        return [
+            SentJob(self, snapshot.id, call.result_type, is_new=snapshot.id == call.job_id)
+            for call, snapshot in zip(prepared, snapshots, strict=True)
+        ]
 
     def job(self, job_id: str) -> SentJob[Any]:
         """Return a handle of a job that was enqueued earlier, or elsewhere. Asks the API nothing."""
         return SentJob(self, job_id)
 
     def _enqueue(self, call: JobCall) -> SentJob[Any]:
-        self._run(api_calls.enqueue(call, self._retry_for_s))
-        return SentJob(self, call.job_id, call.result_type)
+        snapshot = self._run(api_calls.enqueue(call, self._retry_for_s))
+        return SentJob(self, snapshot.id, call.result_type, is_new=snapshot.id == call.job_id)
 
     def _run(self, call: Call[T]) -> T:
         answer: httpx.Response | Unreachable | None = None
@@ -350,9 +326,13 @@ class Producer(_Sender):
 class AsyncSentJob(Generic[R]):
     """A job that was enqueued, for asyncio. Otherwise as `SentJob`."""
 
-    def __init__(self, producer: AsyncProducer, job_id: str, result_type: Any = Any) -> None:
+    def __init__(
+        self, producer: AsyncProducer, job_id: str, result_type: Any = Any, *, is_new: bool = True
+    ) -> None:
         #: The job's id.
         self.id = job_id
+        #: False if this is an earlier job that has the same unique key.
+        self.is_new = is_new
         self._producer = producer
         self._result_type = result_type
 
@@ -428,18 +408,14 @@ class AsyncProducer(_Sender):
     async def __aexit__(self, *failure: object) -> None:
         await self.aclose()
 
-    def with_options(
-        self,
-        *,
-        job_id: str | None = None,
-        priority: int | None = None,
-        delay: float | timedelta | None = None,
-        group: str | None = None,
-    ) -> AsyncProducer:
-        """Return a producer that enqueues with these options (as `Producer.with_options`)."""
+    def with_options(self, **options: Unpack[OptionValues]) -> AsyncProducer:
+        """Return a producer that enqueues with these options (`OptionValues`), over the same connections.
+
+        Raises `ValueError` for an option that no job can have.
+        """
         other = AsyncProducer.__new__(type(self))
         other.__dict__.update(self.__dict__)
-        other._options = self._replaced_options(job_id, priority, delay, group)
+        other._options = api_calls.options_with(self._options, options)
         return other
 
     @overload
@@ -483,7 +459,7 @@ class AsyncProducer(_Sender):
         self, delay: float | timedelta, job: JobFunction[..., Any] | str, /, *args: Any, **kwargs: Any
     ) -> AsyncSentJob[Any]:
         """Enqueue a job that may run after `delay` seconds, as `Producer.enqueue_in`."""
-        return await self._enqueue(self._prepare(job, args, kwargs, delay=api_calls.seconds_of(delay)))
+        return await self._enqueue(self._prepare(job, args, kwargs, delay_s=api_calls.seconds_of(delay)))
 
     @overload
     async def enqueue_at(
@@ -507,21 +483,24 @@ class AsyncProducer(_Sender):
         self, when: datetime, job: JobFunction[..., Any] | str, /, *args: Any, **kwargs: Any
     ) -> AsyncSentJob[Any]:
         """Enqueue a job that may run from `when` on, as `Producer.enqueue_at`."""
-        return await self._enqueue(self._prepare(job, args, kwargs, delay=api_calls.seconds_until(when)))
+        return await self._enqueue(self._prepare(job, args, kwargs, run_at=api_calls.checked_time(when)))
 
     async def enqueue_many(self, calls: Iterable[JobCall]) -> list[AsyncSentJob[Any]]:
         """Enqueue jobs in their order, as `Producer.enqueue_many`."""
         prepared = list(calls)
-        await self._run(api_calls.enqueue_many(prepared, self._retry_for_s))
-        return [AsyncSentJob(self, call.job_id, call.result_type) for call in prepared]
+        snapshots = await self._run(api_calls.enqueue_many(prepared, self._retry_for_s))
+        return [
+            AsyncSentJob(self, snapshot.id, call.result_type, is_new=snapshot.id == call.job_id)
+            for call, snapshot in zip(prepared, snapshots, strict=True)
+        ]
 
     def job(self, job_id: str) -> AsyncSentJob[Any]:
         """Return a handle of a job that was enqueued earlier, or elsewhere. Asks the API nothing."""
         return AsyncSentJob(self, job_id)
 
     async def _enqueue(self, call: JobCall) -> AsyncSentJob[Any]:
-        await self._run(api_calls.enqueue(call, self._retry_for_s))
-        return AsyncSentJob(self, call.job_id, call.result_type)
+        snapshot = await self._run(api_calls.enqueue(call, self._retry_for_s))
+        return AsyncSentJob(self, snapshot.id, call.result_type, is_new=snapshot.id == call.job_id)
 
     async def _run(self, call: Call[T]) -> T:
         answer: httpx.Response | Unreachable | None = None

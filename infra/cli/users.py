@@ -115,6 +115,22 @@ def remove_user(api: OperatorApi, user: OfUser, reason: Reason = "requested") ->
 
 
 @api_command(users_app)
+def certificates(
+    api: OperatorApi,
+    within_days: Annotated[int, typer.Option(min=0, help="0: those that have expired.")] = 30,
+    limit: Limit = 100,
+) -> CommandAnswer:
+    """List certificates of live accounts that have expired or expire soon."""
+    rows = api.get("certificates", within_days=within_days, limit=limit)["certificates"]
+    return list_answer(
+        rows,
+        "user: user_id, account: account_id, broker, expires (UTC): expires_at,"
+        " warned days ahead: warned_days",
+        none=f"no certificate expires within {within_days} days",
+    )
+
+
+@api_command(users_app)
 def persons(
     api: OperatorApi,
     resolved: Annotated[bool, typer.Option("--resolved", help="Also those that were decided.")] = False,

@@ -7,13 +7,13 @@ another version, by new credentials or `retry_login`.
 
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from infra.database import audit, budgets
+from infra.database import audit, budgets, certificates
 from infra.database.locks import wait_for_turn
 from infra.database.models import (
     BrokerAccount,
@@ -102,7 +102,8 @@ async def put_account(
     if len(held.keys() - {account_id}) >= MAX_ACCOUNTS:
         raise TooManyAccounts(f"user {user_id} has {MAX_ACCOUNTS} accounts, which is the most")
     shown = {"broker": broker, "broker_type": broker_type, "simulation": simulation, "number": wanted[2]}
-    await session.execute(upsert(BrokerAccount, key, shown, rejected_version=0, login_rejected=False))
+    fresh = {"rejected_version": 0, "login_rejected": False} | certificates.UNKNOWN
+    await session.execute(upsert(BrokerAccount, key, shown, **fresh))
     grown = {"version": StoredCredentials.version + 1, "updated_at": func.now()}
     stored = upsert(StoredCredentials, key, {"version": 1, **asdict(encrypted)}, **grown)
     version = await session.scalar(stored.returning(StoredCredentials.version))
@@ -189,6 +190,9 @@ async def record_logins(
             account.rejected_version = login.rejected
         elif not login.code:
             confirmed.append(found)
+        if login.certificate_ends_ms and login.version == found.version:
+            ends = datetime.fromtimestamp(login.certificate_ends_ms / 1000, UTC)
+            certificates.note_reported(account, ends)
         is_out = account.rejected_version == found.version and login.code == LoginRejected.code
         account.login_rejected = is_out
     budgets.note_confirmed(confirmed)

@@ -17,6 +17,7 @@ from sqlalchemy import (
     Index,
     LargeBinary,
     Numeric,
+    SmallInteger,
     String,
     UniqueConstraint,
     func,
@@ -181,6 +182,11 @@ class BrokerAccount(Base):
     rejected_version: Mapped[int] = mapped_column(server_default="0")
     #: That is the version stored, and no session with an older one is up: orders are refused.
     login_rejected: Mapped[bool] = mapped_column(server_default=text("false"))
+    #: When the certificate that signs orders expires, as read when it was stored, or as a worker's session
+    #: said; null: there is none, or nobody could read it.
+    certificate_expires_at: Mapped[datetime | None]
+    #: The last warning of it that was given, in days ahead (`infra/database/certificates.py`).
+    certificate_warned_days: Mapped[int | None] = mapped_column(SmallInteger)
 
 
 @dataclass(frozen=True)

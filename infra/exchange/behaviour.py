@@ -87,6 +87,8 @@ class Behaviour(BaseModel):
     #: An order is in the ledger before this time begins; only its answer is late.
     latency_ms: int = Field(default=0, ge=0, description="Between taking an order and every answer to it.")
     login_latency_ms: int = Field(default=0, ge=0)
+    #: A cancel or replacement is answered with the order as it is, and done this long later, as at Shioaji.
+    change_delay_ms: int = Field(default=0, ge=0)
     reject_next: int = Field(default=0, ge=0, description="The next n orders are rejected.")
     reject_rate: float = Field(default=0.0, ge=0.0, le=1.0, description="Share of orders rejected.")
     reject_reason: str = "rejected by the paper exchange"

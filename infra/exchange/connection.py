@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 import structlog
@@ -11,7 +12,7 @@ import structlog
 from infra.exchange.behaviour import FaultPoint
 from infra.exchange.exchange import PaperExchange
 from infra.exchange.limits import ExchangeCallKind
-from infra.exchange.records import LedgerSession
+from infra.exchange.records import LedgerOrder, LedgerSession
 from worker_runtime.brokers.paper.wire import (
     Cancel,
     ClientRequest,
@@ -228,14 +229,24 @@ class ExchangeConnection(asyncio.Protocol):
         if fault_hits(account, FaultPoint.LOST_CHANGE):
             return
         self._exchange.sessions.admit(session, ExchangeCallKind.ORDER)
-        if isinstance(request, Cancel):
-            order = self._exchange.cancel(request.broker_order_id, "cancelled by the client", account)
+        if delay := self._exchange.accounts.behaviour(account).change_delay_ms:
+            order = self._exchange.working_order(account, request.broker_order_id)
+            self._after(delay / 1000, lambda: self._apply_late(account, request))
         else:
-            order = self._exchange.replace(account, request)
+            order = self._apply(account, request)
         if fault_hits(account, FaultPoint.DROP_IN_CHANGE):
             self._cut()
         elif not fault_hits(account, FaultPoint.LOST_CHANGE_ACK):
             self._answer(ExchangeReply(id=request.id, order=order.as_sent()))
+
+    def _apply(self, account: str, request: Cancel | Replace) -> LedgerOrder:
+        if isinstance(request, Cancel):
+            return self._exchange.cancel(request.broker_order_id, "cancelled by the client", account)
+        return self._exchange.replace(account, request)
+
+    def _apply_late(self, account: str, request: Cancel | Replace) -> None:
+        with suppress(OrderRejected):  # it has ended meanwhile, or has filled too much
+            self._apply(account, request)
 
     def _query(self, session: LedgerSession, request: GetBalance | ListOrders | ListPositions) -> None:
         exchange, account = self._exchange, session.account

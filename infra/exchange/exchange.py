@@ -168,6 +168,13 @@ class PaperExchange:
             self._rematch(changed)
         return self.ledger.order(order.broker_order_id) or changed
 
+    def working_order(self, account: str, broker_order_id: str) -> LedgerOrder:
+        """Returns a resting order of the account. Raises `OrderRejected` if there is none."""
+        order = self._resting_order(broker_order_id)
+        if order.account != account:
+            raise OrderRejected(f"no open order {broker_order_id}")
+        return order
+
     # --- orders ---------------------------------------------------------------------------------------
 
     def place(self, session: LedgerSession, request: Place) -> TakenOrder:

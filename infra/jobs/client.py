@@ -4,9 +4,10 @@ import asyncio
 import os
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 from redis.asyncio import Redis
@@ -26,6 +27,7 @@ from worker_runtime.jobs.protocol.messages import (
     JobStatus,
     read_signed_result,
 )
+from worker_runtime.jobs.protocol.scripts import ENQUEUE
 from worker_runtime.jobs.protocol.telemetry import JobEvent, JobEventFormatter
 from worker_runtime.protocol.authentication import RefusalCounter
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
@@ -68,6 +70,18 @@ class JobState:
         return self.state not in OPEN_STATES
 
 
+class EnqueueReply(NamedTuple):
+    """What became of a job: `queued`; `seen`: it was enqueued before; `duplicate`: another job has its unique
+    key, and `job_id` names that one."""
+
+    status: str
+    job_id: str
+
+    @property
+    def queued(self) -> bool:
+        return self.status == "queued"
+
+
 class JobClient:
     """All calls may be repeated, and raise `RedisError` when Valkey is down."""
 
@@ -80,15 +94,33 @@ class JobClient:
 
     async def enqueue(self, job: Job, *, tag: str = job_keys.FLEET_TAG) -> bool:
         """Puts a job that is kept (`kept.py`) on its queue; false if known. Raises `MalformedMessage`."""
-        call = job_calls.enqueue(job, self.secrets.job_keys(tag), tag)
-        reply = await valkey.run_script(self._client, *call)
-        if reply_text(reply[0]) != "queued":
-            return False
+        [reply] = await self.enqueue_many([job], tag=tag)
+        return reply.queued
+
+    async def enqueue_many(self, jobs: Sequence[Job], *, tag: str) -> list[EnqueueReply]:
+        """Puts jobs that are kept on their queues, in one round trip; what became of each. Raises
+        `MalformedMessage`."""
+        keys = self.secrets.job_keys(tag)
+        calls = [job_calls.enqueue(job, keys, tag) for job in jobs]
+        if len(calls) == 1:
+            found = [await valkey.run_script(self._client, *calls[0])]
+        else:
+            async with self._client.pipeline(transaction=False) as pipe:
+                pipe.script_load(ENQUEUE.source)
+                for call in calls:
+                    pipe.evalsha(call.script.sha, len(call.keys), *call.keys, *call.args)
+                found = (await pipe.execute())[1:]
+        replies = [EnqueueReply(*map(reply_text, reply)) for reply in found]
+        for job, reply in zip(jobs, replies, strict=True):
+            if reply.queued:
+                self._log_queued(job, tag)
+        return replies
+
+    def _log_queued(self, job: Job, tag: str) -> None:
         labels = {"job_id": job.job_id, "job": job.name, "queue": job.queue, "priority": job.priority}
         line = self._formatter.line(JobEvent("job-queued"), "info", {**labels, "tag": tag})
         with suppress(OSError):  # nobody reads the log any more
             os.write(2, line)  # at once, so that lines of several processes do not mix
-        return True
 
     async def cancel(self, job_id: str, *, tag: str = job_keys.FLEET_TAG) -> bool:
         """Ends a waiting job, has a running one killed. False if there is none, or it has ended."""

@@ -3,12 +3,14 @@
 Every producer enqueues here. A row makes a job accepted: while Valkey is away, or after it was flushed, the
 orchestrators enqueue it (`activities/maintenance/kept_jobs.py`). Its id counts once, also after a flush. It
 may hold addresses and texts, so it is encrypted under a key of the message secret, which no worker has.
-Settings of queues stand here, too. `user_id` is empty for what belongs to the fleet.
+Settings of queues stand here, too. `user_id` is empty for what belongs to the fleet, and the tag of an
+application (`app:<name>`) for what is the application's; no user's id has a colon.
 """
 
 import asyncio
 from base64 import urlsafe_b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -16,7 +18,7 @@ import msgspec
 import structlog
 from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 from redis.exceptions import RedisError
-from sqlalchemy import Index, String, and_, func, or_, text, update
+from sqlalchemy import Index, String, and_, delete, func, or_, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
@@ -25,7 +27,7 @@ from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.locks import seconds_from_now
 from infra.database.models import Base
 from infra.jobs.client import JobClient, JobIdReused, JobState
-from worker_runtime.jobs.protocol.keys import tag_of
+from worker_runtime.jobs.protocol.keys import application_of_tag, application_tag, tag_of
 from worker_runtime.jobs.protocol.messages import RESULT_KEPT, Job, encode_job, read_job
 from worker_runtime.protocol.errors import MalformedMessage
 
@@ -39,7 +41,10 @@ class KeptJob(Base):
     """A job that was accepted."""
 
     __tablename__ = "kept_jobs"
-    __table_args__ = (Index("kept_jobs_to_check", "check_at", postgresql_where=text("check_at is not null")),)
+    __table_args__ = (
+        Index("kept_jobs_to_check", "check_at", postgresql_where=text("check_at is not null")),
+        Index("kept_jobs_by_id", "job_id", postgresql_where=text("user_id like 'app:%'")),
+    )
 
     user_id: Mapped[str] = mapped_column(String(64), primary_key=True)
     job_id: Mapped[str] = mapped_column(String(128), primary_key=True)
@@ -55,6 +60,18 @@ class KeptJob(Base):
     #: `done`, `failed` or `cancelled`; null: it has not ended. A failed one may be opened again.
     outcome: Mapped[str | None] = mapped_column(String(16))
     ended_at: Mapped[datetime | None]
+    #: Of an application's job: its type, and the version that validated the arguments.
+    type: Mapped[str | None] = mapped_column(String(160))
+    type_version: Mapped[int | None]
+
+
+@dataclass(frozen=True)
+class KeptReply:
+    """What became of a job that was to be enqueued. `job_id`: of the job that has its unique key, else its
+    own."""
+
+    job_id: str
+    is_duplicate: bool = False
 
 
 class JobSettings(Base):
@@ -88,8 +105,7 @@ class KeptJobs:
         `digest` stands for the request if the caller chose the id. `without_database`: while PostgreSQL is
         away (for 2 s) it is only queued. Raises `JobIdReused`, `MalformedMessage`, `DatabaseUnavailable`.
         """
-        if not user_id:
-            job = msgspec.structs.replace(job, result_ttl=max(job.result_ttl, RESULT_KEPT))
+        job = queued_form(job, user_id)
         values = {"sealed": self._cipher(user_id).encrypt(encode_job(job)), "digest": digest}
         anew = {"outcome": None, "created_at": func.clock_timestamp(), "check_at": seconds_from_now(CHECK)}
         row = insert(KeptJob).values(user_id=user_id, job_id=job.job_id, **values)
@@ -114,11 +130,61 @@ class KeptJobs:
             log.warning("job_waits_for_valkey", job_id=job.job_id, error=type(error).__name__)
             return True
 
+    async def enqueue_for_application(
+        self, application: str, jobs: Sequence[Job], digests: Sequence[str]
+    ) -> list[KeptReply]:
+        """Keeps jobs of an application's types and puts them on their queues: all of them, or none.
+
+        `digests` are as for `enqueue`; an empty one stands for a job whose id nobody has chosen. While Valkey
+        is away they wait. Raises `JobIdReused`, `MalformedMessage`, `DatabaseUnavailable`.
+        """
+        owner = application_tag(application)
+        cipher = self._cipher(owner)
+        rows = [
+            {
+                "user_id": owner,
+                "job_id": job.job_id,
+                "sealed": cipher.encrypt(encode_job(job)),
+                "digest": digest,
+                "type": job.name,
+                "type_version": job.type_version,
+            }
+            for job, digest in zip(jobs, digests, strict=True)
+        ]
+        added = insert(KeptJob).values(rows).on_conflict_do_nothing().returning(KeptJob.job_id)
+        async with self.database.session() as session:
+            new = set(await session.scalars(added))
+            await _refuse_reused(
+                session, owner, dict(zip((job.job_id for job in jobs), digests, strict=True))
+            )
+        fresh = [queued_form(job, owner) for job in jobs if job.job_id in new]
+        try:
+            replies = await self.queue.enqueue_many(fresh, tag=owner) if fresh else []
+        except (RedisError, OSError) as error:
+            log.warning("jobs_wait_for_valkey", jobs=len(fresh), error=type(error).__name__)
+            replies = []
+        others = {
+            job.job_id: reply.job_id
+            for job, reply in zip(fresh, replies, strict=False)
+            if reply.status == "duplicate"
+        }
+        if others:  # nobody waits for them
+            doubled = KeptJob.user_id == owner, KeptJob.job_id.in_(others)
+            async with self.database.session() as session:
+                await session.execute(delete(KeptJob).where(*doubled))
+        return [KeptReply(others.get(job.job_id, job.job_id), job.job_id in others) for job in jobs]
+
+    async def find_row(self, job_id: str) -> KeptJob | None:
+        """The row of an application's job; None if there is none."""
+        row = select(KeptJob).where(KeptJob.job_id == job_id, KeptJob.user_id.like("app:%"))
+        async with self.database.session(autocommit=True) as session:
+            return (await session.scalars(row)).first()
+
     async def get(self, job_id: str, user_id: str = "") -> JobState | None:
         """A job that Valkey does not know: it waits to be enqueued again, or ended in the last days."""
         async with self.database.session(autocommit=True) as session:
             row = await session.get(KeptJob, (user_id, job_id))
-        return None if row is None else JobState(job_id, row.outcome or "waiting")
+        return None if row is None else JobState(job_id, row.outcome or "waiting", row.type)
 
     async def end(self, job_id: str, user_id: str, outcome: str) -> bool:
         """The job is done or cancelled: nobody needs it any more. False if there is none."""
@@ -143,3 +209,21 @@ class KeptJobs:
     def _cipher(self, user_id: str) -> MultiFernet:
         keys = self.queue.secrets.kept_keys(user_id)
         return MultiFernet([Fernet(urlsafe_b64encode(one.key)) for one in keys])
+
+
+def queued_form(job: Job, owner: str) -> Job:
+    """Returns a kept job as it stands in the queue. The fleet's and an application's results are kept until
+    their end is noted in PostgreSQL, which may be away for as long (`KeptJobSweeper`)."""
+    if owner and not application_of_tag(owner):
+        return job
+    return msgspec.structs.replace(job, result_ttl=max(job.result_ttl, RESULT_KEPT))
+
+
+async def _refuse_reused(session: AsyncSession, owner: str, digests: Mapping[str, str]) -> None:
+    """Raises `JobIdReused` if another job has one of these ids, in this application or another one."""
+    known = select(KeptJob.user_id, KeptJob.job_id, KeptJob.digest).where(
+        KeptJob.job_id.in_(digests), or_(KeptJob.user_id == "", KeptJob.user_id.like("app:%"))
+    )
+    for other, job_id, digest in await session.execute(known):
+        if other != owner or digest != digests[job_id]:
+            raise JobIdReused(f"The id {job_id} belongs to another job. Choose another id.")

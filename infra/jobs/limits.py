@@ -25,21 +25,23 @@ class JobLimits:
     burst: int | None = None
 
 
-async def read_limits(client: Redis) -> dict[str, JobLimits]:
+async def read_limits(client: Redis, tag: str = job_keys.FLEET_TAG) -> dict[str, JobLimits]:
     """The limits of all types that have any, by type. Raises `RedisError`."""
-    stored = await client.hgetall(job_keys.meta(job_keys.FLEET_TAG))
+    stored = await client.hgetall(job_keys.meta(tag))
     fields = {reply_text(name): reply_text(value) for name, value in stored.items()}
     kinds = [name.partition(":") for name in fields]
     names = {name for kind, _, name in kinds if kind in ("limit", "node_limit", "rate", "rate_burst")}
     return {name: _limits(name, fields) for name in sorted(names)}
 
 
-async def count_running(client: Redis, name: str) -> int:
+async def count_running(client: Redis, name: str, tag: str = job_keys.FLEET_TAG) -> int:
     """The number of jobs of this type that run now. Raises `RedisError`."""
-    return sum(map(int, await client.hvals(job_keys.running(job_keys.FLEET_TAG, name))))
+    return sum(map(int, await client.hvals(job_keys.running(tag, name))))
 
 
-async def put_limits(database: Database, client: Redis, name: str, limits: JobLimits) -> None:
+async def put_limits(
+    database: Database, client: Redis, name: str, limits: JobLimits, tag: str = job_keys.FLEET_TAG
+) -> None:
     """Sets all limits of a type, from the next claim on. Raises `RedisError`, `DatabaseUnavailable`."""
     numbers = {
         job_calls.limit_field(name): limits.running,
@@ -49,8 +51,8 @@ async def put_limits(database: Database, client: Redis, name: str, limits: JobLi
     }
     fields = {field: None if number is None else repr(number) for field, number in numbers.items()}
     async with database.session() as session:
-        await keep_settings(session, "", fields)
-    await valkey.run_script(client, *job_calls.configure(fields))
+        await keep_settings(session, job_keys.application_of_tag(tag) and tag, fields)
+    await valkey.run_script(client, *job_calls.configure(fields, tag))
 
 
 def _limits(name: str, fields: Mapping[str, str]) -> JobLimits:

@@ -7,12 +7,14 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from infra.jobs.registry import TypeRegistry, count_waiting
 from infra.metrics import MetricsPage
 from infra.valkey import client as valkey
 from infra.valkey.client import replies_of
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.jobs.protocol.calls import reply_text
+from worker_runtime.jobs.protocol.manifest import queued_type
 from worker_runtime.jobs.protocol.telemetry import CounterKind
 
 #: Jobs of a subqueue whose priority and age are read: 1,000 take Valkey a few ms.
@@ -36,6 +38,23 @@ async def write_job_metrics(page: MetricsPage, client: Redis) -> None:
     ):
         totals = await valkey.reply_of(client.hgetall(key))
         _write_counted(page, prefix, {reply_text(name): int(n) for name, n in totals.items()})
+
+
+async def write_application_metrics(page: MetricsPage, client: Redis, registry: TypeRegistry) -> None:
+    """Jobs of applications: those that wait, and those of types that no live runner takes. Raises
+    `RedisError`, `DatabaseUnavailable`."""
+    types = await registry.types()
+    runners = {
+        queued_type(version.kind.name, version.kind.version): version.runners
+        for versions in types.values()
+        for version in versions
+    }
+    for application in await registry.applications.load():
+        waiting = await count_waiting(client, application)
+        page.add("berth_application_jobs_waiting", sum(waiting.values()), application)
+        for kind, jobs in sorted(waiting.items())[:SERIES]:
+            if runners.get(kind, 0) == 0:
+                page.add("berth_jobs_without_runner", jobs, application, kind)
 
 
 async def collect_user_counts(client: Redis, users: Sequence[str]) -> None:

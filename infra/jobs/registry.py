@@ -295,6 +295,24 @@ async def count_runners(client: Redis, application: str) -> dict[str, int]:
     return counts
 
 
+async def count_waiting(client: Redis, application: str) -> dict[str, int]:
+    """Return how many jobs of each type, as the queue knows it, wait. Raises `RedisError`."""
+    tag = job_keys.application_tag(application)
+    queues = [text_of(queue) for queue in await reply_of(client.zrange(job_keys.ready(tag), 0, -1))]
+    counts: dict[str, int] = {}
+    async with client.pipeline(transaction=False) as pipe:
+        for queue in queues:
+            pipe.zrange(job_keys.subqueues(tag, queue), 0, -1)
+        names = [[text_of(name) for name in found] for found in (await pipe.execute() if queues else [])]
+        pairs = [(queue, name) for queue, found in zip(queues, names, strict=True) for name in found]
+        for queue, name in pairs:
+            pipe.zcard(job_keys.subqueue(tag, queue, name))
+        numbers = await pipe.execute() if pairs else []
+    for (_, name), number in zip(pairs, numbers, strict=True):
+        counts[name] = counts.get(name, 0) + int(number)
+    return counts
+
+
 async def _rows_of(session: AsyncSession, application: str) -> Sequence[JobTypeRow]:
     rows = select(JobTypeRow).where(JobTypeRow.application == application)
     return (await session.scalars(rows)).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import shutil
 import tempfile
 import time
@@ -17,6 +18,7 @@ import psutil
 
 from infra.exchange.client import ExchangeAdmin
 from infra.lab.rest import RestConnection
+from infra.lab.shioaji import keys
 from infra.local.process import ServerFailed
 from infra.local.stack import LocalStack
 from infra.temporal.connection import open_client
@@ -35,6 +37,8 @@ class BenchUser:
     user_id: str
     api_key: str
     account_id: str
+    #: API key and secret key of its account at the broker.
+    broker_keys: tuple[str, str] = BENCH_KEYS
 
 
 class Target:
@@ -64,11 +68,16 @@ class Target:
                 found[worker_id] = min(found.get(worker_id, process.info["pid"]), process.info["pid"])
         return found
 
-    def make_users(self, prefix: str, count: int, *, at_exchange: bool = True) -> list[BenchUser]:
-        """Registers users, their credentials, and (unless nobody logs in) their accounts at the exchange."""
+    def make_users(
+        self, prefix: str, count: int, *, at_exchange: bool = True, broker: str = "paper"
+    ) -> list[BenchUser]:
+        """Registers users, their credentials, and (unless nobody logs in) their accounts at the exchange.
+
+        `broker` shioaji: live accounts there, of which workers with the stand-in think that they are real.
+        """
         with ThreadPoolExecutor(max_workers=min(_MAKERS, count)) as threads:
             shares = threads.map(
-                lambda maker: self._make([f"{prefix}{n}" for n in range(maker, count, _MAKERS)]),
+                lambda maker: self._make([f"{prefix}{n}" for n in range(maker, count, _MAKERS)], broker),
                 range(min(_MAKERS, count)),
             )
             users = [user for share in shares for user in share]
@@ -76,16 +85,16 @@ class Target:
         async def register_accounts() -> None:
             async with ExchangeAdmin(self.settings.exchange_admin_url) as exchange:
                 for user in users:
-                    await exchange.register(user.account_id, *BENCH_KEYS, user.user_id)
+                    await exchange.register(user.account_id, *user.broker_keys, user.user_id)
 
         if at_exchange:
             asyncio.run(register_accounts())
         return users
 
-    def _make(self, user_ids: list[str]) -> list[BenchUser]:
+    def _make(self, user_ids: list[str], broker: str) -> list[BenchUser]:
         admin = self.admin()
         try:
-            return [_register(admin, user_id) for user_id in user_ids]
+            return [_register(admin, user_id, broker) for user_id in user_ids]
         finally:
             admin.close()
 
@@ -119,14 +128,24 @@ class Target:
             time.sleep(0.05)
 
 
-def _register(admin: RestConnection, user_id: str) -> BenchUser:
+def _register(admin: RestConnection, user_id: str, broker: str) -> BenchUser:
     made = admin.call("POST", "/v1/users", {"user_id": user_id})
-    user = BenchUser(user_id, made["api_key"], f"acc-{user_id}")
-    admin.call(
-        "PUT",
-        f"/v1/users/{user_id}/accounts/{user.account_id}/credentials",
-        {"broker": "paper", "api_key": "key", "secret_key": "secret", "person_id": user_id},
-    )
+    account_id, live = f"acc-{user_id}", broker == "shioaji"
+    broker_keys = (keys.api_key_of(account_id), keys.SECRET_KEY) if live else BENCH_KEYS
+    user = BenchUser(user_id, made["api_key"], account_id, broker_keys)
+    credentials: dict[str, object] = {
+        "broker": broker,
+        "api_key": broker_keys[0],
+        "secret_key": broker_keys[1],
+        "person_id": user_id,
+    }
+    if live:
+        credentials |= {
+            "simulation": False,
+            "ca_certificate": base64.b64encode(keys.make_certificate()).decode(),
+            "ca_password": keys.CERTIFICATE_PASSWORD,
+        }
+    admin.call("PUT", f"/v1/users/{user_id}/accounts/{account_id}/credentials", credentials)
     return user
 
 

@@ -7,17 +7,20 @@ until its login counts.
 A fleet runs the scripts that orchestrators have loaded, and brings none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import Any
 
 import structlog
 from redis.asyncio import Redis
 
-from infra.valkey.client import reply_of
+from infra.valkey.client import reply_of, text_of
 from infra.valkey.job_login import passwords_of_jobs, user_of_jobs
 from infra.valkey.worker_users import COMMANDS
 from infra.vault.message_secret import MessageSecrets
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.authentication import MessageKey
 
 #: A worker's commands, and the scripts.
 JOB_COMMANDS = (*COMMANDS, "evalsha")
@@ -59,6 +62,23 @@ class JobUsers:
             self._made[tag] = server, passwords
             log.info("job_fleet_user_made", user=user_of_jobs(tag))
 
+    async def revoke(self, tag: str, message_keys: Sequence[MessageKey]) -> None:
+        """Ends logins by these keys, which an application no longer has, and the connections of its user.
+        Those with another key come back by themselves. Safe to repeat."""
+        name = user_of_jobs(tag)
+        about = await self._ask("ACL", "GETUSER", name)
+        fields = (
+            about
+            if isinstance(about, Mapping)
+            else dict(zip(about[::2], about[1::2], strict=True) if about else ())
+        )
+        held = {text_of(digest) for digest in fields.get(b"passwords", fields.get("passwords", ()))}
+        revoked = {sha256(text.encode()).hexdigest() for text in passwords_of_jobs(message_keys)} & held
+        if revoked:
+            await self._ask("ACL", "SETUSER", name, *(f"!{digest}" for digest in sorted(revoked)))
+            await self._ask("CLIENT", "KILL", "USER", name)
+            log.warning("job_logins_revoked", user=name, passwords=len(revoked))
+
     async def delete(self, tag: str) -> None:
         """Ends the login of this tag's fleets, and their connections."""
         self._made.pop(tag, None)
@@ -69,5 +89,5 @@ class JobUsers:
         words = [f">{password}" for password in passwords]
         await self._ask("ACL", "SETUSER", user_of_jobs(tag), "on", *words, *rights)
 
-    async def _ask(self, *words: str) -> None:
-        await reply_of(self._client.execute_command(*words))  # type: ignore[no-untyped-call]
+    async def _ask(self, *words: str) -> Any:
+        return await reply_of(self._client.execute_command(*words))  # type: ignore[no-untyped-call]

@@ -40,7 +40,28 @@ SHORT: dict[str, Any] = {
 @pytest.mark.slow
 @pytest.mark.timeout(240 + 90 * MINUTES)
 def test_no_order_is_lost_or_doubled_whatever_breaks() -> None:
-    result = experiment.run(MINUTES, SEED, 6, 3.0, server_every=6.0, patience=20.0, settle=SETTLE, **SHORT)
+    run_chaos("paper")
+
+
+@pytest.mark.drill
+@pytest.mark.needs("shioaji")
+@pytest.mark.timeout(240 + 90 * MINUTES)
+def test_no_order_is_lost_or_doubled_at_the_stand_in_for_shioaji() -> None:
+    run_chaos("shioaji")
+
+
+def run_chaos(broker: str) -> None:
+    result = experiment.run(
+        MINUTES,
+        SEED,
+        6,
+        3.0,
+        server_every=6.0,
+        patience=20.0,
+        settle=SETTLE,
+        broker=broker,
+        **SHORT,
+    )
     story = json.dumps({**result, "schedule": "…"}, indent=1)
     logging.getLogger(__name__).info("chaos run %s", story)  # seen with --log-cli-level=INFO
     assert result["orders"] > 20 * MINUTES, story

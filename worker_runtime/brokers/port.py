@@ -6,7 +6,7 @@ broker sends stays in the adapter.
 
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, OrderChanged, Position
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Credentials, Fill, OrderState
@@ -43,6 +43,7 @@ __all__ = [
     "QuantityMeaning",
     "Side",
     "TimeInForce",
+    "UsesCertificate",
 ]
 
 
@@ -173,6 +174,14 @@ class Broker(Protocol):
 
     def close(self) -> None:
         """Logs out, within a second; never raises, may be called twice."""
+
+
+@runtime_checkable
+class UsesCertificate(Protocol):
+    """A broker whose orders are signed with a certificate of the user."""
+
+    def certificate_ends_ms(self) -> int:
+        """Unix ms at which the session's certificate expires; 0: there is none, or that is not known."""
 
 
 #: Makes an unconnected `Broker` for a connection and a client (see `create_broker`).

@@ -155,6 +155,10 @@ class QuantityChangeUnconfirmed(OrderRejected, code="QUANTITY_CHANGE_UNCONFIRMED
     """What the broker does with a changed quantity is unconfirmed: cancel the order and place a new one."""
 
 
+class CertificateExpired(OrderRejected, code="CERTIFICATE_EXPIRED"):
+    """The account's certificate has expired: get a new one from the broker and store it."""
+
+
 class OutcomeUnknown(BrokerError, code="OUTCOME_UNKNOWN"):
     """The order may or may not have reached the broker: reconcile, do not resend."""
 

@@ -289,6 +289,9 @@ class AccountLogin(msgspec.Struct, frozen=True, kw_only=True):
     rejected: bounds.Counter = 0
     #: What is wrong with the login, or with the rejected one, in words.
     detail: bounds.Sentence = ""
+    #: The version of the credentials of its session, and when their certificate expires; 0: not known.
+    version: bounds.Counter = 0
+    certificate_ends_ms: bounds.TimeMsOrZero = 0
 
 
 class ClaimReply(Message, frozen=True, kw_only=True, tag="claim_reply"):

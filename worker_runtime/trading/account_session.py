@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from worker_runtime.brokers.port import Broker, ConnectionKey
+from worker_runtime.brokers.port import Broker, ConnectionKey, UsesCertificate
 from worker_runtime.process.clock import Backoff, wall_ms
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol import errors
@@ -156,7 +156,15 @@ class AccountSession:
             code = self.listing_error
         version, why = self.rejected or (0, error)
         detail = why.detail if why else self.lost_because if code else ""
-        return AccountLogin(account_id=self.name, code=code, rejected=version, detail=detail[:DETAIL])
+        broker = self.broker
+        return AccountLogin(
+            account_id=self.name,
+            code=code,
+            rejected=version,
+            detail=detail[:DETAIL],
+            version=self.account.version,
+            certificate_ends_ms=broker.certificate_ends_ms() if isinstance(broker, UsesCertificate) else 0,
+        )
 
     def lost(self, reason: str) -> Broker | None:
         """Marks the session as lost and returns it, so that the caller can close it. Tries count anew."""

@@ -1,7 +1,7 @@
 """The data of the pre-trade checks: an account's limits and its earlier orders."""
 
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, datetime
 
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -22,6 +22,8 @@ class AccountUsage:
     broker_type: str
     limits: AccountLimits
     tags: int
+    #: Of a live account whose orders a certificate signs; None: there is none, or it is not known.
+    certificate_expires_at: datetime | None = None
 
 
 async def account_usage(
@@ -43,7 +45,11 @@ async def account_usage(
         return None
     row, limits, tags = found
     return AccountUsage(
-        broker=row.broker, broker_type=row.broker_type, limits=limits or AccountLimits(), tags=tags
+        broker=row.broker,
+        broker_type=row.broker_type,
+        limits=limits or AccountLimits(),
+        tags=tags,
+        certificate_expires_at=None if row.simulation else row.certificate_expires_at,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,12 @@ import typer
 from rich.console import Console
 
 from worker_runtime.protocol.errors import BerthError
+
+
+class ChaosBroker(StrEnum):
+    PAPER = "paper"
+    SHIOAJI = "shioaji"
+
 
 app = typer.Typer(
     help="Break a system of its own on purpose, on free ports, and judge the result.",
@@ -31,6 +38,9 @@ def orders(
     ] = 1,
     users: Annotated[int, typer.Option(min=1, help="Users that trade, each with a worker.")] = 24,
     rate: Annotated[float, typer.Option(min=0.1, help="Orders per second, of all users together.")] = 5.0,
+    broker: Annotated[
+        ChaosBroker, typer.Option(help="The broker that everyone trades at; shioaji is a stand-in for it.")
+    ] = ChaosBroker.PAPER,
     keep: Annotated[
         Path | None, typer.Option("--keep", help="An empty folder in which data and logs are kept.")
     ] = None,
@@ -40,7 +50,7 @@ def orders(
 
     Exit code 1 when an order was lost, doubled or filled differently, or another promise did not hold.
     """
-    raise typer.Exit(_orders(minutes, seed, users, rate, keep, json))
+    raise typer.Exit(_orders(minutes, seed, users, rate, broker, keep, json))
 
 
 @app.command()
@@ -83,7 +93,15 @@ def _jobs(kills: int, seed: int, lease: float, keep: Path | None, json: Path | N
     return 1 if result["findings"] else 0
 
 
-def _orders(minutes: float, seed: int, users: int, rate: float, keep: Path | None, json: Path | None) -> int:
+def _orders(
+    minutes: float,
+    seed: int,
+    users: int,
+    rate: float,
+    broker: ChaosBroker,
+    keep: Path | None,
+    json: Path | None,
+) -> int:
     from infra.lab import figures
     from infra.lab.chaos.orders import experiment as orders
     from infra.lab.chaos.orders import schedule
@@ -95,7 +113,9 @@ def _orders(minutes: float, seed: int, users: int, rate: float, keep: Path | Non
         if json is not None:
             json.touch()  # an unwritable file is reported before the minutes of the run
         with Console(stderr=True).status("chaos: orders") as status:
-            result = orders.run(minutes, seed, users, rate, folder=keep, say=status.update)
+            result = orders.run(
+                minutes, seed, users, rate, folder=keep, say=status.update, broker=broker.value
+            )
         orders.table(result)
         for finding in result["findings"]:
             typer.echo(f"{finding['harm']}: {finding['order'] or '-'}: {finding['what']}")

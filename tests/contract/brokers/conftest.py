@@ -106,7 +106,14 @@ def paper(exchange: ExchangeServer) -> PaperStage:
     return PaperStage(exchange.address, exchange.admin_url)
 
 
-@pytest.fixture(params=["fake", "paper", pytest.param("shioaji", marks=pytest.mark.needs("shioaji"))])
+@pytest.fixture(
+    params=[
+        "fake",
+        "paper",
+        pytest.param("shioaji", marks=pytest.mark.needs("shioaji")),
+        pytest.param("shioaji in the lab", marks=pytest.mark.needs("shioaji")),
+    ]
+)
 def stage(request: pytest.FixtureRequest) -> BrokerStage:
     if request.param == "fake":
         return FakeStage()
@@ -114,6 +121,11 @@ def stage(request: pytest.FixtureRequest) -> BrokerStage:
         from tests.contract.brokers.shioaji_market import ShioajiMarketStage  # imports the SDK
 
         return ShioajiMarketStage()
+    if request.param == "shioaji in the lab":
+        from tests.contract.brokers.shioaji_lab import ShioajiLabStage
+
+        server: ExchangeServer = request.getfixturevalue("exchange")
+        return ShioajiLabStage(server.address, server.admin_url)
     found: PaperStage = request.getfixturevalue("paper")
     return found
 

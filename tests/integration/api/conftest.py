@@ -141,12 +141,12 @@ async def served(api: ServedApi) -> AsyncIterator[str]:
         await asyncio.wait_for(task, 30)
 
 
-async def make_key(settings: Settings, role: api_keys.Role) -> str:
+async def make_key(settings: Settings, role: api_keys.Role, scopes: tuple[str, ...] | None = None) -> str:
     database = Database(settings.database_url, pool_size=1)
     try:
         async with database.session() as session:
             token = ApiTokens(settings.api_secret_file).make()
-            await api_keys.create_api_key(session, token, role)
+            await api_keys.create_api_key(session, token, role, scopes=scopes)
             return token
     finally:
         await database.close()

@@ -97,6 +97,8 @@ def test_no_act_was_forgotten() -> None:
         "POST /users/{user_id}/accounts/{account_id}/intents",
         "POST /reconciliations/{number}/resolve",
         "POST /person-matches/{number}/resolve",  # in `accounts/test_person_matches.py`
+        "POST /jobs/batch",  # jobs of applications: PostgreSQL keeps each of them
+        "PUT /job-limits/{application}/{name}",  # in `test_own_jobs.py`
         "PUT /pools/{pool}",
         "POST /users/{user_id}/webhooks/{webhook_id}/test",  # it places nothing and changes nothing
         "POST /pools/{pool}/rollout",

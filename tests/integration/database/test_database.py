@@ -29,7 +29,7 @@ from infra.database.trading import limits
 from infra.database.trading import models as trading_models
 from infra.database.workers import launches, passes
 from infra.database.workers import sessions as worker_sessions
-from infra.jobs import kept
+from infra.jobs import kept, registry
 from infra.local.process import free_port
 from infra.local.servers import PostgresServer
 from infra.vault import vault
@@ -87,6 +87,7 @@ async def test_models_and_migrations_agree(database: Database) -> None:
     def difference(connection: Connection) -> list[object]:
         # Their tables are known, too.
         of_features = dead_letters.DeadLetterRow, passes.MaintenancePass, kept.KeptJob
+        assert registry.JobTypeRow.metadata is Base.metadata
         for elsewhere in (trading_models.Switch, reports.DailyReport, startup.StartupTaskRow, *of_features):
             assert elsewhere.metadata is Base.metadata
         return list(compare_metadata(MigrationContext.configure(connection), Base.metadata))

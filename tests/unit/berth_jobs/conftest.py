@@ -40,7 +40,8 @@ class ScriptedApi:
         self.requests.append(request)
         answer = self.answers[0] if len(self.answers) == 1 else self.answers.pop(0)
         if isinstance(answer, httpx.Response):
-            return httpx.Response(answer.status_code, content=answer.content, headers=answer.headers)
+            content = _with_ids(request, answer.content)
+            return httpx.Response(answer.status_code, content=content, headers=answer.headers)
         raise answer("scripted", request=request)
 
     def run(self, *steps: Callable[[Any], Any]) -> Any:
@@ -68,6 +69,18 @@ class ScriptedApi:
         return [json.loads(request.content) for request in self.requests if request.content]
 
 
+def _with_ids(request: httpx.Request, content: bytes) -> bytes:
+    """The answer to an enqueue, with the id of the job that was asked for where it has `own-id`."""
+    if not request.content or b'"own-id"' not in content:
+        return content
+    asked = json.loads(request.content)
+    jobs = asked.get("jobs", [asked])
+    answer = json.loads(content)
+    for view, job in zip(answer.get("jobs", [answer]), jobs, strict=True):
+        view["id"] = job["options"]["job_id"] if view["id"] == "own-id" else view["id"]
+    return json.dumps(answer).encode()
+
+
 @pytest.fixture(params=[False, True], ids=["blocking", "asyncio"])
 def api(request: pytest.FixtureRequest) -> ScriptedApi:
     return ScriptedApi(request.param)
@@ -76,7 +89,7 @@ def api(request: pytest.FixtureRequest) -> ScriptedApi:
 def job_view(state: str = "waiting", **changes: Any) -> dict[str, Any]:
     """A job as the API shows it."""
     return {
-        "id": "job-1",
+        "id": "own-id",
         "type": "shop/resize_image",
         "state": state,
         "ended": state in ("done", "failed", "cancelled"),

@@ -119,7 +119,7 @@ def test_options_are_sent_and_the_producer_keeps_none(api: ScriptedApi) -> None:
     api.run(both, resize)
     api.run(resize)
     first, second = (body["options"] for body in api.bodies())
-    assert {**first, "job_id": ""} == {"job_id": "", "priority": 9, "group": "cart-1", "delay": 120.0}
+    assert {**first, "job_id": ""} == {"job_id": "", "priority": 9, "group": "cart-1", "delay_s": 120.0}
     assert list(second) == ["job_id"]
 
 
@@ -130,8 +130,27 @@ def test_a_job_may_run_later_or_at_a_time(api: ScriptedApi) -> None:
     api.run(lambda producer: producer.enqueue_at(tomorrow, "shop/resize_image", image_id=7))
     yesterday = datetime.now(UTC) - timedelta(days=1)
     api.run(lambda producer: producer.enqueue_at(yesterday, "shop/resize_image", image_id=7))
-    delays = [body["options"]["delay"] for body in api.bodies()]
-    assert delays == [2.5, pytest.approx(86_400, abs=60), 0]
+    later, at, past = (body["options"] for body in api.bodies())
+    assert later["delay_s"] == 2.5
+    assert [datetime.fromisoformat(options["run_at"]) for options in (at, past)] == [tomorrow, yesterday]
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ({"priority": 10}, "priority: Expected `int` <= 9"),
+        ({"max_attempts": 0}, "max_attempts: Expected `int` >= 1"),
+        ({"timeout": -1}, "timeout: a number of seconds"),
+        ({"result_ttl": timedelta(days=15)}, "result_ttl: Expected `int` <= 1209600"),
+        ({"queue": "no queue"}, "queue: Expected `str` matching"),
+        ({"colour": "red"}, "there is no option colour"),
+    ],
+)
+def test_an_option_that_no_job_can_have_is_refused_by_its_name(
+    api: ScriptedApi, option: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=reason):
+        api.run(operator.methodcaller("with_options", **option))
 
 
 @pytest.mark.parametrize("delay", [-1, float("nan"), float("inf"), timedelta(days=-1)])
@@ -171,7 +190,8 @@ def test_many_jobs_are_sent_in_batches_in_their_order(api: ScriptedApi) -> None:
 
 
 def test_a_batch_stays_below_the_size_that_the_api_takes(api: ScriptedApi) -> None:
-    api.answer({"jobs": [job_view()]}, 202)
+    for size in (17, 17, 6):
+        api.answer({"jobs": [job_view()] * size}, 202)
     calls = [send.call("shop/resize_image", text="x" * 50_000) for _ in range(40)]
     api.run(lambda producer: producer.enqueue_many(calls))
     assert len(api.requests) == 3
@@ -186,6 +206,23 @@ def test_a_lost_answer_to_a_batch_repeats_that_batch_only(api: ScriptedApi) -> N
     api.run(lambda producer: producer.enqueue_many(calls))
     first, second, third = api.bodies()
     assert (len(first["jobs"]), second) == (500, third)
+
+
+def test_a_batch_has_jobs_of_one_application(api: ScriptedApi) -> None:
+    for size in (1, 2, 1):
+        api.answer({"jobs": [job_view()] * size}, 202)
+    calls = [send.call(f"{name}/work") for name in ("shop", "store", "store", "shop")]
+    api.run(lambda producer: producer.enqueue_many(calls))
+    assert [len(body["jobs"]) for body in api.bodies()] == [1, 2, 1]
+
+
+def test_a_job_that_another_one_stands_for_is_that_one(api: ScriptedApi) -> None:
+    api.answer(job_view(id="earlier"), 202)
+    sent = api.run(lambda producer: producer.with_options(unique="a").enqueue("shop/resize_image"))
+    assert (sent.id, sent.is_new) == ("earlier", False)
+    api.answers = []
+    api.answer(job_view(), 202)
+    assert api.run(resize).is_new
 
 
 def test_an_empty_list_of_jobs_is_no_request(api: ScriptedApi) -> None:
@@ -214,7 +251,7 @@ def test_a_wait_that_is_over_says_where_the_job_is(api: ScriptedApi) -> None:
 
 def test_a_failed_job_raises_its_code_and_reason(api: ScriptedApi) -> None:
     failure = {"code": "JOB_TIMEOUT", "detail": "longer than 2 s", "retryable": False}
-    api.answer(job_view("failed", failure=failure))
+    api.answer(job_view("failed", id="job-1", failure=failure))
     with pytest.raises(errors.JobFailed, match="JOB_TIMEOUT: longer than 2 s") as failed:
         api.run(lambda producer: producer.job("job-1"), lambda sent: sent.result(1))
     assert (failed.value.code, failed.value.job_id) == ("JOB_TIMEOUT", "job-1")

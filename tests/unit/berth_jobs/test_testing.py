@@ -52,6 +52,13 @@ def outer(count: int) -> None:
     send.enqueue_many(send.call(add, number, 1) for number in range(count))
 
 
+def test_a_decorated_function_is_still_a_function() -> None:
+    assert resize("a.png", Size(7))["attempt"] == 1
+    assert asyncio.run(add(1, second=2)) == 3
+    with pytest.raises(RetryLater):
+        fail("full")
+
+
 def test_recorded_jobs_do_not_run_and_can_be_asserted() -> None:
     with testing.record() as sent:
         first = send.enqueue(resize, "a.png", size=Size(7))
@@ -65,7 +72,7 @@ def test_recorded_jobs_do_not_run_and_can_be_asserted() -> None:
     found = sent.assert_enqueued(resize, size=Size(7))
     assert (found.job_id, found.args["path"]) == (first.id, "a.png")
     assert sent.assert_enqueued("shop/testing.resize", path="b.png").options.priority == 9
-    assert sent.assert_enqueued("testing.add").options.delay == 60
+    assert sent.assert_enqueued("testing.add").options.delay_s == 60
     assert len(sent.of(resize)) == 2
     with pytest.raises(AssertionError, match=r"testing\.add\(first=2\) was not enqueued; enqueued was:\n"):
         sent.assert_enqueued(add, first=2)

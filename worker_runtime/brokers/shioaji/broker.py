@@ -30,6 +30,7 @@ from worker_runtime.protocol.errors import (
     BrokerError,
     BrokerMaintenance,
     BrokerUnreachable,
+    CertificateExpired,
     LoginRejected,
     OrderRejected,
     OutcomeUnknown,
@@ -179,7 +180,7 @@ class ShioajiBroker:
     def place(self, order: OrderTerms, timeout: float) -> BrokerOrder:
         api, account = self._session()
         if self._certificate_days() <= 0:
-            raise OrderRejected(_CERTIFICATE_EXPIRED)
+            raise CertificateExpired(_CERTIFICATE_EXPIRED)
         deadline = time.monotonic() + timeout - _RETURN
 
         def submit() -> BrokerOrder:
@@ -323,6 +324,10 @@ class ShioajiBroker:
         if self._certificate_days() <= 0:
             raise LoginRejected(_CERTIFICATE_EXPIRED)
         self._warn_of_certificate()
+
+    def certificate_ends_ms(self) -> int:
+        """Unix ms at which the active certificate expires; 0: there is none, or the SDK does not say."""
+        return int(self._certificate_ends * 1000) if math.isfinite(self._certificate_ends) else 0
 
     def _certificate_days(self) -> float:
         """Days until it expires; `inf` where there is none, or where its end is not known."""

@@ -24,7 +24,7 @@ def upgrade() -> None:
           package varchar(200) not null,
           package_version varchar(200) not null,
           definition jsonb not null,
-          refusal text not null default '',
+          refusal varchar not null default '',
           announced_at timestamptz not null default clock_timestamp(),
           primary key (name, version)
         )"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal
@@ -11,11 +11,12 @@ from uuid import UUID
 from sqlalchemy import func, select
 
 from infra.database.engine import Database
-from infra.database.models import Order, OrderEventRow
+from infra.database.models import Order, OrderEventRow, WorkerSession
 from infra.database.orders.states import OPEN_STATES
 from infra.database.trading.models import Reconciliation, WebhookCall
 from infra.exchange.client import ExchangeAdmin
 from infra.exchange.records import Incident, IncidentKind, LedgerOrder, LedgerSession
+from worker_runtime.protocol.messages import OrderState
 
 #: Orders of the ledger may be many: the admin API answers with all of an account at once.
 _TIMEOUT = 60.0
@@ -78,8 +79,12 @@ async def count_unsettled(database: Database) -> int:
     return int(found or 0) + int(waiting or 0)
 
 
-async def read_books(database: Database, exchange_url: str) -> Books:
-    """Reads the books of both sides."""
+async def read_books(database: Database, exchange_url: str, *, tags_only: bool = False) -> Books:
+    """Reads the books of both sides.
+
+    `tags_only`: the broker's ledger has no order ids of ours, no epochs and no word for the end of the day,
+    as with the stand-in for Shioaji: an order is known by its account and tag, a worker by its id.
+    """
     async with database.session() as session:
         rows = list(await session.scalars(select(Order).order_by(Order.created_at)))
         calls = list(
@@ -90,15 +95,41 @@ async def read_books(database: Database, exchange_url: str) -> Books:
         differences = await session.scalar(
             select(func.count()).select_from(Reconciliation).where(Reconciliation.resolved_at.is_(None))
         )
+        epochs = {
+            str(worker_id): epoch
+            for worker_id, epoch in await session.execute(
+                select(WorkerSession.worker_id, WorkerSession.epoch)
+            )
+        }
+    ours = [_ours(row) for row in rows]
     async with ExchangeAdmin(exchange_url, timeout=_TIMEOUT) as exchange:
+        ledger, sessions = await exchange.ledger(), await exchange.sessions()
+        if tags_only:
+            ledger = [name_order(order, ours, epochs) for order in ledger]
+            sessions = [one.model_copy(update={"client": _name_of(one.client, epochs)}) for one in sessions]
         return Books(
-            ours=[_ours(row) for row in rows],
+            ours=ours,
             signals=[_signal(call) for call in calls],
-            ledger=await exchange.ledger(),
-            sessions=await exchange.sessions(),
+            ledger=ledger,
+            sessions=sessions,
             bans=await exchange.incidents(IncidentKind.BANNED),
             differences=int(differences or 0),
         )
+
+
+def name_order(order: LedgerOrder, ours: Sequence[OurOrder], epochs: Mapping[str, int]) -> LedgerOrder:
+    """Returns an order of a ledger that keeps only tags, with our order's id and the epoch of its worker.
+
+    A tag that our books do not know keeps an empty id, which the judge takes for a lost order.
+    """
+    notes = [one.order_id for one in ours if (one.account_id, one.tag) == (order.account, order.tag)]
+    state = OrderState.CANCELLED if order.state is OrderState.EXPIRED else order.state
+    named = {"client_note": notes[0] if notes else "", "client": _name_of(order.client, epochs)}
+    return order.model_copy(update={**named, "state": state})
+
+
+def _name_of(worker_id: str, epochs: Mapping[str, int]) -> str:
+    return f"{worker_id}/{epochs.get(worker_id, 0)}"
 
 
 def _signal(call: WebhookCall) -> OurSignal:

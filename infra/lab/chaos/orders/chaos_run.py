@@ -42,7 +42,8 @@ class OrderChaosRun:
     """What a run does.
 
     `patience`: seconds in which a client tries to get an answer to one order. `settle`: seconds in which
-    everything settles at the end.
+    everything settles at the end. `broker` shioaji: its stand-in, which changes orders a while after it has
+    answered.
     """
 
     seed: int
@@ -50,6 +51,7 @@ class OrderChaosRun:
     shapes: Sequence[OrderShape]
     patience: float
     settle: float
+    broker: str = "paper"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +123,7 @@ async def run_chaos(
     exchange_url = target.settings.exchange_admin_url
     async with ExchangeAdmin(exchange_url) as exchange:
         prices = {symbol: await exchange.price(symbol) for symbol in SYMBOLS}
-        await _inject_exchange_faults(exchange, users, chaos.seed)
+        await _inject_exchange_faults(exchange, users, chaos)
     async with open_http_client(target.api_url) as http:
         clients = TradingClients(
             http,
@@ -144,7 +146,7 @@ async def run_chaos(
             settled = await _wait_until_settled(target, chaos.settle, say)
             database = Database(target.settings.database_url, pool_size=1)
             try:
-                read = await books.read_books(database, exchange_url)
+                read = await books.read_books(database, exchange_url, tags_only=chaos.broker != "paper")
             finally:
                 await database.close()
             return ChaosOutcome(
@@ -160,8 +162,11 @@ async def run_chaos(
             injector.close()
 
 
-async def _inject_exchange_faults(exchange: ExchangeAdmin, users: Sequence[BenchUser], seed: int) -> None:
+async def _inject_exchange_faults(
+    exchange: ExchangeAdmin, users: Sequence[BenchUser], chaos: OrderChaosRun
+) -> None:
     """Switches on all faults of the exchange, prices that move, and accounts of different kinds."""
+    seed = chaos.seed
     chance = random.Random(f"accounts {seed}")  # noqa: S311 - how an account behaves is no secret
     rates = {point: _RATES.get(point, FAULT_RATE) for point in FaultPoint}
     await exchange.set_fault_plan(FaultPlan(seed=seed, rates=rates))
@@ -176,6 +181,7 @@ async def _inject_exchange_faults(exchange: ExchangeAdmin, users: Sequence[Bench
             late_ack_ms=chance.randint(200, 8000),
             events_without_tag=chance.random() < 0.3,
             listing_lag_ms=chance.choice((0, 0, 500, 2000)),
+            change_delay_ms=chance.randint(300, 1400) if chaos.broker == "shioaji" else 0,
         )
         await exchange.set_behaviour(user.account_id, behaviour)
 

@@ -13,10 +13,12 @@ import json
 import time
 from collections import Counter
 from contextlib import ExitStack
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from infra.database.engine import Database
+from infra.database.trading.quantity_changes import SeenQuantityChange, store_confirmation
 from infra.exchange.hours import time_half_a_day_away
 from infra.lab import figures
 from infra.lab.chaos.orders import books, chaos_run, client, schedule, shapes
@@ -24,8 +26,11 @@ from infra.lab.chaos.orders.api_clock import ApiClock
 from infra.lab.chaos.orders.chaos_run import ChaosOutcome, OrderChaosRun
 from infra.lab.chaos.orders.judge import OrderFinding, OrderHarm, OrderVerdict, judge_orders
 from infra.lab.figures import Say, silent
+from infra.lab.shioaji import keys as shioaji
 from infra.lab.target import Target, own_folder
 from infra.local.stack import LocalStack
+from worker_runtime.protocol.order_terms import OrderLot
+from worker_runtime.protocol.requests import QuantityMeaning
 
 #: Seconds for everything to settle: verification waits a minute before it takes an order for absent, and
 #: checks a followed one at least once a minute.
@@ -54,13 +59,14 @@ def run(
     settle: float = SETTLE,
     folder: Path | None = None,
     say: Say = silent,
+    broker: str = "paper",
     **overrides: Any,
 ) -> dict[str, Any]:
     """`rate` orders a second of `users` users; a server has a fault every `server_every` seconds.
 
     A client tries for `patience` seconds to get an answer, and at the end everything gets `settle` seconds.
-    `folder` keeps data and logs; `overrides` are settings of the stack. Raises
-    `BerthError` when the stack could not be run.
+    `folder` keeps data and logs; `broker` shioaji has workers trade at its stand-in (`infra/lab/shioaji`);
+    `overrides` are settings of the stack. Raises `BerthError` when the stack could not be run.
     """
     seconds = minutes * 60
     plan = OrderChaosRun(
@@ -69,7 +75,10 @@ def run(
         shapes=list(shapes.plan_orders(seed, rate, seconds)),
         patience=patience,
         settle=settle,
+        broker=broker,
     )
+    if broker == "shioaji":  # at any time of the day, with accounts that the system takes for real ones
+        overrides |= {"live_accounts": True, "check_market_open": "off", "check_symbols": "off"}
     # No midnight in the run: fills from before it are on no list after it, and a person would have to decide.
     overrides.setdefault("exchange_day_begins", time_half_a_day_away(time.time_ns() // 1_000_000))
     # Equal orders are no mistake here, nor are equal entries, which cannot say so themselves.
@@ -79,13 +88,18 @@ def run(
         if folder is None:
             folder = left.enter_context(own_folder())
         clock = left.enter_context(ApiClock.installed())
-        stack = left.enter_context(
-            LocalStack(folder, pool_target=_POOL, orchestrators=_ORCHESTRATORS, **overrides)
-        )
+        stack = LocalStack(folder, pool_target=_POOL, orchestrators=_ORCHESTRATORS, **overrides)
+        if broker == "shioaji":
+            packages = left.enter_context(own_folder())
+            left.enter_context(shioaji.on_python_path(packages))
+            shioaji.write_package(packages, stack.settings.exchange_address)
+        left.enter_context(stack)
         for orchestrator in stack.orchestrators:
             orchestrator.start_timeout = _ORCHESTRATOR_START
         target = Target(stack)
-        traders = target.make_users("chaos", users)
+        traders = target.make_users("chaos", users, broker=broker)
+        if broker == "shioaji":
+            asyncio.run(_confirm_quantity_changes(target))
         hooks = chaos_run.make_hooks(target, traders)
         chaos_run.start_workers(target, traders)
         aftermath = asyncio.run(chaos_run.run_chaos(target, traders, plan, clock, say, hooks))
@@ -94,6 +108,7 @@ def run(
         faults = _faults(stack.exchange.log_path)
     return {
         "seed": seed,
+        "broker": broker,
         "minutes": minutes,
         "users": users,
         "rate": rate,
@@ -106,6 +121,21 @@ def run(
         "schedule": [str(fault) for fault in plan.plan],
         "injected": list(aftermath.injected),
     }
+
+
+async def _confirm_quantity_changes(target: Target) -> None:
+    """Stores what the stand-in does with a changed quantity, as `berth broker check` would."""
+    seen = SeenQuantityChange(
+        broker="shioaji",
+        sdk_version=metadata.version("shioaji"),
+        lot=OrderLot.COMMON,
+        futures=False,
+        simulation=False,
+        meaning=QuantityMeaning.REDUCE_BY,
+        evidence={},
+    )
+    async with Database(target.settings.database_url, pool_size=1) as database, database.session() as session:
+        await store_confirmation(session, seen, actor="chaos")
 
 
 def _figures(aftermath: ChaosOutcome, verdict: OrderVerdict) -> dict[str, Any]:
@@ -186,7 +216,8 @@ def table(result: dict[str, Any]) -> None:
     """Prints the figures."""
     accepted = result["orders"]
     figures.print_table(
-        f"chaos: orders, seed {result['seed']}, {result['minutes']:g} min, {result['users']} users",
+        f"chaos: orders at {result['broker']}, seed {result['seed']}, {result['minutes']:g} min, "
+        f"{result['users']} users",
         [
             ("orders accepted", str(accepted)),
             (

@@ -27,7 +27,7 @@ from infra.exchange.client import ExchangeAdmin, ExchangeUnreachable
 from infra.lab.chaos.orders.api_clock import ApiClock
 from infra.lab.chaos.orders.schedule import FaultKind, FaultTarget, PlannedFault
 from infra.lab.processes import WorkerProcesses, processes_of, send_signal
-from infra.lab.target import BENCH_KEYS, BenchUser
+from infra.lab.target import BenchUser
 from infra.local.process import Server, ServerFailed
 from infra.local.servers import ValkeyServer
 from infra.local.stack import LocalStack
@@ -212,14 +212,14 @@ class FaultInjector:
         """The clients ask for a retry when they hear of it (`TradingClients`)."""
         async with ExchangeAdmin(self._stack.settings.exchange_admin_url) as exchange:
             try:
-                await exchange.register(user.account_id, "another key", "secret", user.user_id)
+                await exchange.register(user.account_id, "another key", "another secret", user.user_id)
                 await exchange.end_sessions(user.account_id)
                 await asyncio.sleep(_AWAY * seconds)
             except ExchangeUnreachable:
                 return False
             finally:
                 await _retry_exchange_call(
-                    partial(exchange.register, user.account_id, *BENCH_KEYS, user.user_id)
+                    partial(exchange.register, user.account_id, *user.broker_keys, user.user_id)
                 )
         return True
 

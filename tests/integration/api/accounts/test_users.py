@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from infra.vault.key_pairs import load_ring
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key
 from worker_runtime.protocol.bounds import MAX_ACCOUNTS
 
+#: A PKCS#12 in a form that Berth cannot open, which it stores all the same.
+CERTIFICATE = b"\x30\x80canary-certificate"
 CREDENTIALS = {
     "broker": "shioaji",
     "broker_type": "stock",
@@ -26,7 +29,7 @@ CREDENTIALS = {
     "api_key": "canary-api-key",
     "secret_key": "canary-secret-key",
     "person_id": "canary-person",
-    "ca_certificate": "Y2FuYXJ5LWNlcnRpZmljYXRl",
+    "ca_certificate": base64.b64encode(CERTIFICATE).decode(),
     "ca_password": "canary-ca-password",
 }
 
@@ -121,6 +124,7 @@ async def test_credentials_are_stored_so_that_only_the_orchestrator_can_read_the
         "login": "not_tried",
         "login_detail": "shioaji counts each login: the user's worker tries them",
         "reload_signalled": False,
+        "certificate_expires_at": None,
     }
     async with database.session() as session:
         found = {
@@ -134,7 +138,7 @@ async def test_credentials_are_stored_so_that_only_the_orchestrator_can_read_the
         found["real"].encrypted, ring, user_id=api.user, account_id="real"
     )
     assert (clear.api_key, clear.secret_key) == ("canary-api-key", "canary-secret-key")
-    assert (clear.ca_certificate, clear.ca_password) == (b"canary-certificate", "canary-ca-password")
+    assert (clear.ca_certificate, clear.ca_password) == (CERTIFICATE, "canary-ca-password")
     output = capfd.readouterr()
     for place in (dump, answer.text, output.out, output.err):
         assert "canary" not in place

@@ -1,0 +1,335 @@
+"""Enqueues jobs directly into Valkey: fast, and lost when Valkey loses its data.
+
+    from berth_jobs.direct import DirectProducer
+
+    producer = DirectProducer("rediss://shop:…@valkey.example:6379", "shop.key", application="shop")
+    producer.enqueue_many(producer.call(count_visit, page=page) for page in pages)
+
+Use it for jobs that may be lost, or that something enqueues again: nothing keeps them in PostgreSQL, as it
+does those of `Producer`. It needs `berth-jobs[direct]`, the application's key file and Valkey user, and the
+job's function, whose options it reads. The key file lets its holder enqueue jobs of this application only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timedelta
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple, ParamSpec, Self, Unpack
+
+import msgspec
+import redis
+from redis.exceptions import AuthenticationError, NoScriptError, RedisError, ResponseError
+from redis.exceptions import ConnectionError as ConnectionLost
+from redis.exceptions import TimeoutError as TooLate
+
+from . import api_calls
+from .api_calls import MAX_PAUSE_S, OptionValues, SendOptions
+from .declaration import JobFunction
+from .errors import (
+    EnqueueUnsettled,
+    JobTooLarge,
+    NotConfigured,
+    ProblemDetails,
+    Unreachable,
+    ValkeyRefused,
+    invalid_arguments,
+)
+from .manifest import BadManifest, ManifestType, check_application, describe_type
+from .options import JobDefaults, job_fields
+
+P = ParamSpec("P")
+
+#: Bytes of the arguments and of the whole message, as runners take them.
+MAX_ARGUMENTS_BYTES, MAX_JOB_BYTES = 64 * 1024, 64 * 1024 + 4096
+#: Jobs that are sent before their replies are read.
+PIPELINE_JOBS = 500
+#: Seconds for which an enqueue is repeated while Valkey is away.
+RETRY_FOR_S = 10.0
+CONNECT_TIMEOUT_S, ANSWER_TIMEOUT_S = 5.0, 10.0
+#: Milliseconds of waiting that one step of priority is worth, unless the queue's settings say otherwise.
+BOOST_MS = 60_000
+#: The queue without priorities.
+FIFO_QUEUE = "scheduler"
+
+_FOLDER = Path(__file__).parent
+_SCRIPT = "".join((_FOLDER / name).read_text(encoding="utf-8") for name in ("queue_lib.lua", "enqueue.lua"))
+_SCRIPT_SHA = hashlib.sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
+
+
+class DirectJob(NamedTuple):
+    """What became of one job that was enqueued."""
+
+    #: The job's id. With a key of the scope `jobs`, `Producer.job` shows the job.
+    id: str
+    #: The id of the job that has the same unique key, so that this one was not enqueued; otherwise empty.
+    duplicate_of: str = ""
+
+
+class DirectCall(NamedTuple):
+    """One job, signed and ready to be enqueued (`DirectProducer.call`)."""
+
+    job_id: str
+    #: The arguments of `enqueue.lua`.
+    arguments: tuple[Any, ...]
+
+
+class DirectProducer:
+    """Enqueues jobs into Valkey. Threads may share it. A context manager, or `close` it.
+
+    Methods block. Jobs that wait are lost when Valkey loses its data.
+    """
+
+    def __init__(
+        self,
+        valkey_url: str,
+        key_file: str | Path,
+        *,
+        application: str,
+        defaults: JobDefaults | None = None,
+        retry_for: float = RETRY_FOR_S,
+        **connection: Any,
+    ) -> None:
+        """`valkey_url`: with the application's user and password. `key_file`: the application's keys, which
+        only its owner may read. `defaults`: those of the deployment, where it has others.
+
+        `retry_for`: seconds for which an enqueue is repeated while Valkey is away. `connection`: arguments
+        for `redis.Redis.from_url`, such as `ssl_ca_certs`. Raises `NotConfigured`.
+        """
+        try:
+            self._application = check_application(application)
+            settings = {"socket_connect_timeout": CONNECT_TIMEOUT_S, "socket_timeout": ANSWER_TIMEOUT_S}
+            self._redis = redis.Redis.from_url(valkey_url, **settings, **connection)
+        except (BadManifest, ValueError) as error:
+            raise NotConfigured(str(error)) from None
+        self._keys = _read_keys(Path(key_file))
+        self._settings_key = f"jobs:{{app:{application}}}:meta"
+        self._defaults = defaults or JobDefaults()
+        self._retry_for_s = retry_for
+        self._options = SendOptions()
+        self._kinds: dict[int, ManifestType] = {}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._redis.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
+
+    def with_options(self, **options: Unpack[OptionValues]) -> DirectProducer:
+        """Return a producer that enqueues with these options (`OptionValues`), over the same connections.
+
+        Raises `ValueError` for an option that no job can have.
+        """
+        other = DirectProducer.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._options = api_calls.options_with(self._options, options)
+        return other
+
+    def call(self, job: JobFunction[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> DirectCall:
+        """Prepare and sign a job for `enqueue_many`; its id is made here.
+
+        Raises `TypeError`, `InvalidArguments` or `JobTooLarge` for arguments that the job does not take.
+        """
+        return self._prepare(job, args, kwargs)
+
+    def enqueue(self, job: JobFunction[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> DirectJob:
+        """Enqueue a job; the same id again enqueues nothing as long as the job or its result is there.
+
+        Raises what `call` raises; `Unreachable` if certainly nothing was enqueued, `EnqueueUnsettled` if that
+        is not known.
+        """
+        return self._send([self._prepare(job, args, kwargs)])[0]
+
+    def enqueue_in(
+        self, delay: float | timedelta, job: JobFunction[P, Any], /, *args: P.args, **kwargs: P.kwargs
+    ) -> DirectJob:
+        """Enqueue a job that may run after `delay` seconds.
+
+        Raises `ValueError`, and what `enqueue` raises.
+        """
+        call = self._prepare(job, args, kwargs, delay_s=api_calls.seconds_of(delay))
+        return self._send([call])[0]
+
+    def enqueue_at(
+        self, when: datetime, job: JobFunction[P, Any], /, *args: P.args, **kwargs: P.kwargs
+    ) -> DirectJob:
+        """Enqueue a job that may run from `when` on, by this machine's clock; at once if it is past.
+
+        `when` has a time zone. Raises `ValueError`, and what `enqueue` raises.
+        """
+        call = self._prepare(job, args, kwargs, delay_s=api_calls.seconds_until(when))
+        return self._send([call])[0]
+
+    def enqueue_many(self, calls: Iterable[DirectCall]) -> list[DirectJob]:
+        """Enqueue jobs in their order, some hundreds in one round trip.
+
+        Raises what `enqueue` raises. The jobs of the trips before are enqueued; the same calls may be sent
+        again, because each has its id.
+        """
+        iterator = iter(calls)
+        batches = iter(lambda: list(islice(iterator, PIPELINE_JOBS)), [])
+        jobs = self._send(next(batches, []))  # loads the script, if Valkey does not know it
+        connection: Any = self._redis.connection_pool.get_connection()  # redis-py types it in part
+        pending: list[DirectCall] = []
+        try:
+            # While Valkey works on one batch, the next one is made.
+            for batch in chain(batches, [[]]):
+                try:
+                    if batch:
+                        packed = connection.pack_commands([self._command(call) for call in batch])
+                        connection.send_packed_command(packed)
+                    done = self._jobs_of(pending, [_read_reply(connection) for _ in pending])
+                except (ConnectionLost, TooLate):
+                    connection.disconnect()
+                    done, batch = self._send(pending) + self._send(batch), []
+                jobs += done
+                pending = batch
+        finally:
+            if pending:  # `calls` raised: what it left unread is no answer to the next user
+                connection.disconnect()
+            self._redis.connection_pool.release(connection)
+        return jobs
+
+    def _prepare(
+        self, job: JobFunction[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **changes: Any
+    ) -> DirectCall:
+        if not isinstance(job, JobFunction):
+            raise TypeError(
+                "a direct producer needs the function, whose options it reads; names need the API"
+            )
+        options = msgspec.structs.replace(self._options, **changes) if changes else self._options
+        job_id = options.job_id or api_calls.new_job_id()
+        try:
+            arguments = job.type.encode_arguments(*args, **kwargs)
+        except msgspec.ValidationError as error:
+            raise invalid_arguments(str(error)) from None
+        fields = job_fields(self._kind(job), arguments, options, self._defaults)
+        body = msgspec.json.encode({"type": "job", "v": 1, "job_id": job_id, **fields})
+        if len(arguments) > MAX_ARGUMENTS_BYTES or len(body) > MAX_JOB_BYTES:
+            detail = f"the job has {len(body)} bytes, more than 64 KiB; store its data and pass their address"
+            raise JobTooLarge(413, ProblemDetails(code="JOB_TOO_LARGE", detail=detail))
+        script_arguments = (
+            job_id,
+            _sign(self._keys, body),
+            f"{fields['name']}@{fields['type_version']}",
+            fields["queue"],
+            0 if fields["queue"] == FIFO_QUEUE else fields["priority"],
+            int(fields["idempotent"]),
+            fields["unique"],
+            fields["group"],
+            round(fields["delay"] * 1000),
+            BOOST_MS,
+            fields["rate_key"],
+            "",
+            round(fields["unique_for"] * 1000),
+            fields["on_failed"],
+        )
+        return DirectCall(job_id, script_arguments)
+
+    def _kind(self, job: JobFunction[..., Any]) -> ManifestType:
+        kind = self._kinds.get(id(job))
+        if kind is None:
+            try:
+                kind = describe_type(self._application, job.type)
+            except BadManifest as error:
+                raise TypeError(str(error)) from None
+            self._kinds[id(job)] = kind
+        return kind
+
+    def _send(self, calls: Sequence[DirectCall]) -> list[DirectJob]:
+        """Send calls in one round trip, again while Valkey is away: a known job is not added twice."""
+        deadline = time.monotonic() + self._retry_for_s
+        pause_s, may_be_done = api_calls.FIRST_PAUSE_S, False
+        while True:
+            try:
+                return self._send_once(calls)
+            except AuthenticationError as error:
+                raise NotConfigured(f"Valkey refused the application's login: {error}") from None
+            except (ConnectionLost, TooLate) as error:
+                may_be_done = may_be_done or "connecting" not in str(error)
+                sleep_s = pause_s * random.uniform(0.75, 1.25)  # noqa: S311 - no secret
+                if time.monotonic() + sleep_s > deadline:
+                    if may_be_done:
+                        raise EnqueueUnsettled(calls[0].job_id) from error
+                    raise Unreachable(f"Valkey cannot be reached: {error}") from error
+                time.sleep(sleep_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    def _send_once(self, calls: Sequence[DirectCall]) -> list[DirectJob]:
+        return self._jobs_of(calls, self._replies_to(calls))
+
+    def _replies_to(self, calls: Sequence[DirectCall]) -> list[Any]:
+        pipeline = self._redis.pipeline(transaction=False)
+        for call in calls:
+            pipeline.evalsha(*self._command(call)[1:])
+        return pipeline.execute(raise_on_error=False)
+
+    def _command(self, call: DirectCall) -> tuple[Any, ...]:
+        return ("EVALSHA", _SCRIPT_SHA, 1, self._settings_key, *call.arguments)
+
+    def _jobs_of(self, calls: Sequence[DirectCall], replies: list[Any]) -> list[DirectJob]:
+        """Return what became of each call; loads the script for those that missed it, and sends them again.
+
+        Raises `ValkeyRefused`.
+        """
+        missing = [at for at, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if missing:
+            try:
+                self._redis.script_load(_SCRIPT)
+            except ResponseError as error:
+                reason = (
+                    "it does not know the script of this release of berth-jobs, and the login may not load it"
+                )
+                raise ValkeyRefused(f"Valkey refused job {calls[0].job_id}: {reason} ({error})") from None
+            for at, reply in zip(missing, self._replies_to([calls[at] for at in missing]), strict=True):
+                replies[at] = reply
+        jobs = []
+        for call, reply in zip(calls, replies, strict=True):
+            if isinstance(reply, RedisError):
+                raise ValkeyRefused(f"Valkey refused job {call.job_id}: {reply}")
+            duplicate = reply[0] == b"duplicate"
+            jobs.append(DirectJob(call.job_id, reply[1].decode() if duplicate else ""))
+        return jobs
+
+
+def _read_reply(connection: Any) -> Any:
+    """Return one reply; an error of the command is returned, too."""
+    try:
+        return connection.read_response()
+    except ResponseError as error:
+        return error
+
+
+def _read_keys(path: Path) -> tuple[tuple[bytes, bytes], ...]:
+    """Return an application's keys as (version, key), newest first. Raises `NotConfigured`."""
+    try:
+        if path.stat().st_mode & 0o077:
+            raise NotConfigured(f"{path}: others can read this key; run chmod 600 on it")
+        keys = msgspec.json.decode(path.read_bytes(), type=tuple[tuple[int, bytes], ...])
+    except OSError as error:
+        raise NotConfigured(f"cannot read the application's keys: {error}") from None
+    except ValueError:  # msgspec's errors are ValueErrors; none may show a key
+        raise NotConfigured(f"{path} does not hold the keys of an application") from None
+    if not keys:
+        raise NotConfigured(f"{path} does not hold the keys of an application")
+    return tuple((str(version).encode(), key) for version, key in keys)
+
+
+def _sign(keys: Sequence[tuple[bytes, bytes]], body: bytes) -> bytes:
+    """Return the job with one MAC for each key in front, as runners read it."""
+    parts = (b",".join([version for version, _ in keys]), b"job/1", body)
+    data = b"".join([len(part).to_bytes(4, "big") + part for part in parts])
+    macs = [
+        version + b"." + b64encode(hashlib.blake2b(data, key=key, digest_size=16).digest())
+        for version, key in keys
+    ]
+    return b",".join(macs) + b" " + body

@@ -1,0 +1,1 @@
+../../worker_runtime/jobs/protocol/lua/enqueue.lua

@@ -1,0 +1,356 @@
+"""Jobs of applications over REST: checked by what runners have announced, kept, taken and answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from sqlalchemy import text
+
+from activities.maintenance.kept_jobs import KeptJobSweeper
+from infra.jobs.applications import add_application
+from infra.settings import Settings
+from infra.vault.message_secret import MessageSecretFile
+from tests.integration.api.conftest import ServedApi, make_key
+from tests.integration.jobs.kept import NotingStarter
+from tests.integration.jobs.queue.test_announced_types import a_manifest
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import manifest as wire
+from worker_runtime.jobs.protocol.messages import (
+    Job,
+    JobResult,
+    JobStatus,
+    read_signed_job,
+    sign_result,
+)
+from worker_runtime.jobs.queue import ClaimedJob, FinishedRun, JobQueue, RunnerIdentity
+from worker_runtime.process.valkey import Valkey
+
+TAG = job_keys.application_tag("shop")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "url": {"type": "string", "maxLength": 200_000, "pattern": "^https?://"},
+        "width": {"type": "integer", "minimum": 1},
+    },
+    "required": ["url"],
+    "additionalProperties": False,
+}
+
+
+class HandRunner:
+    """A runner of the application `shop` whose jobs a test takes and ends by hand."""
+
+    def __init__(self, settings: Settings, name: str = "hand") -> None:
+        self.keys = MessageSecretFile(settings.message_key_file).job_keys(TAG)
+        self.client = Valkey(settings.valkey_url, timeout=25)
+        self.queue = JobQueue(self.client, RunnerIdentity(f"{name}-1", name, "n"), TAG)
+        self.queue.join()
+
+    def announce(self, *manifests: bytes) -> None:
+        reply = self.client.run(*wire.publish(self.queue.identity.runner_id, manifests, self.keys, "shop"))
+        assert wire.check_reply(reply)
+
+    def claim(self, wanted: int = 1) -> list[ClaimedJob]:
+        claims = self.queue.finish_and_claim([], wanted)[1]
+        assert claims is not None
+        return claims.jobs
+
+    def read(self, claimed: ClaimedJob) -> Job:
+        return read_signed_job(claimed.body, claimed.job_id, self.keys)[0]
+
+    def end(self, claimed: ClaimedJob, value: Any) -> None:
+        result = JobResult(
+            job_id=claimed.job_id,
+            status=JobStatus.DONE,
+            value=msgspec.Raw(msgspec.json.encode(value)),
+            attempt=claimed.attempt,
+            finished_at_ms=1_795_000_000_000,
+        )
+        signed = sign_result(result, self.keys)
+        kept = self.read(claimed).result_ttl
+        ended = FinishedRun(claimed.job_id, claimed.fence, JobStatus.DONE, signed, kept)
+        assert self.queue.finish_and_claim([ended], 0)[0] == ["done"]
+
+
+def manifest(version: int = 1, schema: Any = SCHEMA, **options: Any) -> bytes:
+    body = msgspec.json.decode(a_manifest("jobs.resize", version=version))
+    body["types"][0] |= {"arguments_schema": schema, "options": options, "summary": "Resize an image."}
+    return msgspec.json.encode(body)
+
+
+@pytest.fixture
+async def shop(api: ServedApi) -> ServedApi:
+    async with api.services.database.session() as session:  # other tests have used it, too
+        await session.execute(text("delete from kept_jobs"))
+        await session.execute(text("delete from job_settings"))
+        await session.execute(text("delete from job_applications"))
+        await add_application(session, "shop", "a test")
+    return api
+
+
+@pytest.fixture
+def runner(shop: ServedApi) -> Iterator[HandRunner]:
+    runner = HandRunner(shop.settings)
+    yield runner
+    runner.client.close()
+
+
+@pytest.fixture
+async def producer(shop: ServedApi) -> AsyncIterator[httpx.AsyncClient]:
+    """A client whose key has the scope `jobs` and no other."""
+    key = await make_key(shop.settings, "operator", scopes=("jobs",))
+    async with shop.client(key) as client:
+        yield client
+
+
+def resize(**options: Any) -> dict[str, Any]:
+    return {"type": "shop/jobs.resize", "args": {"url": "https://a/1.png"}, "options": options}
+
+
+async def test_a_job_goes_from_the_key_of_a_producer_to_a_runner_and_back(
+    producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    runner.announce(manifest(priority=7, timeout_s=30.0))
+    accepted = await producer.post("/jobs", json=resize(job_id="r-1", max_attempts=2))
+    assert accepted.status_code == 202, accepted.text
+    state = accepted.json()
+    assert (state["id"], state["type"], state["type_version"]) == ("r-1", "shop/jobs.resize", 1)
+    assert (state["state"], state["attempt"], state["waits_for_runner"]) == ("waiting", 0, False)
+
+    [claimed] = runner.claim()
+    job = runner.read(claimed)
+    assert (job.name, job.type_version, job.priority) == ("shop/jobs.resize", 1, 7)
+    assert (job.timeout, job.attempts) == (30.0, 2)
+    assert msgspec.json.decode(job.args) == {"url": "https://a/1.png"}
+    runner.queue.write_progress("r-1", claimed.fence, b'{"done":3}')
+    running = (await producer.get("/jobs/r-1")).json()
+    assert (running["state"], running["progress"]) == ("running", {"done": 3})
+
+    waiting = asyncio.create_task(producer.get("/jobs/r-1?wait=20"))
+    await asyncio.sleep(0.05)
+    runner.end(claimed, {"size": 7})
+    ended = (await waiting).json()
+    assert (ended["state"], ended["value"], ended["type_version"]) == ("done", {"size": 7}, 1)
+
+
+async def test_arguments_are_checked_with_sentences_that_show_no_value(
+    producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    runner.announce(manifest())
+    body = {"type": "shop/jobs.resize", "args": {"url": "ftp://secret", "width": 0, "colour": "red"}}
+    refused = await producer.post("/jobs", json=body)
+    assert (refused.status_code, refused.json()["code"]) == (422, "JOB_ARGUMENTS_INVALID")
+    told = {".".join(error["loc"]): error["msg"] for error in refused.json()["errors"]}
+    assert told == {
+        "args.url": "It does not match the pattern ^https?://.",
+        "args.width": "It is less than 1.",
+        "args": "It has an argument that this type does not take: colour.",
+    }
+    assert "secret" not in refused.text
+    missing = await producer.post("/jobs", json={"type": "shop/jobs.resize", "args": {}})
+    assert missing.json()["errors"][0]["msg"] == "An argument is missing: url."
+
+    large = {"url": "https://" + "ä" * 33_000}
+    refused = await producer.post("/jobs", json={"type": "shop/jobs.resize", "args": large})
+    assert (refused.status_code, refused.json()["code"]) == (413, "JOB_ARGUMENTS_TOO_LARGE")
+    assert "at most 65536 are allowed" in refused.json()["detail"]
+    fits = {"url": "https://" + "ä" * 32_000}
+    assert (await producer.post("/jobs", json={"type": "shop/jobs.resize", "args": fits})).status_code == 202
+
+    for name, code in (("shop/jobs.send", "JOB_TYPE_UNKNOWN"), ("bank/jobs.send", "APPLICATION_NOT_FOUND")):
+        unknown = await producer.post("/jobs", json={"type": name, "args": {}})
+        assert (unknown.status_code, unknown.json()["code"]) == (404, code)
+    deep: dict[str, Any] = {}
+    for _ in range(40):
+        deep = {"a": deep}
+    nested = await producer.post("/jobs", json={"type": "shop/jobs.resize", "args": deep})
+    assert nested.status_code == 422
+    assert "at most 32 levels deep" in nested.json()["detail"]
+
+
+async def test_a_job_remembers_the_version_that_has_checked_it_and_waits_for_a_runner_of_that_one(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    runner.announce(manifest())
+    newer = HandRunner(shop.settings, "newer")
+    wide = {"type": "object", "properties": {"urls": {"type": "array"}}, "required": ["urls"]}
+    newer.announce(manifest(version=2, schema=wide))
+    old = (await producer.post("/jobs", json=resize())).json()
+    new = {"type": "shop/jobs.resize", "args": {"urls": []}, "options": {"job_id": "new"}}
+    assert (await producer.post("/jobs", json=new)).json()["type_version"] == 2
+    assert old["type_version"] == 1
+    assert [job.job_id for job in runner.claim(5)] == [old["id"]]
+    newer.queue.sign_off()
+    newer.client.close()
+    await asyncio.sleep(2.1)  # the API looks every 2 s
+    waits = (await producer.get("/jobs/new")).json()
+    assert (waits["state"], waits["attempt"], waits["waits_for_runner"]) == ("waiting", 0, True)
+    [kind] = (await producer.get("/job-types")).json()["types"]
+    told = [
+        (version["version"], version["runners"], version["waiting"], version["waits_for_runner"])
+        for version in kind["versions"]
+    ]
+    assert told == [(2, 0, 1, True), (1, 1, 0, False)]
+    metrics = [line async for line in _metrics(shop) if line.startswith(("berth_jobs_without", "berth_app"))]
+    assert 'berth_application_jobs_waiting{application="shop"} 1.0' in metrics
+    assert metrics[1:] == ['berth_jobs_without_runner{application="shop",type="shop/jobs.resize@2"} 1.0']
+
+
+async def _metrics(api: ServedApi) -> AsyncIterator[str]:
+    async with api.client(api.admin_key) as admin:
+        for line in (await admin.get("/metrics")).text.splitlines():
+            yield line
+
+
+async def test_the_list_of_types_and_one_type(producer: httpx.AsyncClient, runner: HandRunner) -> None:
+    runner.announce(manifest(priority=7))
+    [kind] = (await producer.get("/job-types")).json()["types"]
+    assert (kind["type"], kind["application"]) == ("shop/jobs.resize", "shop")
+    assert kind["summary"] == "Resize an image."
+    assert kind["versions"][0]["arguments_schema"] is None
+    [version] = (await producer.get("/job-types/shop/jobs.resize")).json()["versions"]
+    assert version["arguments_schema"] == SCHEMA
+    assert version["options"]["priority"] == 7
+    assert (version["package"], version["package_version"], version["runners"]) == ("shop-jobs", "1.0", 1)
+    assert (await producer.get("/job-types/shop/other")).json()["code"] == "JOB_TYPE_UNKNOWN"
+    [application] = (await producer.get("/job-applications")).json()["applications"]
+    assert (application["name"], application["types"]) == ("shop", 1)
+
+
+async def test_a_schema_with_parts_that_the_api_cannot_bound_is_refused_with_a_sentence(
+    producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    runner.announce(manifest(schema={"type": "object", "$ref": "https://example.com/schema"}))
+    refused = await producer.post("/jobs", json=resize())
+    assert (refused.status_code, refused.json()["code"]) == (409, "JOB_TYPE_REFUSED")
+    assert "A $ref in a job's schema is" in refused.json()["detail"]
+    [version] = (await producer.get("/job-types/shop/jobs.resize")).json()["versions"]
+    assert version["refusal"].startswith("A $ref")
+
+
+async def test_a_batch_is_enqueued_in_its_order_whole_or_not_at_all(
+    producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    runner.announce(manifest())
+    jobs = [resize(job_id=f"b-{number}") for number in range(60)]
+    made = await producer.post("/jobs/batch", json={"jobs": jobs})
+    assert made.status_code == 202, made.text
+    assert [job["id"] for job in made.json()["jobs"]] == [f"b-{number}" for number in range(60)]
+    again = await producer.post("/jobs/batch", json={"jobs": jobs})
+    assert again.status_code == 202
+    assert [job.job_id for job in runner.claim(100)] == [f"b-{number}" for number in range(60)]
+
+    bad = {**resize(job_id="c-1"), "args": {}}
+    refused = await producer.post("/jobs/batch", json={"jobs": [resize(job_id="c-0"), bad]})
+    assert refused.status_code == 422
+    assert "jobs.1" in refused.json()["detail"]
+    reused = await producer.post(
+        "/jobs/batch", json={"jobs": [resize(job_id="c-0"), resize(job_id="b-1", priority=1)]}
+    )
+    assert (reused.status_code, reused.json()["code"]) == (409, "JOB_ID_REUSED")
+    assert (await producer.get("/jobs/c-0")).status_code == 404
+
+
+async def test_delays_groups_and_unique_keys(producer: httpx.AsyncClient, runner: HandRunner) -> None:
+    runner.announce(manifest())
+    at = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
+    later = (await producer.post("/jobs", json=resize(run_at=at))).json()
+    assert later["state"] == "delayed"
+    assert abs(datetime.fromisoformat(later["due_at"]) - datetime.fromisoformat(at)).total_seconds() < 5
+    short = (await producer.post("/jobs", json=resize(delay_s=60))).json()
+    assert short["state"] == "delayed"
+    both = await producer.post("/jobs", json=resize(delay_s=60, run_at=at))
+    assert both.status_code == 422
+
+    first = (await producer.post("/jobs", json=resize(group="g"))).json()
+    second = (await producer.post("/jobs", json=resize(group="g"))).json()
+    assert (first["state"], second["state"]) == ("waiting", "grouped")
+
+    unique = (await producer.post("/jobs", json=resize(unique="u", job_id="u-1"))).json()
+    double = (await producer.post("/jobs", json=resize(unique="u", job_id="u-2"))).json()
+    assert (unique["id"], double["id"]) == ("u-1", "u-1")
+    assert (await producer.get("/jobs/u-2")).status_code == 404
+
+    cancelled = (await producer.post("/jobs/u-1/cancel")).json()
+    assert (cancelled["state"], cancelled["failure"]["code"]) == ("cancelled", "JOB_CANCELLED")
+    free = (await producer.post("/jobs", json=resize(unique="u", job_id="u-3"))).json()
+    assert free["id"] == "u-3"
+
+
+async def test_a_flush_of_valkey_loses_no_job(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    runner.announce(manifest(idempotent=True))
+    for number in range(3):
+        assert (await producer.post("/jobs", json=resize(job_id=f"f-{number}"))).status_code == 202
+    [claimed] = runner.claim()
+    runner.end(claimed, 1)
+    sweeper = KeptJobSweeper(shop.services.valkey, shop.services.kept_jobs, NotingStarter())
+    await sweeper.know_applications()
+    await sweeper.hear_ends(block=10)
+    await sweeper.sweep()
+    assert await shop.services.valkey.ttl(job_keys.result(TAG, "f-0")) <= 500
+    await shop.services.valkey.flushdb()
+    assert (await producer.get("/jobs/f-0")).json()["state"] == "done"
+    lost = (await producer.get("/jobs/f-1")).json()
+    assert (lost["state"], lost["type"], lost["type_version"]) == ("waiting", "shop/jobs.resize", 1)
+    async with shop.services.database.session() as session:
+        await session.execute(text("update kept_jobs set check_at = now() where outcome is null"))
+    await sweeper.sweep()
+    runner.queue.join()
+    runner.announce(manifest(idempotent=True))
+    assert [job.job_id for job in runner.claim(5)] == ["f-1", "f-2"]
+
+
+async def test_berths_own_types_take_the_new_form_too(shop: ServedApi) -> None:
+    async with shop.client(shop.admin_key) as admin:
+        ping = {"type": "ping", "args": {"text": "x"}, "options": {"job_id": "p-1", "priority": 6}}
+        made = await admin.post("/jobs", json=ping)
+        assert (made.status_code, made.json()["type"]) == (202, "ping")
+        same = {"job": {"type": "ping", "text": "x", "job_id": "p-1"}, "priority": 6}
+        assert (await admin.post("/jobs", json=same)).status_code == 202
+        wrong = await admin.post("/jobs", json={"type": "ping", "options": {"group": "g"}})
+        assert wrong.json()["detail"] == "Jobs of Berth's own types take no option group."
+        typo = await admin.post("/jobs", json={"type": "ping", "args": {"txt": "x"}})
+        assert typo.status_code == 422
+    key = await make_key(shop.settings, "operator", scopes=("jobs",))
+    async with shop.client(key) as operator:
+        mail = {"type": "email", "args": {"to": "a@b.c", "subject": "s", "text": "t"}}
+        assert (await operator.post("/jobs", json=mail)).status_code == 403
+
+
+async def test_limits_of_a_type_come_from_its_options_and_from_operators(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    runner.announce(manifest(max_running=1))
+    for number in range(3):
+        await producer.post("/jobs", json=resize(job_id=f"l-{number}"))
+    assert len(runner.claim(3)) == 1
+    async with shop.client(shop.admin_key) as admin:
+        limits = {one["type"]: one for one in (await admin.get("/job-limits")).json()["limits"]}
+        assert (limits["shop/jobs.resize"]["running"], limits["shop/jobs.resize"]["running_now"]) == (1, 1)
+        wider = await admin.put("/job-limits/shop/jobs.resize", json={"running": 2})
+        assert wider.json()["running"] == 2
+        newest = (await admin.get("/audit", params={"limit": 1})).json()["entries"][0]
+        assert (newest["action"], newest["subject"]) == ("job_limits.set", "job-type:shop/jobs.resize")
+        assert (await admin.put("/job-limits/shop/none", json={"running": 2})).status_code == 404
+    assert len(runner.claim(3)) == 1
+
+
+async def test_a_job_that_was_sent_straight_into_valkey_is_shown(
+    producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    job = Job(job_id="direct", name="shop/jobs.resize", type_version=3)
+    runner.client.run(*job_calls.enqueue(job, runner.keys, TAG))
+    shown = (await producer.get("/jobs/direct")).json()
+    assert (shown["type"], shown["type_version"]) == ("shop/jobs.resize", 3)
+    assert shown["waits_for_runner"]
+    [kind] = (await producer.get("/job-types")).json()["types"]
+    assert [version["waits_for_runner"] for version in kind["versions"]] == [True]

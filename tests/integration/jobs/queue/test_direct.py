@@ -1,0 +1,214 @@
+"""A direct producer on a real Valkey: it enqueues what the API would, once, and its errors are clear."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+
+from infra.berth_jobs import direct, errors, job
+from infra.berth_jobs.api_calls import SendOptions
+from infra.berth_jobs.direct import DirectProducer
+from infra.berth_jobs.manifest import describe_type
+from infra.berth_jobs.options import job_fields
+from infra.local.process import free_port
+from infra.local.servers import ValkeyServer
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol import messages
+from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.jobs.protocol.calls import enqueue
+from worker_runtime.jobs.protocol.messages import Job, read_signed_job
+from worker_runtime.protocol.authentication import MessageKey
+from worker_runtime.protocol.errors import InvalidSignature
+
+KEYS = (MessageKey(1002, b"n" * 32), MessageKey(1001, b"k" * 32))
+TAG = job_keys.application_tag("shop")
+
+
+@job(name="jobs.count", queue="counts", priority=7, group="page-{page}", max_attempts=3, rate="100/s")
+def count(page: str, visits: int = 1) -> None:
+    """Counts visits."""
+
+
+@job(name="jobs.once", unique_for=60)
+def once(page: str) -> None:
+    """Runs once a minute."""
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "shop.key"
+    path.write_bytes(msgspec.json.encode(KEYS))
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture
+def client(valkey_server: ValkeyServer) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(valkey_server.url) as client:
+        client.flushall()
+        client.script_flush()
+        yield client
+
+
+@pytest.fixture
+def producer(client: redis.Redis, valkey_server: ValkeyServer, key_file: Path) -> Iterator[DirectProducer]:
+    with DirectProducer(valkey_server.url, key_file, application="shop") as producer:
+        yield producer
+
+
+def stored(client: redis.Redis, job_id: str) -> dict[str, str]:
+    """The fields of a job in Valkey; its body without what differs at each call."""
+    fields: Any = client.hgetall(job_keys.job(TAG, job_id))
+    return {name.decode(): value.decode() for name, value in fields.items()}
+
+
+def test_the_scripts_of_the_package_are_those_of_the_servers(jobs_distribution: Path) -> None:
+    installed = jobs_distribution / "berth_jobs"
+    source = "".join((installed / name).read_text() for name in ("queue_lib.lua", "enqueue.lua"))
+    assert source == direct._SCRIPT == job_scripts.ENQUEUE.source
+    limits = (direct.MAX_JOB_BYTES, direct.BOOST_MS, direct.FIFO_QUEUE)
+    assert limits == (messages.MAX_JOB, messages.BOOST_MS, messages.FIFO_QUEUE)
+
+
+def test_a_job_is_what_the_api_would_enqueue(client: redis.Redis, producer: DirectProducer) -> None:
+    sent = producer.with_options(priority=9, timeout=timedelta(seconds=7)).enqueue(count, "a b", visits=2)
+    fields = stored(client, sent.id)
+    found, _ = read_signed_job(fields["body"].encode(), sent.id, KEYS)
+    kind = describe_type("shop", count.type)
+    options = SendOptions(priority=9, timeout_s=7.0)
+    expected = Job(job_id=sent.id, **job_fields(kind, b'{"page":"a b","visits":2}', options))
+    assert msgspec.json.encode(found) == msgspec.json.encode(expected)
+    call = enqueue(expected, KEYS, TAG)
+    assert (call.script, call.keys) == (job_scripts.ENQUEUE, [job_keys.meta(TAG)])
+    client.delete(job_keys.job(TAG, sent.id))
+    client.eval(call.script.source, 1, *call.keys, *call.args)
+    again = stored(client, sent.id)
+    for name in ("score", "due", "queued_at", "body", "state"):  # the second one waits behind the first
+        fields.pop(name), again.pop(name)
+    assert fields == again
+
+
+def test_nobody_without_the_applications_key_signs_its_jobs(
+    client: redis.Redis, producer: DirectProducer
+) -> None:
+    sent = producer.enqueue(count, "a")
+    body = stored(client, sent.id)["body"].encode()
+    read_signed_job(body, sent.id, KEYS[:1])
+    read_signed_job(body, sent.id, KEYS[1:])
+    with pytest.raises(InvalidSignature):
+        read_signed_job(body, sent.id, (MessageKey(1002, b"x" * 32),))
+
+
+def test_many_jobs_are_enqueued_in_their_order_although_the_script_was_unknown(
+    client: redis.Redis, producer: DirectProducer
+) -> None:
+    sent = producer.enqueue_many(producer.call(once, f"p{number}") for number in range(1700))
+    waiting: Any = client.zrange(job_keys.subqueue(TAG, "default", "shop/jobs.once@1"), 0, -1)
+    assert [name.decode() for name in waiting] == [one.id for one in sent]
+    assert producer.enqueue_many([]) == []
+
+
+def test_a_job_waits_for_its_time(client: redis.Redis, producer: DirectProducer) -> None:
+    later = producer.enqueue_in(timedelta(minutes=1), once, "a")
+    tomorrow = producer.enqueue_at(datetime.now(UTC) + timedelta(days=1), once, "b")
+    due: Any = client.zrange(job_keys.delayed(TAG), 0, -1, withscores=True)
+    now_ms = datetime.now(UTC).timestamp() * 1000
+    assert [name.decode() for name, _ in due] == [later.id, tomorrow.id]
+    assert [at - now_ms for _, at in due] == pytest.approx([60_000, 86_400_000], abs=20_000)
+
+
+def test_a_repeat_and_a_second_unique_job_enqueue_nothing(
+    client: redis.Redis, producer: DirectProducer
+) -> None:
+    first = producer.with_options(job_id="one").enqueue(once, "a")
+    assert producer.with_options(job_id="one").enqueue(once, "a") == first == ("one", "")
+    second = producer.enqueue(once, "a")
+    assert second.duplicate_of == "one"
+    assert client.exists(job_keys.job(TAG, second.id)) == 0
+
+
+def test_jobs_are_enqueued_once_each_past_a_restart_of_valkey(tmp_path: Path, key_file: Path) -> None:
+    port = free_port()
+    with ValkeyServer(tmp_path / "valkey", port=port, durable=True) as server:
+        with DirectProducer(server.url, key_file, application="shop", retry_for=30) as producer:
+            restarted = threading.Event()
+
+            def restart() -> None:
+                server.kill()
+                server.start()
+                restarted.set()
+
+            def calls() -> Iterator[direct.DirectCall]:
+                for number in range(3000):
+                    if number == 1200:
+                        threading.Thread(target=restart).start()
+                    if number == 2400:
+                        restarted.wait(30)
+                    yield producer.call(once, f"p{number}")
+
+            sent = producer.enqueue_many(calls())
+        with redis.Redis.from_url(server.url) as client:
+            waiting: Any = client.zrange(job_keys.subqueue(TAG, "default", "shop/jobs.once@1"), 0, -1)
+    assert sorted(name.decode() for name in waiting) == sorted(one.id for one in sent)
+
+
+def test_a_valkey_that_is_away_or_refuses_is_told_apart(
+    client: redis.Redis, valkey_server: ValkeyServer, key_file: Path
+) -> None:
+    away = DirectProducer(f"redis://127.0.0.1:{free_port()}", key_file, application="shop", retry_for=0.1)
+    with away, pytest.raises(errors.Unreachable, match="Valkey cannot be reached"):
+        away.enqueue(once, "a")
+    client.acl_setuser("guest", enabled=True, passwords=["+guest"], commands=["+@connection"])
+    try:
+        login = valkey_server.url.replace("redis://", "redis://guest:{}@")
+        wrong = DirectProducer(login.format("wrong"), key_file, application="shop")
+        with wrong, pytest.raises(errors.NotConfigured, match="login"):
+            wrong.enqueue(once, "a")
+        guest = DirectProducer(login.format("guest"), key_file, application="shop")
+        with guest, pytest.raises(errors.ValkeyRefused, match="permission"):
+            guest.enqueue(once, "a")
+    finally:
+        client.acl_deluser("guest")
+
+
+def test_what_no_job_can_be_is_refused_before_it_is_sent(producer: DirectProducer) -> None:
+    with pytest.raises(errors.InvalidArguments, match=r"args\.visits"):
+        producer.enqueue(count, "a", visits="many")  # type: ignore[arg-type]
+    with pytest.raises(errors.JobTooLarge, match="64 KiB"):
+        producer.enqueue(once, "x" * 66_000)
+    with pytest.raises(TypeError, match="names need the API"):
+        producer.enqueue("shop/jobs.once", page="a")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="priority"):
+        producer.with_options(priority=10)
+
+
+def test_a_key_file_that_others_read_or_that_is_none_is_refused(key_file: Path) -> None:
+    def connect() -> None:
+        DirectProducer("redis://127.0.0.1:1", key_file, application="shop")
+
+    key_file.chmod(0o644)
+    with pytest.raises(errors.NotConfigured, match="chmod 600"):
+        connect()
+    key_file.chmod(0o600)
+    key_file.write_text("[[1, 2]]")
+    with pytest.raises(errors.NotConfigured, match="does not hold the keys"):
+        connect()
+    key_file.unlink()
+    with pytest.raises(errors.NotConfigured, match="cannot read"):
+        connect()
+    with pytest.raises(errors.NotConfigured, match="an application is"):
+        DirectProducer("redis://127.0.0.1:1", key_file, application="Shop!")
+
+
+def test_the_package_works_without_a_redis_client() -> None:
+    code = "import sys; sys.modules['redis'] = None; import infra.berth_jobs.send, infra.berth_jobs.testing"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
