@@ -7,10 +7,10 @@ from functools import partial
 from worker_runtime.brokers.port import BrokerFactory
 from worker_runtime.process.config import BadConfig, read_config
 from worker_runtime.process.log import Log
-from worker_runtime.process.zygote import Zygote
 from worker_runtime.protocol.broker_record import BrokerRecordRefused
 from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
+from worker_runtime.zygote import Zygote
 
 
 def load_brokers(config: WorkerConfig) -> BrokerFactory:
