@@ -121,11 +121,11 @@ def test_a_market_order_is_filled_in_the_answer_or_soon_after(
     stage: BrokerStage, broker: Broker, account: str, heard: HeardOrders
 ) -> None:
     stage.set_price(stage.facts.symbols[0], stage.facts.price(83))
-    wanted = order(symbol=stage.facts.symbols[0], quantity=3)
-    placed = heard.outcome(broker.place(wanted, 5.0), OrderState.FILLED)
+    sent = order(symbol=stage.facts.symbols[0], quantity=3)
+    placed = heard.outcome(broker.place(sent, 5.0), OrderState.FILLED)
     assert [(fill.quantity, fill.price) for fill in placed.fills] == [(3, stage.facts.price(83))]
-    assert placed.tag == wanted.tag
-    assert booked(stage, account) == [(wanted.tag, OrderState.FILLED)]
+    assert placed.tag == sent.tag
+    assert booked(stage, account) == [(sent.tag, OrderState.FILLED)]
     [position] = broker.positions(5.0)
     assert (position.symbol, position.quantity, position.average_price) == (
         stage.facts.symbols[0],
@@ -191,10 +191,10 @@ def test_a_connection_lost_in_the_middle_leaves_the_outcome_unknown(
     stage: BrokerStage, broker: Broker, account: str
 ) -> None:
     stage.drop_next(account)
-    wanted = order(symbol=stage.facts.symbols[0])
+    sent = order(symbol=stage.facts.symbols[0])
     with pytest.raises(OutcomeUnknown):
-        broker.place(wanted, 5.0)
-    assert booked(stage, account) == [(wanted.tag, OrderState.FILLED)]
+        broker.place(sent, 5.0)
+    assert booked(stage, account) == [(sent.tag, OrderState.FILLED)]
     with pytest.raises(SessionDown):  # nothing is sent on a dead session
         broker.place(order(symbol=stage.facts.symbols[0]), 5.0)
     with pytest.raises(SessionDown):
@@ -206,12 +206,12 @@ def test_a_new_session_sees_the_orders_of_the_lost_one(
     stage: BrokerStage, broker: Broker, account: str, heard: HeardOrders
 ) -> None:
     stage.drop_next(account)
-    wanted = order(symbol=stage.facts.symbols[0])
+    sent = order(symbol=stage.facts.symbols[0])
     with pytest.raises(OutcomeUnknown):
-        broker.place(wanted, 5.0)
+        broker.place(sent, 5.0)
     again = stage.broker(account, heard)
     again.login(CREDENTIALS, 5.0)
-    assert [known.tag for known in again.orders(5.0).orders] == [wanted.tag]
+    assert [known.tag for known in again.orders(5.0).orders] == [sent.tag]
     again.close()
 
 

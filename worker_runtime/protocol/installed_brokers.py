@@ -34,17 +34,17 @@ def installed_brokers() -> Brokers:
 
     Raises `BrokerRecordRefused` for a record that cannot be used, and for a name that two brokers have.
     """
-    found = dict(own_brokers())
+    plugins = dict(own_brokers())
     if has_plugins():
         for plugin in _load_plugins():
             name = plugin.record.name
-            if name in found:
+            if name in plugins:
                 raise BrokerRecordRefused(
                     f"Two brokers are named {name!r}; one is of the distribution {plugin.distribution}."
                     " Uninstall one of them."
                 )
-            found[name] = plugin
-    return MappingProxyType(found)
+            plugins[name] = plugin
+    return MappingProxyType(plugins)
 
 
 @cache
