@@ -38,7 +38,6 @@ TO_DO = (
     "infra/launchers",
     "infra/local",
     "infra/log.py",
-    "infra/market",
     "infra/metrics.py",
     "infra/node",
     "infra/processes.py",

@@ -35,7 +35,7 @@ from infra.database.orders import attention, recording
 from infra.database.orders import watch as order_watch
 from infra.database.orders.acceptance import kept_bounds, place_request
 from infra.database.orders.watch import DueOrder
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from infra.settings import Settings
 from infra.temporal.client import CALL
 from infra.temporal.starter import WorkerStarter
@@ -193,7 +193,7 @@ class OrderSweeper:
     async def _start_workflow(self, due: DueOrder) -> None:
         """Starts the order's workflow, or wakes the running one if a person asked."""
         order = due.order
-        midnight = datetime.combine(order.trading_day, time(), TAIPEI)
+        midnight = datetime.combine(order.trading_day, time(), HOME_ZONE)
         follow = FollowOrder(
             order_id=str(order.id),
             user_id=order.user_id,

@@ -27,7 +27,7 @@ from infra.database.orders import acceptance
 from infra.database.orders.acceptance import StoredOrder, place_request
 from infra.database.orders.checks import orders_by_client_ids
 from infra.database.orders.states import IN_QUEUE
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from infra.process_metrics import count_order
 from infra.tracing import Traces
 from infra.valkey.failures import code_of, explain_failure
@@ -326,7 +326,7 @@ class OrderPlacer:
             fingerprint=leg.fingerprint if leg else body.fingerprint,
             generation=generation,
             lifetime_s=lifetime_s,
-            trading_day=datetime.now(TAIPEI).date(),
+            trading_day=datetime.now(HOME_ZONE).date(),
             actor=actor,
             unknown_blocks=self.unknown_blocks,
             reduce_only=leg.reduce_only if leg else False,

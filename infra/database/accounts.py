@@ -28,13 +28,14 @@ from infra.database.orders.states import OPEN_STATES
 from infra.database.trading.models import AccountLimits, Webhook
 from worker_runtime.protocol.bounds import MAX_ACCOUNTS
 from worker_runtime.protocol.errors import BerthError, LoginLimited, LoginRejected, UnknownAccount
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import AccountLogin
 
 #: Characters of a broker's own words that are kept.
 _WORDS = 1000
 #: Logins of one user that a broker may reject within `FAILED_LOGIN_WINDOW_S`: all users behind an address are
 #: banned with the one who exceeds what the broker tolerates. Somebody who mistypes gets through; 240 a day
-#: are a quarter of what Shioaji allows one person.
+#: are a quarter of what a broker allows one person.
 MAX_FAILED_LOGINS = 10
 FAILED_LOGIN_WINDOW_S = 3600
 
@@ -111,8 +112,9 @@ async def put_account(
 
 
 def is_live(broker: str, simulation: bool) -> bool:
-    """Return True if orders of such an account trade for real; the paper exchange's never do."""
-    return broker != "paper" and not simulation
+    """Return True if orders of such an account trade for real, as those of an unknown broker may."""
+    plugin = installed_brokers().get(broker)
+    return not simulation and (plugin is None or plugin.record.trades_live)
 
 
 async def live_accounts(session: AsyncSession) -> list[str]:

@@ -18,7 +18,7 @@ from infra.database.engine import SingleStatement
 from infra.database.models import Base
 from infra.database.orders.states import OPEN_STATES
 from infra.database.trading.reconciliations import FIRST_COMPARISON
-from infra.market.calendar import TAIPEI, Calendar
+from infra.market.calendar import HOME_ZONE, Calendar
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES
 
@@ -100,7 +100,7 @@ async def read_figures(
 def report_period(calendar: Calendar, day: date, end: timedelta) -> tuple[datetime, datetime]:
     """From the end of the trading day before to the end of `day`, which is `end` after its midnight."""
     before = calendar.trading_day_before(day)
-    since, until = (datetime.combine(one, datetime.min.time(), TAIPEI) + end for one in (before, day))
+    since, until = (datetime.combine(one, datetime.min.time(), HOME_ZONE) + end for one in (before, day))
     return since, until
 
 

@@ -8,10 +8,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 
-from worker_runtime.brokers.port import Broker
+from worker_runtime.brokers.port import Broker, ConnectionKey
 from worker_runtime.process.clock import NS_PER_MS, SECOND, wall_ms
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
+from worker_runtime.protocol.broker_record import terms_of
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import (
     AccountBlocked,
@@ -29,6 +30,7 @@ from worker_runtime.protocol.errors import (
     TradingHalted,
     WorkerUnavailable,
 )
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import Failure, OrderEvent, OrderOutcome, OrderState, PlaceOrder
 from worker_runtime.protocol.order_terms import may_be_same_contract
 from worker_runtime.protocol.requests import ReplaceOrder, SwitchState, UserSwitch
@@ -89,6 +91,16 @@ def check_price(request: PlaceOrder | ReplaceOrder, broker: Broker) -> None:
             f"Price {request.price} is more than {request.price_band:.1%} away from the reference price"
             f" {reference}."
         )
+
+
+def check_terms(order: PlaceOrder, key: ConnectionKey) -> None:
+    """Raises `PriceTypeRule` or `OrderTermsRule` for terms that this worker's record of the broker does not
+    have, as when the API has a newer record: nothing is sent then. A look-up in memory."""
+    plugin = installed_brokers().get(key.broker)
+    if plugin is not None:
+        refusal = plugin.record.market(key.broker_type).refusal(*terms_of(order))
+        if refusal is not None:
+            raise refusal
 
 
 def flush_and_check_switch(
@@ -204,6 +216,7 @@ class OrderSubmitter:
                 raise OutcomeUnknown("an earlier session process had begun to submit the order")
             self._check_item(order, item)
             broker = self._ensure_session(order, item)
+            check_terms(order, self.broker_calls.session(order.account_id).account.key)
             self._check_books(order, item)
             known = self.tracker.known_outcome(order.order_id)
             if known is not None:  # the new session's list of orders has it

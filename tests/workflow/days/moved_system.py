@@ -32,7 +32,7 @@ from infra.database.models import WorkerTransition
 from infra.lab.bench.fleet.simulated.calls import SimulatedConnections
 from infra.lab.bench.fleet.simulated.keeper import SimulatedKeeper
 from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from infra.node.address import listen
 from infra.node.server import NodeServer
 from infra.settings import Settings
@@ -98,7 +98,7 @@ class MovedSystem:
     async def traded(self, user_id: str, day: date, **clocks: time) -> None:
         """One order of this user in each market on that day."""
         given = [
-            {"user": user_id, "market": market, "day": day, "at": datetime.combine(day, clock, TAIPEI)}
+            {"user": user_id, "market": market, "day": day, "at": datetime.combine(day, clock, HOME_ZONE)}
             for market, clock in clocks.items()
         ]
         async with self.parts.database.session() as session:

@@ -15,7 +15,7 @@ from temporalio.testing import WorkflowEnvironment
 
 from infra.local.servers import ValkeyServer
 from infra.market import calendar
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from tests.workflow.days.moved_system import MovedSystem, moved_system, settings_of
 from workflows.morning import messages as mo
 from workflows.user_worker import messages as m
@@ -30,7 +30,7 @@ DAYS = calendar.load_calendar()
 
 def next_trading_day() -> date:
     """One that begins after the present moment, with the trading day before it a weekday of the table."""
-    day = datetime.now(TAIPEI).date() + timedelta(days=1)
+    day = datetime.now(HOME_ZONE).date() + timedelta(days=1)
     while not (DAYS.bells(day) and DAYS.bells(day, evening=True)):
         day += timedelta(days=1)
     return day
@@ -84,7 +84,7 @@ async def test_on_a_day_of_300_users_nobody_waits_at_his_bell(system: MovedSyste
     await system.trader("long-ago", "stock", before=before - timedelta(days=60))
 
     def at(clock: str) -> datetime:
-        return datetime.combine(day, time.fromisoformat(clock), TAIPEI)
+        return datetime.combine(day, time.fromisoformat(clock), HOME_ZONE)
 
     await system.until(at("08:00"))
     await system.morning(mo.MorningInput(day=day.isoformat(), rate=RATE), "morning-by-the-clock")

@@ -27,7 +27,7 @@ from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.market import calendar
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from infra.settings import Settings
 from tests.signed import SECRETS
 from worker_runtime.jobs.protocol import keys as job_keys
@@ -58,7 +58,7 @@ def activity_of(database: Database, client: Redis, to: tuple[str, ...] = TO) -> 
 
 
 def taipei(day: date, hour: int = 8, minute: int = 0) -> datetime:
-    return datetime(day.year, day.month, day.day, hour, minute, tzinfo=TAIPEI)
+    return datetime(day.year, day.month, day.day, hour, minute, tzinfo=HOME_ZONE)
 
 
 async def make(made: DailyActivities, at: datetime, day: str = "") -> sm.ReportResult:

@@ -15,7 +15,7 @@ from temporalio.testing import ActivityEnvironment
 from activities.claims.morning import MorningActivities, first_recent_day
 from infra.database.engine import Database
 from infra.market import calendar
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from worker_runtime.protocol.errors import BerthError, WorkerUnavailable
 from workflows.morning import messages as mo
 
@@ -47,7 +47,7 @@ async def trade(
     database: Database, user_id: str, day: date, market: str = "stock", clock: time = time(10)
 ) -> None:
     """One order of this user on that day."""
-    at = datetime.combine(day, clock, TAIPEI)
+    at = datetime.combine(day, clock, HOME_ZONE)
     given = {"user": user_id, "at": at, "day": day, "market": market}
     async with database.session() as session:
         await session.execute(text("insert into users (id) values (:user) on conflict do nothing"), given)
@@ -87,7 +87,7 @@ async def test_recent_are_those_with_an_order_in_the_last_trading_days(database:
     )
     plan = await run(morning.plan_morning, mo.PlanMorning(day="2026-02-23", days=5))
     assert (plan.reason, plan.users) == ("", 3)
-    assert datetime.fromtimestamp(plan.bell, TAIPEI) == datetime(2026, 2, 23, 9, 0, tzinfo=TAIPEI)
+    assert datetime.fromtimestamp(plan.bell, HOME_ZONE) == datetime(2026, 2, 23, 9, 0, tzinfo=HOME_ZONE)
     first = await run(morning.recent_users, mo.RecentUsers(since=plan.since, after="", limit=2))
     rest = await run(morning.recent_users, mo.RecentUsers(since=plan.since, after=first[-1], limit=2))
     assert first + rest == ["also", "first-day", "last-day"]
@@ -120,7 +120,7 @@ async def test_users_are_planned_for_the_first_bell_of_what_they_traded(
             wanted = mo.RecentUsers(since=plan.since, after="", limit=9, market=group.market, evening=evening)
             users = await run(morning.recent_users, wanted)
             assert len(users) == group.users
-            found.append((f"{datetime.fromtimestamp(group.bell, TAIPEI):%H:%M}", users))
+            found.append((f"{datetime.fromtimestamp(group.bell, HOME_ZONE):%H:%M}", users))
         return found
 
     by_day = [("08:45", ["always", "both", "index"]), ("09:00", ["shares"])]

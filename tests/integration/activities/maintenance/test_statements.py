@@ -24,7 +24,7 @@ from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
 from infra.local.servers import TemporalServer
 from infra.market import calendar
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from infra.settings import Settings
 from tests.signed import SECRETS
 from worker_runtime.jobs.protocol import catalog
@@ -75,7 +75,7 @@ async def trade(database: Database, user_id: str, *times: datetime, symbol: str 
                     "left(t, 6), :day, 'filled', '', cast(:at as timestamptz), cast(:at as timestamptz), "
                     "1, 100 from (select md5(random()::text) as t) as tag"
                 ),
-                {"user": user_id, "at": at, "day": at.astimezone(TAIPEI).date(), "symbol": symbol},
+                {"user": user_id, "at": at, "day": at.astimezone(HOME_ZONE).date(), "symbol": symbol},
             )
 
 
@@ -113,7 +113,7 @@ async def test_each_user_with_an_address_gets_one_by_each_way_and_a_repeat_sends
         bob=StatementAddress(email="bob@example.com", webhook_url="https://bob.example.com/hook"),
         eve=StatementAddress(),
     )
-    begin = datetime.combine(DAY, datetime.min.time(), TAIPEI) + timedelta(hours=5, minutes=30)
+    begin = datetime.combine(DAY, datetime.min.time(), HOME_ZONE) + timedelta(hours=5, minutes=30)
     second = timedelta(seconds=1)
     # From 05:30 to 05:30: the evening's trading belongs to the day before.
     await trade(database, "bob", begin, begin + timedelta(hours=24) - second)
@@ -155,7 +155,7 @@ async def test_a_user_with_too_many_orders_is_told_so_and_one_with_a_bad_address
         ann=StatementAddress(webhook_url="https://{ann}/"),
         bob=StatementAddress(email="bob@example.com", webhook_url="https://bob.example.com/hook"),
     )
-    noon = datetime.combine(DAY, datetime.min.time(), TAIPEI) + timedelta(hours=12)
+    noon = datetime.combine(DAY, datetime.min.time(), HOME_ZONE) + timedelta(hours=12)
     await trade(database, "bob", *(noon + timedelta(seconds=number) for number in range(3)))
     made = statements(database, valkey_client, most_orders=2)
     assert await enqueue(made) == sm.StatementsPage(users=2, after="bob", enqueued=2, too_many=1, refused=1)
@@ -201,7 +201,7 @@ async def test_days_without_trading_are_left_out_and_days_to_come_refused(
 
 def test_a_day_has_ended_when_its_evening_has() -> None:
     end = timedelta(seconds=Settings().trading_day_end)
-    at = datetime(2025, 10, 4, 5, 29, 59, tzinfo=TAIPEI)
+    at = datetime(2025, 10, 4, 5, 29, 59, tzinfo=HOME_ZONE)
     assert last_ended(at, end) == date(2025, 10, 2)
     assert last_ended((at + timedelta(seconds=1)).astimezone(UTC), end) == DAY
 
