@@ -178,6 +178,8 @@ RIGHTS: Mapping[str, Right] = {
     "GET /job-types": Right(STAFF, Scope.READ, or_scope=Scope.JOBS),
     "GET /job-types/{application}/{name}": Right(STAFF, Scope.READ, or_scope=Scope.JOBS),
     "GET /job-applications": Right(STAFF, Scope.READ, or_scope=Scope.JOBS),
+    "GET /job-queues": Right(STAFF, Scope.READ),
+    "PUT /job-queues/{queue}": Right(STAFF, Scope.JOBS),
     "GET /job-limits": Right(STAFF, Scope.READ),
     "PUT /job-limits/{job_type}": Right(STAFF, Scope.JOBS),
     "PUT /job-limits/{application}/{name}": Right(STAFF, Scope.JOBS),

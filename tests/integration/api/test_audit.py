@@ -44,6 +44,7 @@ ACTS: list[tuple[str, dict[str, Any] | None, str]] = [
     ("POST /users/{user}/jobs", {"job": {"type": "order_export", "job_id": "1"}}, "job.requested"),
     ("POST /users/{user}/jobs/1/cancel", None, "job.cancel_requested"),
     ("POST /jobs", {"job": {"type": "ping", "text": "x", "job_id": "1"}}, "job.requested"),
+    ("PUT /job-queues/email", {"weight": 2}, "job_queue.set"),
     ("POST /jobs/1/cancel", None, "job.cancel_requested"),
     ("PUT /job-limits/ping", {"running": 1, "reason": "a test"}, "job_limits.set"),
     ("POST /users/{user}/worker/start", {}, "worker.start_requested"),
@@ -108,7 +109,7 @@ def test_no_act_was_forgotten() -> None:
 
 def _shape(route: str) -> str:
     """A route without the names of what stands in it."""
-    fixed = {"main": "{}", "FITX": "{}", "default": "{}", "ping": "{}", "1": "{}"}
+    fixed = {"main": "{}", "FITX": "{}", "default": "{}", "ping": "{}", "email": "{}", "1": "{}"}
     return "/".join("{}" if part.startswith("{") else fixed.get(part, part) for part in route.split("/"))
 
 

@@ -96,6 +96,8 @@ def test_the_document_is_valid(document: dict[str, Any]) -> None:
         "/v1/jobs/{job_id}/cancel",
         "/v1/job-applications",
         "/v1/job-types",
+        "/v1/job-queues",
+        "/v1/job-queues/{queue}",
         "/v1/job-types/{application}/{name}",
         "/v1/job-limits/{application}/{name}",
         "/v1/jobs/batch",
