@@ -184,15 +184,16 @@ class ClientCounts:
     def _busy_users(self, users: Mapping[bytes, UserActivity], span: float) -> dict[bytes, str]:
         """The workers whose commands a busy server works on, with the reason."""
         total = sum(activity.commands for activity in users.values())
-        found: dict[bytes, str] = {}
+        reasons: dict[bytes, str] = {}
         for user, activity in users.items():
             if not user.startswith(_WORKERS):
                 continue
             if activity.slow > BUSY_SHARE * span:
-                found[user] = f"keeps Valkey busy for {activity.slow / span:.0%} of the time by slow commands"
+                share = activity.slow / span
+                reasons[user] = f"keeps Valkey busy for {share:.0%} of the time by slow commands"
             elif activity.commands > max(MIN_COMMANDS * span, BUSY_SHARE * total):
-                found[user] = f"keeps Valkey busy by {activity.commands / span:.0f} commands a second"
-        return found
+                reasons[user] = f"keeps Valkey busy by {activity.commands / span:.0f} commands a second"
+        return reasons
 
 
 @dataclass(eq=False, repr=False)
@@ -202,6 +203,8 @@ class QuotaWatcher:
     client: Redis
     database_url: str
     cutting: WorkerCutOff
+    #: As the constant: from which share of the time on the server's thread is busy.
+    busy_share: float = BUSY_SHARE
 
     def __post_init__(self) -> None:
         self.counts = NameCounts()
@@ -249,7 +252,7 @@ class QuotaWatcher:
         grown = totals.connections - self._connections > MORE_CONNECTIONS
         if now - self._worked[0] >= RATE_SPAN_S:
             share = (totals.worked - self._worked[1]) / (now - self._worked[0])
-            self._worked, self._is_busy = (now, totals.worked), share > BUSY_SHARE
+            self._worked, self._is_busy = (now, totals.worked), share > self.busy_share
         suspicious = grown or self._is_busy or totals.traffic > BUSY_RATE
         if suspicious and now - self._clients_at >= RATE_SPAN_S:
             await self._look_at_clients(now)

@@ -26,7 +26,7 @@ from activities.events.quota_watcher import (
 from infra.local.servers import ValkeyServer
 from infra.process_metrics import read_samples
 from infra.valkey import client as valkey
-from infra.valkey.client import reply_of
+from infra.valkey.client import reply_of, text_of
 from infra.valkey.memory import read_memory
 from infra.valkey.worker_users import WorkerUsers
 from tests.integration.activities.conftest import Yard
@@ -295,19 +295,20 @@ def test_whose_slow_commands_fill_the_time_is_named_and_a_service_is_not() -> No
 async def test_a_worker_that_keeps_valkey_busy_is_cut_off(fleet: WatchedFleet) -> None:
     """By quick commands that it may call, on what it may hold, with little traffic, but one after the other.
 
-    A command takes 0.2 ms, and the server carries out all that one read of a connection gave it.
+    The server carries out all that one read of a connection gave it. How busy its thread is depends on what
+    else this machine does, so that the test lowers what counts as busy.
     """
+    fleet.watcher.busy_share = 0.01
     user, worker = await fleet.connected()
     victim, healthy = await fleet.connected()
     own = keys.requests(user)
     async with fleet.login(worker) as hostile, fleet.login(healthy) as other:
-        for _ in range(19):
-            await reply_of(hostile.rpush(own, *["an entry"] * 1000))
+        await reply_of(hostile.rpush(own, *["an entry"] * 1000))
 
         async def attack_on() -> None:
             while True:
                 pipe = hostile.pipeline(transaction=False)
-                for _ in range(300):
+                for _ in range(1000):
                     pipe.lrem(own, 0, "none")
                 await pipe.execute()
 
@@ -322,4 +323,4 @@ async def test_a_worker_that_keeps_valkey_busy_is_cut_off(fleet: WatchedFleet) -
     await fleet.cutting.wait()
     assert fleet.cutting.count == 1
     reason = await fleet.client.get(keys.cut_off(worker.worker_id))
-    assert b"commands a second" in reason
+    assert "commands a second" in text_of(reason)
