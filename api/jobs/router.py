@@ -109,7 +109,7 @@ async def get_user_file(
     responses=problems.responses(ValkeyUnavailable),
 )
 async def cancel_user_job(user_id: KnownUserId, job_id: JobIdInPath, call: Call) -> JobStateView:
-    """Ends a job that waits; has one that runs killed (`cancelling` until then). What has ended stays so."""
+    """Cancels a waiting job, or kills a running one (`cancelling` until then); an ended job stays as is."""
     await call.services.jobs.get_job(job_id, user_id)
     await call.audit("job.cancel_requested", f"user:{user_id}", job_id=job_id)
     return await call.services.jobs.cancel(job_id, user_id)
@@ -216,7 +216,7 @@ async def get_job(job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0) -> Jo
     responses=problems.responses(NotFound, ValkeyUnavailable),
 )
 async def cancel_job(job_id: JobIdInPath, call: Call) -> JobStateView:
-    """Ends a job that waits; has one that runs killed (`cancelling` until then). What has ended stays so."""
+    """Cancels a waiting job, or kills a running one (`cancelling` until then); an ended job stays as is."""
     found = await call.services.own_jobs.find(job_id)
     if found is None:
         await call.services.jobs.get_job(job_id)

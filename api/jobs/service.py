@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 #: Orders that are read for one job: more do not fit into it, however well they are packed.
 _MOST_ORDERS = 2000
-#: Jobs that a user may ask for while a result is kept (500 s). A result has up to 64 KiB and stands in the
+#: Jobs that a user may ask for while a result is kept (500 s). A result has up to 64 KiB and is in the
 #: Valkey that holds the leases: so this is what one key can put there, however quick its jobs are.
 _MOST_LATELY = 50
 _USERS = [

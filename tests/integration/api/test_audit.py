@@ -48,9 +48,6 @@ ACTS: list[tuple[str, dict[str, Any] | None, str]] = [
     ("POST /jobs/1/cancel", None, "job.cancel_requested"),
     ("PUT /job-limits/ping", {"running": 1, "reason": "a test"}, "job_limits.set"),
     ("POST /users/{user}/worker/start", {}, "worker.start_requested"),
-    ("POST /users/{user}/worker/stop", {}, "worker.stop_requested"),
-    ("POST /users/{user}/worker/resume", {}, "worker.resume_requested"),
-    ("POST /users/{user}/worker/reload-credentials", {}, "worker.reload_requested"),
     ("POST /fleet/maintenance", {}, "maintenance.run_requested"),
     ("POST /fleet/maintenance", {"override_guard": True}, "maintenance.guard_overridden"),
     ("POST /pools/default/pause", {}, "pool.pause_requested"),
@@ -98,6 +95,9 @@ def test_no_act_was_forgotten() -> None:
         "POST /users/{user_id}/accounts/{account_id}/intents",
         "POST /reconciliations/{number}/resolve",
         "POST /person-matches/{number}/resolve",  # in `accounts/test_person_matches.py`
+        "POST /users/{user_id}/worker/stop",  # in `workers/test_workers.py`
+        "POST /users/{user_id}/worker/resume",
+        "POST /users/{user_id}/worker/reload-credentials",
         "POST /jobs/batch",  # jobs of applications: PostgreSQL keeps each of them
         "PUT /job-limits/{application}/{name}",  # in `test_own_jobs.py`
         "PUT /pools/{pool}",
