@@ -55,7 +55,12 @@ PURGED = {
     "maintenance_passes": ("dead_letter_days", "began_at < :before"),
     "dead_letters": ("dead_letter_days", "last_at < :before"),
     "entity_findings": ("dead_letter_days", "seen_at < :before"),
-    "kept_jobs": ("dead_letter_days", "ended_at < :before and outcome is not null"),
+    "kept_jobs": (
+        "dead_letter_days",
+        # An application may have hundreds of jobs a second.
+        "outcome is not null and (ended_at < :before or (user_id like 'app:%'"
+        " and outcome <> 'failed' and ended_at < now() - interval '1 day'))",
+    ),
 }
 
 log = structlog.get_logger()
