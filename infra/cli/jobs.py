@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from infra.cli import job_limits, options, tables
+from infra.cli import job_limits, options, own_jobs, tables
 from infra.cli.options import Command, CommandAnswer, Json, as_json, command_group, json_object
 from infra.vault import key_file
 from worker_runtime.jobs.protocol import calls as job_calls
@@ -34,6 +34,7 @@ app = command_group(
     "Background jobs: queues, runners, failures. Exit codes: 0 done, 1 refused or not found, 2 usage."
 )
 app.add_typer(job_limits.app, name="limits")
+own_jobs.add_commands(app)
 
 Valkey = Annotated[
     str | None,
@@ -49,6 +50,9 @@ def _named(user: str | None) -> str | None:
 
 User = Annotated[
     str | None, typer.Option(help="This user's own jobs, instead of the fleet's.", callback=_named)
+]
+Application = Annotated[
+    str | None, typer.Option(help="This application's jobs, instead of the fleet's.", callback=_named)
 ]
 Watch = Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")]
 Queue = Annotated[str, typer.Option(help="Of this queue.")]
@@ -73,7 +77,11 @@ def _message_keys(tag: str) -> MessageKeys:
     from infra.local.stack import known_settings
     from infra.vault.message_secret import MessageSecretFile
 
-    return MessageSecretFile(known_settings("message_key_file").message_key_file).job_keys(tag)
+    settings = known_settings("message_key_file")
+    secrets = MessageSecretFile(settings.message_key_file)
+    if application := job_keys.application_of_tag(tag):
+        secrets.set_generations({application: own_jobs.read_generations(settings, application)})
+    return secrets.job_keys(tag)
 
 
 @dataclass(frozen=True)
@@ -99,10 +107,10 @@ def _job_command(
         from infra.jobs.view import JobInspector
         from infra.valkey.failures import UNREACHABLE, explain_failure
 
-        settings, user = _settings(given.pop("valkey")), given.pop("user")
+        settings, owner = _settings(given.pop("valkey")), _owner(given.pop("user"), given.pop("application"))
         watched = given.pop("watch", False)
         try:
-            with JobInspector(settings.valkey_url, job_keys.tag_of(user or "")) as jobs:
+            with JobInspector(settings.valkey_url, job_keys.tag_of(owner)) as jobs:
                 if check is not None:
                     check(jobs, **given)
                 if act:
@@ -110,9 +118,9 @@ def _job_command(
                     from infra.jobs.kept import keep_settings
 
                     fields = {halt_field(**given): _HALTS[act]} if act in _HALTS else {}
-                    keep = partial(keep_settings, user_id=user or "", fields=fields)
+                    keep = partial(keep_settings, user_id=owner, fields=fields)
                     said = {name: value for name, value in given.items() if value}
-                    note_act(settings, f"jobs.{act}_requested", f"jobs:{user or 'fleet'}", also=keep, **said)
+                    note_act(settings, f"jobs.{act}_requested", f"jobs:{owner or 'fleet'}", also=keep, **said)
                 found = command(jobs, **given)
                 if isinstance(found, JobView) and watched:
                     _watch(found, json)
@@ -125,7 +133,15 @@ def _job_command(
 
     added = {"watch": (Watch, False)} if watch else {}
     added |= {"json": (Json, False)} if json else {}
-    return options.add_command(app, None, run, {**added, "user": (User, None), "valkey": (Valkey, None)})
+    owners = {"user": (User, None), "application": (Application, None)}
+    return options.add_command(app, None, run, {**added, **owners, "valkey": (Valkey, None)})
+
+
+def _owner(user: str | None, application: str | None) -> str:
+    """Whose jobs a command is about, as `job_keys.tag_of` takes it."""
+    if user and application:
+        raise typer.BadParameter("--user or --application, not both")
+    return job_keys.application_tag(application) if application else user or ""
 
 
 def _plain(seen: Any) -> Any:
