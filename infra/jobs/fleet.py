@@ -69,6 +69,8 @@ def own_types(
     `JobSecretRefused`.
     """
     secrets: dict[str, str] = {}
+    if secrets_dir is not None and not secrets_dir.is_dir():
+        raise JobSecretRefused(f"there is no folder {secrets_dir}")
     for file in sorted(secrets_dir.iterdir()) if secrets_dir is not None else ():
         if not _SECRET_NAME.fullmatch(file.name):
             continue  # an editor's or the platform's own file
