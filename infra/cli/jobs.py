@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from infra.cli import job_limits, options, own_jobs, tables
+from infra.cli import job_limits, job_runner, job_weights, options, own_jobs, tables
 from infra.cli.options import Command, CommandAnswer, Json, as_json, command_group, json_object
 from infra.vault import key_file
 from worker_runtime.jobs.protocol import calls as job_calls
@@ -34,6 +34,8 @@ app = command_group(
     "Background jobs: queues, runners, failures. Exit codes: 0 done, 1 refused or not found, 2 usage."
 )
 app.add_typer(job_limits.app, name="limits")
+app.add_typer(job_weights.app, name="weights")
+app.command("run")(job_runner.run)
 own_jobs.add_commands(app)
 
 Valkey = Annotated[

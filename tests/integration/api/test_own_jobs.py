@@ -411,3 +411,31 @@ async def test_the_command_line_makes_an_application_and_enqueues_its_jobs(
         assert (wrong.code, "JOB_ARGUMENTS_INVALID" in wrong.err) == (1, True)
     [claimed] = runner.claim()
     assert msgspec.json.decode(runner.read(claimed).args) == {"url": "https://a/1.png", "width": 3}
+
+
+async def test_weights_of_queues_are_set_for_the_fleet_and_for_an_application(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    runner.announce(manifest(queue="fast"))
+    await producer.post("/jobs", json=resize())
+    for number in range(2):
+        await producer.post("/jobs", json=resize(queue="slow", job_id=f"s-{number}"))
+    async with shop.client(shop.admin_key) as admin:
+        body = {"weight": 0.5, "application": "shop", "reason": "a test"}
+        changed = await admin.put("/job-queues/slow", json=body)
+        assert changed.json() == {"queue": "slow", "weight": 0.5, "suspended": False, "waiting": 2}
+        queues = (await admin.get("/job-queues", params={"application": "shop"})).json()["queues"]
+        assert [(row["queue"], row["weight"], row["waiting"]) for row in queues] == [
+            ("fast", 1.0, 1),
+            ("slow", 0.5, 2),
+        ]
+        fleet = {row["queue"]: row for row in (await admin.get("/job-queues")).json()["queues"]}
+        assert {"email", "webhook", "default"} <= fleet.keys()
+        assert (fleet["email"]["weight"], "slow" in fleet) == (1.0, False)
+        back = await admin.put("/job-queues/slow", json={"application": "shop"})
+        assert back.json()["weight"] == 1.0
+        unknown = await admin.get("/job-queues", params={"application": "none"})
+        assert unknown.json()["code"] == "APPLICATION_NOT_FOUND"
+        for wrong in ({"weight": -1}, {"weight": 1001}, {"weight": "x"}):
+            assert (await admin.put("/job-queues/slow", json=wrong)).status_code == 422
+    assert not await shop.services.valkey.hexists(job_keys.meta(TAG), "weight:slow")
