@@ -16,7 +16,7 @@ from tests.opened_interpreter import opened_interpreter
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tutorial" / "first-job.md"
 #: What the block begins with that belongs into a terminal of its own.
-RUNNER = "cd ~/shop && berth jobs worker"
+RUNNER = "cd ~/shop && berth jobs run"
 HANDLED = "charge-order-1.failed."
 
 

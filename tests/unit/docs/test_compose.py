@@ -29,7 +29,7 @@ FLEETS = {f"jobs-{tier}": tier for tier in ("email", "webhook", "sms", "whatsapp
 ONE_SHOT = {"temporal-schema", "temporal-namespace", "prepare", "worker"}
 #: Seconds: what a graceful shutdown of ours may take at most (a worker gets 10, an API request waits 10).
 GRACEFUL = 20
-SECRET_NAME = re.compile(r"PASSWORD|PWD|SECRET|TOKEN|(?<!_KEY_FILE)KEY$|DATABASE_URL|VALKEY_URL")
+SECRET_NAME = re.compile(r"PASSWORD|PWD|SECRET(?!S_DIR)|TOKEN|(?<!_KEY_FILE)KEY$|DATABASE_URL|VALKEY_URL")
 
 
 @pytest.fixture(scope="module")
