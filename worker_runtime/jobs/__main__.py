@@ -22,7 +22,16 @@ def main(registry: JobRegistry | None = None) -> ExitCode:
     if "--check" in sys.argv:
         return _check(config)
     log = Log(config.log_level, runner=config.name, process="jobs")
-    return JobRunner(config, build_registry(config) if registry is None else registry, log).run()
+    return JobRunner(config, _registry(config) if registry is None else registry, log).run()
+
+
+def _registry(config: RunnerConfig) -> JobRegistry:
+    if config.own is None:
+        return build_registry(config)
+    # Here, not above: other runners do not pay for it.
+    from worker_runtime.jobs.own_types.pool import OwnTypeRegistry
+
+    return OwnTypeRegistry()
 
 
 def _check(config: RunnerConfig) -> ExitCode:

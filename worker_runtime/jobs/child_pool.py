@@ -16,10 +16,16 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from worker_runtime.jobs.child_process import MAX_PACKET, ChildProcess, receive_packet
+from worker_runtime.jobs.child_process import (
+    MAX_PACKET,
+    BuiltInChildProcess,
+    CancelRun,
+    encode_message,
+    receive_packet,
+)
 from worker_runtime.jobs.protocol.messages import RUNNER_TTL, Job
 from worker_runtime.jobs.queue import ClaimedJob
 from worker_runtime.jobs.types.job_registry import JobRegistry
@@ -81,13 +87,29 @@ class NotForked(BerthError, code="JOB_NOT_FORKED", retryable=True):
 
 
 class JobChild:
-    """One child, seen from the runner. `uses`: jobs that it may still run."""
+    """One child, seen from the runner. `uses`: jobs that it may still run.
+
+    `pid`: its process id; of a fork server's child its number, which no other child of this runner gets.
+    """
+
+    #: The type whose jobs it runs several of at once; '' if it runs one job at a time.
+    shared_by = ""
+    #: Why it was never forked; '' if it was.
+    not_forked = ""
 
     def __init__(self, pid: int, link: socket.socket, capture: OutputCapture, uses: int) -> None:
         self.pid = pid
         self.link = link
         self.capture = capture
         self.uses = uses
+
+    def end_run(self, fence: int) -> None:
+        """Asks for the end of one run: by a signal, unless other jobs run in this child."""
+        if self.shared_by:
+            with contextlib.suppress(OSError):
+                self.link.send(encode_message(CancelRun(fence=fence)))
+        else:
+            self.kill(signal.SIGTERM)
 
     def send_job(self, packet: bytes) -> bool:
         """Sends a job; false if the child is gone."""
@@ -128,6 +150,13 @@ class ChildPool:
     _free: list[JobChild] = field(default_factory=list, init=False)
     _all: dict[int, JobChild] = field(default_factory=dict, init=False)
 
+    #: Whether children can be made now.
+    ready: bool = field(default=True, init=False)
+    #: The code of the jobs was replaced while the runner ran.
+    manifest_changed: bool = field(default=False, init=False)
+    #: Whether `memory_excess` has to be asked now and then.
+    watches_memory: bool = field(default=False, init=False)
+
     def __len__(self) -> int:
         return len(self._all)
 
@@ -138,7 +167,22 @@ class ChildPool:
         """Makes one child ready; raises `NotForked`."""
         self._free.append(self._fork())
 
-    def take(self) -> JobChild:
+    def secrets_of(self, job: Job) -> Mapping[str, str]:
+        """The secrets that a job's type names."""
+        return {}
+
+    def run_due(self) -> None:
+        """Does what has to be done now and then; the runner's loop calls it in each turn."""
+
+    def seconds_until_due(self) -> float:
+        """Seconds until `run_due` has something to do."""
+        return math.inf
+
+    def memory_excess(self, run: "JobRun") -> bool:
+        """Whether a run has more memory than it may have, where the kernel does not limit it."""
+        return False
+
+    def take(self, job: Job) -> JobChild:
         """A child for one job: the one that came back last, whose memory is warm; raises `NotForked`."""
         return self._free.pop() if self._free else self._fork()
 
@@ -179,6 +223,9 @@ class ChildPool:
         child.link.close()
         child.capture.close()
 
+    def open(self) -> None:
+        """Gets ready to make children, before the runner registers."""
+
     def close(self) -> None:
         """Kills and reaps all children."""
         for child in self._all.values():
@@ -195,32 +242,45 @@ class ChildPool:
         parent = os.getpid()
         try:
             with contextlib.ExitStack() as runner_ends, contextlib.ExitStack() as child_ends:
-                near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                runner_ends.callback(near.close)
-                child_ends.callback(far.close)
-                for end in (near, far):
-                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_PACKET)
-                near.setblocking(False)
-                reader, writer = os.pipe2(os.O_CLOEXEC)
-                runner_ends.callback(os.close, reader)
-                child_ends.callback(os.close, writer)
-                os.set_blocking(reader, False)
+                near, reader, far, writer = make_ends(runner_ends, child_ends)
                 size = _address_space()
                 pid = os.fork()
                 if pid == 0:
-                    ChildProcess(far, writer, self.registry, self.recycle, size).main(parent)
+                    BuiltInChildProcess(far, writer, self.registry, self.recycle, size).main(parent)
                 runner_ends.pop_all()  # they stay open
         except OSError as error:
             raise NotForked(errno.errorcode.get(error.errno or 0, "")) from None
-        child = JobChild(pid, near, OutputCapture(reader), self.recycle)
-        self._all[pid] = child
-        self.selector.register(near.fileno(), selectors.EVENT_READ, lambda: self.on_packet(child))
-        self.selector.register(reader, selectors.EVENT_READ, lambda: self._on_output(child))
+        return self._watch(JobChild(pid, near, OutputCapture(reader), self.recycle))
+
+    def _watch(self, child: JobChild) -> JobChild:
+        self._all[child.pid] = child
+        self.selector.register(child.link.fileno(), selectors.EVENT_READ, lambda: self.on_packet(child))
+        self.selector.register(child.capture.descriptor, selectors.EVENT_READ, lambda: self._on_output(child))
         return child
 
     def _on_output(self, child: JobChild) -> None:
         if child.pid in self._all and not child.capture.read():
             self.selector.unregister(child.capture.descriptor)
+
+
+def make_ends(
+    runner_ends: contextlib.ExitStack, child_ends: contextlib.ExitStack
+) -> tuple[socket.socket, int, socket.socket, int]:
+    """Makes a child's socket and the pipe for its output: the runner's two ends, then the child's.
+
+    The stacks close them. Raises `OSError`.
+    """
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    runner_ends.callback(near.close)
+    child_ends.callback(far.close)
+    for end in (near, far):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_PACKET)
+    near.setblocking(False)
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    runner_ends.callback(os.close, reader)
+    child_ends.callback(os.close, writer)
+    os.set_blocking(reader, False)
+    return near, reader, far, writer
 
 
 def _address_space() -> int:
@@ -235,7 +295,7 @@ def _address_space() -> int:
 
 @dataclass(slots=True)
 class JobRun:
-    """One job in one child. `kill_reason`: 'timeout', 'cancelled', or '' while it is not being killed."""
+    """One job in one child. `kill_reason`: 'timeout', 'cancelled' or 'memory'; '' while nobody kills it."""
 
     claimed: ClaimedJob
     job: Job
@@ -246,44 +306,52 @@ class JobRun:
 
 
 class RunningJobs:
-    """All runs, by the pid of the child. A kill is TERM to the child's whole group, then KILL."""
+    """All runs, by their fences. A kill is TERM to the child's whole group, then KILL."""
 
-    def __init__(self, grace: float) -> None:
-        """`grace`: seconds between TERM and KILL."""
+    def __init__(self, grace: float, ttl: int = RUNNER_TTL, margin: int = _BEYOND_TIMEOUT) -> None:
+        """`grace`: seconds between TERM and KILL. `ttl`, `margin`: of the runner's entry, see `entry_ttl`."""
         self._grace = grace
-        self._by_pid: dict[int, JobRun] = {}
+        self._ttl = ttl
+        self._margin = margin
+        self._by_fence: dict[int, JobRun] = {}
 
     def __len__(self) -> int:
-        return len(self._by_pid)
+        return len(self._by_fence)
 
     def __iter__(self) -> Iterator[JobRun]:
-        return iter(list(self._by_pid.values()))
+        return iter(list(self._by_fence.values()))
 
     def add(self, claimed: ClaimedJob, job: Job, child: JobChild) -> None:
-        self._by_pid[child.pid] = JobRun(claimed, job, child, wall_ms(), time.monotonic() + job.timeout)
+        kill_at = time.monotonic() + job.timeout
+        self._by_fence[claimed.fence] = JobRun(claimed, job, child, wall_ms(), kill_at)
 
-    def find(self, child: JobChild) -> JobRun | None:
-        return self._by_pid.get(child.pid)
+    def find(self, child: JobChild, fence: int) -> JobRun | None:
+        """The run with this fence, if it is in this child."""
+        run = self._by_fence.get(fence)
+        return run if run is not None and run.child is child else None
 
-    def remove(self, child: JobChild) -> None:
-        del self._by_pid[child.pid]
+    def runs_in(self, child: JobChild) -> list[JobRun]:
+        return [run for run in self._by_fence.values() if run.child is child]
+
+    def remove(self, run: JobRun) -> None:
+        del self._by_fence[run.claimed.fence]
 
     def fences(self) -> set[int]:
-        return {run.claimed.fence for run in self._by_pid.values()}
+        return set(self._by_fence)
 
     def job_ids(self) -> list[str]:
-        return [run.claimed.job_id for run in self._by_pid.values()]
+        return [run.claimed.job_id for run in self._by_fence.values()]
 
     def seconds_until_due(self) -> float:
         """Seconds until the next run has to be killed."""
-        first = min([run.kill_at for run in self._by_pid.values()], default=math.inf)
+        first = min([run.kill_at for run in self._by_fence.values()], default=math.inf)
         return first - time.monotonic()
 
     def kill_overdue(self) -> list[JobRun]:
         """Sends TERM to runs past their timeout, and KILL to those that outlived the grace; returns those
         that have just timed out."""
         now, timed_out = time.monotonic(), []
-        for run in self._by_pid.values():
+        for run in self._by_fence.values():
             if now >= run.kill_at:
                 if run.kill_reason:
                     run.child.kill(signal.SIGKILL)
@@ -295,25 +363,31 @@ class RunningJobs:
 
     def cancel(self, job_id: str, fence: int) -> bool:
         """Terminates one run; false if it is not running."""
-        for run in self._by_pid.values():
-            if run.claimed.job_id == job_id and run.claimed.fence == fence:
-                if not run.kill_reason:
-                    self._terminate(run, "cancelled")
-                return True
-        return False
+        run = self._by_fence.get(fence)
+        if run is None or run.claimed.job_id != job_id:
+            return False
+        if not run.kill_reason:
+            self._terminate(run, "cancelled")
+        return True
+
+    def kill_now(self, run: JobRun, reason: str) -> None:
+        """Kills one run's child at once."""
+        run.kill_reason = reason
+        run.child.kill(signal.SIGKILL)
+        run.kill_at = time.monotonic() + max(1.0, self._grace)
 
     def kill_all(self) -> None:
         """Kills all children at once and forgets their runs."""
-        for run in self._by_pid.values():
+        for run in self._by_fence.values():
             run.child.kill(signal.SIGKILL)
-        self._by_pid.clear()
+        self._by_fence.clear()
 
     def entry_ttl(self) -> int:
-        """Seconds that the runner's entry has to live."""
-        longest = max((run.job.timeout for run in self._by_pid.values()), default=0.0)
-        return max(RUNNER_TTL, math.ceil(longest) + _BEYOND_TIMEOUT)
+        """Seconds that the runner's entry has to live: it outlives its longest job's timeout."""
+        longest = max((run.job.timeout for run in self._by_fence.values()), default=0.0)
+        return max(self._ttl, math.ceil(longest) + self._margin)
 
     def _terminate(self, run: JobRun, reason: str) -> None:
         run.kill_reason = reason
-        run.child.kill(signal.SIGTERM)
+        run.child.end_run(run.claimed.fence)
         run.kill_at = time.monotonic() + self._grace

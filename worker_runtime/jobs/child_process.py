@@ -18,36 +18,53 @@ import traceback
 # pages of its parent for that (measured).
 from _signal import pthread_sigmask as _set_mask  # type: ignore[import-not-found]
 from _signal import signal as _set_handler
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
 from worker_runtime.jobs.protocol.messages import MAX_RESULT, NULL, JobFailed, ResultTooLarge, read_job
-from worker_runtime.jobs.types.job_registry import JobRegistry
 from worker_runtime.jobs.types.job_type import JobContext, JobType
 from worker_runtime.process import kernel
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import Failure
 
+if TYPE_CHECKING:
+    from worker_runtime.jobs.types.job_registry import JobRegistry
+
 #: Characters of a traceback that are kept; its end says where the error happened.
-_TRACEBACK = 8192
-_DETAIL = 1000
+MAX_TRACEBACK = 8192
+MAX_DETAIL = 1000
 #: Descriptors below this are closed after the fork. A runner has about three for each child.
 _DESCRIPTORS = 1024
 #: `_signal` takes plain numbers.
 _DEFAULT = int(signal.SIG_DFL)
 #: Seconds between two messages of progress; those that come sooner are dropped.
 _PROGRESS_PERIOD = 0.1
+#: Bytes of one report of progress; a larger one is dropped.
+MAX_PROGRESS = 8 * 1024
+#: Seconds that a run may ask to wait for its next attempt.
+MAX_DELAY = 86_400.0
 #: Bytes of one packet: a job or a result (64 KiB each) and its envelope.
 MAX_PACKET = 160 * 1024
 
 
-class JobAssignment(msgspec.Struct, frozen=True, kw_only=True):
+class JobAssignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="run"):
     """Runner → child: run this job."""
 
     fence: int
     attempt: int
     job: msgspec.Raw
+    #: Those that the job's type names.
+    secrets: dict[str, str] = {}
+
+    def __repr__(self) -> str:
+        return f"JobAssignment(fence={self.fence})"
+
+
+class CancelRun(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Runner → child that runs several jobs: end this one."""
+
+    fence: int
 
 
 class JobProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
@@ -70,12 +87,36 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     delay: float | None = None
     #: The child takes no further job.
     last: bool = False
+    #: What the job has written, of a child that runs several jobs: their pipe is one.
+    output: str = ""
 
 
 ChildReport = JobProgress | RunOutcome
 
+
+def bounded(outcome: RunOutcome) -> RunOutcome:
+    """Returns an outcome within its bounds: a child of an application runs code that nobody checked."""
+    failure, value = outcome.failure, outcome.value
+    if failure is not None:
+        detail = failure.detail[:MAX_DETAIL]
+        failure = Failure(code=failure.code[:64], detail=detail, retryable=failure.retryable)
+    elif len(value) > MAX_RESULT:
+        too_large = ResultTooLarge(f"{len(value)} bytes are more than {MAX_RESULT}")
+        failure, value = Failure.of(too_large), NULL
+    return msgspec.structs.replace(
+        outcome,
+        value=value,
+        failure=failure,
+        took=min(max(outcome.took, 0.0), MAX_DELAY),
+        traceback=outcome.traceback[-MAX_TRACEBACK:],
+        delay=None if outcome.delay is None else min(max(outcome.delay, 0.0), MAX_DELAY),
+        output=outcome.output[:MAX_PACKET],
+    )
+
+
 encode_message = msgspec.json.Encoder().encode
-read_assignment = msgspec.json.Decoder(JobAssignment).decode
+_to_child: msgspec.json.Decoder[JobAssignment | CancelRun] = msgspec.json.Decoder(JobAssignment | CancelRun)
+read_to_child = _to_child.decode
 #: One buffer for all sockets of the process, which has one thread. A new one for each packet costs 15 us
 #: (measured), as much as the rest of the call.
 _buffer = bytearray(MAX_PACKET)
@@ -92,25 +133,30 @@ read_report = _reports.decode
 
 
 class ChildProcess:
-    """The child, from its fork to its end."""
+    """A child, from its fork to its end. A subclass runs the jobs."""
 
-    def __init__(self, link: socket.socket, output: int, registry: JobRegistry, uses: int, size: int) -> None:
-        """`uses`: jobs that it may run. `size`: bytes of address space at the start."""
+    def __init__(self, link: socket.socket, output: int, uses: int) -> None:
+        """`uses`: jobs that it may run."""
         self._link = link
         self._output = output
-        self._registry = registry
         self._uses = uses
-        self._size = size
         self._next_progress = 0.0
+
+    def run_job(self, assignment: JobAssignment) -> RunOutcome:
+        """Runs one job; raises nothing that the job raises."""
+        raise NotImplementedError
 
     def main(self, parent: int) -> NoReturn:
         """Runs up to `uses` jobs and exits."""
         code = 1
         try:
-            self._isolate(parent)
+            self.isolate(parent)
             while self._uses > 0 and (packet := receive_packet(self._link)):
                 self._uses -= 1
-                outcome = self._run_job(read_assignment(packet))
+                assignment = read_to_child(packet)
+                if isinstance(assignment, CancelRun):  # of a job that has just ended
+                    continue
+                outcome = self.run_job(assignment)
                 self._flush_output()
                 self._link.send(encode_message(outcome))
                 if outcome.last:
@@ -119,7 +165,12 @@ class ChildProcess:
         finally:
             os._exit(code)  # at once: a thread that the job has left must not hold the process
 
-    def _isolate(self, parent: int) -> None:
+    def leave(self) -> NoReturn:
+        """Ends the process after its last job."""
+        self._flush_output()
+        os._exit(0)
+
+    def isolate(self, parent: int) -> None:
         """Cuts the child off from its parent: session, signals, descriptors, standard streams."""
         kernel.die_with_parent(parent)
         os.setsid()
@@ -137,7 +188,34 @@ class ChildProcess:
         os.closerange(kept + 1, _DESCRIPTORS)
         gc.enable()
 
-    def _run_job(self, assignment: JobAssignment) -> RunOutcome:
+    def send_progress(self, fence: int, value: object) -> None:
+        """Tells the runner of a job's progress, unless it has just done so."""
+        now = time.monotonic()
+        if now >= self._next_progress:
+            self._next_progress = now + _PROGRESS_PERIOD
+            packet = encode_message(JobProgress(fence=fence, value=msgspec.Raw(msgspec.json.encode(value))))
+            self._link.send(packet)
+
+    def _flush_output(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # the job closed it
+                continue
+
+
+class BuiltInChildProcess(ChildProcess):
+    """The child that runs Berth's own types of jobs."""
+
+    def __init__(
+        self, link: socket.socket, output: int, registry: "JobRegistry", uses: int, size: int
+    ) -> None:
+        """`uses`: jobs that it may run. `size`: bytes of address space at the start."""
+        super().__init__(link, output, uses)
+        self._registry = registry
+        self._size = size
+
+    def run_job(self, assignment: JobAssignment) -> RunOutcome:
         fence, kind = assignment.fence, None
         began = time.monotonic()
         try:
@@ -145,7 +223,7 @@ class ChildProcess:
             kind = self._registry.find(job.name)
             self._limit_memory(kind)
             context = JobContext(
-                job.job_id, assignment.attempt, fence, lambda value: self._send_progress(fence, value)
+                job.job_id, assignment.attempt, fence, lambda value: self.send_progress(fence, value)
             )
             returned = kind.run(self._registry.arguments(kind, job.args), context)
             value = msgspec.json.encode(returned)
@@ -157,12 +235,12 @@ class ChildProcess:
             return self._failed(fence, kind, error, time.monotonic() - began)
 
     def _failed(self, fence: int, kind: JobType | None, error: BaseException, took: float) -> RunOutcome:
-        text = "".join(traceback.format_exception(error))[-_TRACEBACK:]
+        text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
         known = error if isinstance(error, BerthError) else JobFailed(f"{type(error).__name__}: {error}")
         retryable = kind is not None and kind.retryable(error)
         return RunOutcome(
             fence=fence,
-            failure=Failure(code=known.code, detail=known.detail[:_DETAIL], retryable=retryable),
+            failure=Failure(code=known.code, detail=known.detail[:MAX_DETAIL], retryable=retryable),
             took=took,
             traceback=text,
             delay=known.retry_after,
@@ -178,17 +256,3 @@ class ChildProcess:
             soft = min(soft, hard)
         if soft != before:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-    def _send_progress(self, fence: int, value: object) -> None:
-        now = time.monotonic()
-        if now >= self._next_progress:
-            self._next_progress = now + _PROGRESS_PERIOD
-            packet = encode_message(JobProgress(fence=fence, value=msgspec.Raw(msgspec.json.encode(value))))
-            self._link.send(packet)
-
-    def _flush_output(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                stream.flush()
-            except (OSError, ValueError):  # the job closed it
-                continue

@@ -13,6 +13,7 @@ from worker_runtime.jobs.protocol.messages import (
     Job,
     JobCancelled,
     JobCrashed,
+    JobMemoryExceeded,
     JobOutcomeUnknown,
     JobResult,
     JobStatus,
@@ -68,11 +69,16 @@ class RunJudge:
         return RunEnd(claimed, job, result, delay)
 
     def died(self, claimed: ClaimedJob, job: Job, why: str, how: str, output: str, started_ms: int) -> RunEnd:
-        """The child ended without a report: it crashed, or was killed (`why`: 'timeout' or 'cancelled')."""
+        """The child ended without a report: it crashed, or was killed.
+
+        `why`: 'timeout', 'cancelled' or 'memory', empty for a crash.
+        """
         error: BerthError = JobTimeout(f"killed after {job.timeout:g} s") if why else JobCrashed(how)
         status, delay, crashed = JobStatus.FAILED, 0.0, False
         if why == "cancelled":
             status, error = JobStatus.CANCELLED, JobCancelled("killed on demand")
+        elif why == "memory":  # it would be the same again
+            error = JobMemoryExceeded("killed: it had more memory than its type may have")
         elif not job.idempotent:
             error = JobOutcomeUnknown(f"{error.detail}; it must not run twice")
         else:
@@ -156,6 +162,8 @@ class PendingRunEnds:
         """Takes the queue's answers to all ends of `to_write`."""
         for end, outcome in zip(self._open, outcomes, strict=True):
             end.outcome = outcome
+            if outcome == JobStatus.FAILED and end.job is not None and end.job.on_failed:
+                self._registration.renew_soon()  # which enqueues the handler
         self._written += self._open
         self._open = []
 

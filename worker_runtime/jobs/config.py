@@ -4,10 +4,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from worker_runtime.jobs.own_types.config import OwnTypesConfig
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import webhook_signing
 from worker_runtime.jobs.protocol.catalog import PROVIDER_QUEUES
-from worker_runtime.jobs.protocol.messages import FAILED_TTL
+from worker_runtime.jobs.protocol.messages import FAILED_TTL, FIFO_QUEUE, RUNNER_TTL
 from worker_runtime.process.config import BadConfig
 from worker_runtime.process.valkey import BadValkeyAddress, ValkeyAddress
 from worker_runtime.protocol.authentication import MessageKey
@@ -99,12 +100,17 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     recycle: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 1
     #: A runner without a beat for this long counts as dead, and others take its jobs back.
     lease: Annotated[float, msgspec.Meta(ge=1, le=300)] = 5.0
+    #: For which the runner's entry lives without a renewal, and beyond the timeout of its longest job.
+    runner_ttl: Annotated[int, msgspec.Meta(ge=10, le=86_400)] = RUNNER_TTL
+    timeout_margin: Annotated[int, msgspec.Meta(ge=0, le=86_400)] = 60
     #: Between TERM and KILL of a job that has timed out or was cancelled.
     kill_grace: _Seconds = 5.0
     #: For which a failed job is kept.
     failed_ttl: Annotated[int, msgspec.Meta(ge=1)] = FAILED_TTL
     #: The runner ends after this long without a job; 0: never. Then something else must hear the doorbell.
     idle_exit: _Seconds = 0.0
+    #: With it the runner runs the types of an application, and none of Berth's.
+    own: OwnTypesConfig | None = None
     #: Without these the runner does not know the types of jobs that need them.
     webhook: WebhookOutlet | None = None
     mail: MailOutlet | None = None
@@ -114,6 +120,13 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     report_errors: bool = False
     version: str = ""
     log_level: str = "INFO"
+
+    @property
+    def served_queues(self) -> tuple[str, ...]:
+        """The queues; every runner of own types also serves the one that is first in, first out."""
+        if self.own is None or "*" in self.queues or FIFO_QUEUE in self.queues:
+            return self.queues
+        return (*self.queues, FIFO_QUEUE)
 
     @property
     def receiver_limit(self) -> int:

@@ -1,13 +1,21 @@
 """Executes claimed jobs in child processes, and records how each run ended."""
 
-import selectors
 import signal
+import time
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
 from worker_runtime.jobs.child_pool import ChildPool, JobChild, JobRun, NotForked, RunningJobs
-from worker_runtime.jobs.child_process import JobAssignment, RunOutcome, encode_message, read_report
+from worker_runtime.jobs.child_process import (
+    MAX_PROGRESS,
+    JobAssignment,
+    RunOutcome,
+    bounded,
+    encode_message,
+    read_report,
+)
 from worker_runtime.jobs.completion import PendingRunEnds, RunJudge
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.prefetch import MAX_PREFETCHED, PrefetchedJobs, RuntimeEstimate
@@ -21,6 +29,9 @@ from worker_runtime.process.valkey import ValkeyFailed
 from worker_runtime.protocol.authentication import RefusalCounter
 from worker_runtime.protocol.errors import BerthError, InvalidSignature
 
+#: Seconds between two looks at the memory of running jobs.
+MEMORY_PERIOD = 0.2
+
 
 class JobExecutor:
     """All jobs that one runner holds, from the claim to the end of each run."""
@@ -29,18 +40,20 @@ class JobExecutor:
         self,
         config: RunnerConfig,
         registry: JobRegistry,
-        selector: selectors.BaseSelector,
         runs: RunningJobs,
         registration: RunnerRegistration,
         log: Log,
+        make_pool: Callable[[Callable[[JobChild], None], Callable[[], None]], ChildPool],
     ) -> None:
+        """`make_pool` is given what reads a child's packet, and what collects children that have ended."""
         self._refused = RefusalCounter()
         self._config = config
         self._registry = registry
         self._runs = runs
         self._registration = registration
         self._log = log
-        self.pool = ChildPool(registry, selector, self._read_child, config.recycle)
+        self.pool = make_pool(self._read_child, self.reap_children)
+        self._next_memory_check = 0.0
         #: A fork has failed, and none has succeeded since.
         self._cannot_fork = False
         self.fork_backoff = Backoff(0.25, 5.0)
@@ -79,7 +92,7 @@ class JobExecutor:
     def _may_start(self) -> bool:
         if self.stopping or self._registration.suspended:
             return False
-        return self.pool.has_spare() or not self._cannot_fork
+        return self.pool.ready and (self.pool.has_spare() or not self._cannot_fork)
 
     def fences(self) -> set[int]:
         return self._runs.fences() | self.pending_ends.fences() | self.prefetched.fences() | self._killed
@@ -92,7 +105,7 @@ class JobExecutor:
         try:
             job, body = read_signed_job(claimed.body, claimed.job_id, self._config.message_keys)
             claimed = msgspec.structs.replace(claimed, body=body)
-            self._registry.find(job.name)
+            self._registry.check(job)
         except BerthError as error:
             if isinstance(error, InvalidSignature) and self._refused.add(claimed.job_id):
                 self._log.error("job_not_authentic", job=claimed.job_id, code=error.code)
@@ -139,7 +152,7 @@ class JobExecutor:
 
     def _start(self, claimed: ClaimedJob, job: Job, waited_ms: int) -> None:
         try:
-            child = self._assign(claimed)
+            child = self._assign(claimed, job)
         except NotForked as error:
             self._fork_failed(error)
             self._refuse(claimed, job, error)
@@ -148,23 +161,52 @@ class JobExecutor:
         self._registration.events.log_start(claimed, job)
         self._registration.counters.count_start(job, waited_ms)
 
-    def _assign(self, claimed: ClaimedJob) -> JobChild:
+    def _assign(self, claimed: ClaimedJob, job: Job) -> JobChild:
         """Sends a job to a child, and to another one if the first has just ended. Raises `NotForked`."""
         packet = encode_message(
-            JobAssignment(fence=claimed.fence, attempt=claimed.attempt, job=msgspec.Raw(claimed.body))
+            JobAssignment(
+                fence=claimed.fence,
+                attempt=claimed.attempt,
+                job=msgspec.Raw(claimed.body),
+                secrets=dict(self.pool.secrets_of(job)),
+            )
         )
-        child = self.pool.take()
+        child = self.pool.take(job)
         if not child.send_job(packet):
             self._log.warning("job_child_gone", pid=child.pid, job=claimed.job_id)
-            child = self.pool.take()
+            child = self.pool.take(job)
             child.send_job(packet)
         return child
+
+    # --- what is due now and then ----------------------------------------------------------------------
+
+    def run_due(self) -> None:
+        """Looks after the fork server and the memory of running jobs, if there are any of own types."""
+        self.pool.run_due()
+        if self.pool.manifest_changed and not self.stopping:
+            self._log.error("job_types_changed", hint="the code was replaced; the runner ends, start it anew")
+            self.stopping = True
+        if not self.pool.watches_memory or time.monotonic() < self._next_memory_check:
+            return
+        self._next_memory_check = time.monotonic() + MEMORY_PERIOD
+        for run in self._runs:
+            if run.kill_reason != "memory" and self.pool.memory_excess(run):
+                self._log.warning("job_exceeds_memory", job=run.claimed.job_id, type=run.job.name)
+                self._runs.kill_now(run, "memory")
+
+    def seconds_until_due(self) -> float:
+        """Seconds until `run_due` has something to do."""
+        due = self.pool.seconds_until_due()
+        if self.pool.watches_memory and self._runs:
+            due = min(due, self._next_memory_check - time.monotonic())
+        return due
 
     # --- the spare child ------------------------------------------------------------------------------
 
     def needs_spare_child(self) -> bool:
         """Whether a child should be forked ahead of need."""
-        return not self.stopping and self.fork_backoff.due() and not self.pool.has_spare()
+        wanted = not self.stopping and self.pool.ready and not self.pool.has_spare()
+        return wanted and self.fork_backoff.due()
 
     def fork_spare_child(self) -> bool:
         """Forks a child for the next job; true if the last fork had failed, so that claims may go on."""
@@ -225,17 +267,19 @@ class JobExecutor:
             self.pool.unwatch(child)
 
     def _handle_report(self, child: JobChild, packet: bytes) -> None:
-        run = self._runs.find(child)
         try:
             report = read_report(packet)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             self._log.error("job_child_talks_nonsense", pid=child.pid)
             child.kill(signal.SIGKILL)
             return
-        if run is None or report.fence != run.claimed.fence:
+        run = self._runs.find(child, report.fence)
+        if run is None:
             return
         if isinstance(report, RunOutcome):
             self._end_run(run, report)
+            return
+        if len(report.value) > MAX_PROGRESS:
             return
         try:
             if self._registration.reachable:
@@ -246,17 +290,24 @@ class JobExecutor:
     def _end_run(self, run: JobRun, outcome: RunOutcome) -> None:
         child = run.child
         if run.kill_reason and outcome.failure is not None:
+            if child.shared_by:  # the child goes on with its other jobs
+                self._runs.remove(run)
+                self.pool.give_back(child)
+                self._add_death(run, "", outcome.output[:MAX_PROGRESS])
             return  # the kill caused this failure; the child's end decides
+        outcome = bounded(outcome)
         child.capture.read()
-        output = child.capture.text()
-        self._runs.remove(child)
-        if outcome.last:
+        output = outcome.output if child.shared_by else child.capture.text()
+        self._runs.remove(run)
+        if child.shared_by:
+            pass  # it ends with its last job, or when it is not needed
+        elif outcome.last:
             child.uses = 0
         elif run.kill_reason:
             child.uses = 0  # it has received SIGTERM, which could harm the next job
             self.pool.kill(child)
         self.pool.give_back(child)
-        self.runtime_estimate.add_run(run.job.name, outcome.took)
+        self.runtime_estimate.add_run(run.job.queued_type, outcome.took)
         runner_id = self._registration.runner_id
         self._start_prefetched()
         if self._registration.runner_id != runner_id:
@@ -264,20 +315,27 @@ class JobExecutor:
         self.pending_ends.add(self._judge().reported(run.claimed, run.job, outcome, output, run.started_ms))
 
     def _child_ended(self, child: JobChild, status: int) -> None:
-        run = self._runs.find(child)
         while packet := child.receive():  # reports that it sent before it ended
             self._handle_report(child, packet)
         child.capture.read()
-        if run is not None and self._runs.find(child) is run:
-            self._runs.remove(child)
+        output = child.capture.text()
+        if child.not_forked:
+            self._fork_failed(NotForked(child.not_forked))
+        for run in self._runs.runs_in(child):
+            self._runs.remove(run)
+            if child.not_forked:
+                self._refuse(run.claimed, run.job, NotForked(child.not_forked))
+                continue
             how = f"its process ended by signal {-status}" if status < 0 else f"its process exited {status}"
-            end = self._judge().died(
-                run.claimed, run.job, run.kill_reason, how, child.capture.text(), run.started_ms
-            )
-            self.pending_ends.add(end)
-            if end.result.status is JobStatus.FAILED and run.kill_reason:
-                self._log.warning("job_killed", job=run.claimed.job_id, why=run.kill_reason)
+            self._add_death(run, how, output)
         self.pool.forget(child)
+
+    def _add_death(self, run: JobRun, how: str, output: str) -> None:
+        """Records the end of a run that was killed, or whose child has died."""
+        end = self._judge().died(run.claimed, run.job, run.kill_reason, how, output, run.started_ms)
+        self.pending_ends.add(end)
+        if end.result.status is JobStatus.FAILED and run.kill_reason:
+            self._log.warning("job_killed", job=run.claimed.job_id, why=run.kill_reason)
 
     def _refuse(self, claimed: ClaimedJob, job: Job | None, error: BerthError) -> None:
         self.pending_ends.add(self._judge().refused(claimed, job, error))

@@ -13,6 +13,7 @@ import msgspec
 
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts
+from worker_runtime.jobs.protocol.manifest import check_reply, publish
 from worker_runtime.jobs.protocol.messages import (
     BOOST_MS,
     FAILED_TTL,
@@ -26,6 +27,7 @@ from worker_runtime.jobs.protocol.messages import (
 )
 from worker_runtime.jobs.protocol.telemetry import MAX_ERRORS
 from worker_runtime.process.valkey import Argument, Valkey
+from worker_runtime.protocol.authentication import MessageKeys
 from worker_runtime.protocol.keys import ERRORS
 from worker_runtime.protocol.scripts import Script
 
@@ -98,6 +100,8 @@ class JobQueue:
     """One runner's calls. Raises `ValkeyFailed`."""
 
     def __init__(self, client: Valkey, identity: RunnerIdentity, tag: str = job_keys.FLEET_TAG) -> None:
+        #: Seconds that the runner's entry lives without a renewal.
+        self.runner_ttl = RUNNER_TTL
         #: Seconds that a failed job is kept.
         self.failed_ttl = FAILED_TTL
         self.client = client
@@ -113,8 +117,22 @@ class JobQueue:
         """Registers the runner and loads the scripts. Safe to repeat."""
         identity = self.identity
         self.client.pipeline([("SCRIPT", "LOAD", script.source) for script in job_scripts.ALL])
-        about = (identity.name, identity.node, self._queues, os.getpid(), identity.version, RUNNER_TTL)
+        about = (identity.name, identity.node, self._queues, os.getpid(), identity.version, self.runner_ttl)
         self._run(job_scripts.JOIN, identity.runner_id, *about)
+
+    def announce(self, manifest: bytes, keys: MessageKeys, application: str) -> bool:
+        """Announces the types of an application's runner; False if it is not registered.
+
+        Safe to repeat. Raises `PackageConflict`.
+        """
+        reply = self.client.run(*publish(self.identity.runner_id, [manifest], keys, application))
+        return check_reply(reply)
+
+    def declare(self, settings: Mapping[str, str]) -> None:
+        """Sets limits and rates that types declare; '' for none. Safe to repeat."""
+        fields = [part for field in settings.items() for part in field]
+        if fields:
+            self._run(job_scripts.DECLARE, *fields)
 
     def finish_and_claim(
         self,
@@ -194,7 +212,7 @@ class JobQueue:
         return _fates(self._reap(self.identity.runner_id, b"", 0))
 
     def _reap(self, runner_id: str, beat: bytes, crashes: int) -> Any:
-        kept = RESULT_KEPT if self.tag == job_keys.FLEET_TAG else RESULT_TTL
+        kept = RESULT_TTL if self.tag.startswith("user:") else RESULT_KEPT
         return self._run(job_scripts.REAP, runner_id, beat, crashes, MAX_CRASHES, kept, self.failed_ttl)
 
     def write_progress(self, job_id: str, fence: int, progress: bytes) -> bool:

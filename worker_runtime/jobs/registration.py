@@ -8,6 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from worker_runtime.jobs.child_pool import RunningJobs
 from worker_runtime.jobs.config import RunnerConfig
@@ -18,6 +19,9 @@ from worker_runtime.process.clock import Backoff
 from worker_runtime.process.log import Log, recent_errors
 from worker_runtime.process.valkey import Valkey, ValkeyFailed
 from worker_runtime.protocol.errors import MalformedMessage
+
+if TYPE_CHECKING:
+    from worker_runtime.jobs.own_types.announcement import Announcement
 
 #: Renewals in one lease.
 _RENEWALS_PER_LEASE = 3
@@ -101,14 +105,17 @@ class RunnerRegistration:
         #: Whether the queue may be called now.
         self.reachable = False
         self.suspended = False
+        #: What a runner of own types tells the queue of them; None for a runner of Berth's types.
+        self.announcement: Announcement | None = None
         self._take_identity()
 
     def _take_identity(self) -> None:
         config = self._config
         runner_id = f"{config.name}-{secrets.token_hex(4)}"
-        identity = RunnerIdentity(runner_id, config.name, config.node, config.queues, config.version)
+        identity = RunnerIdentity(runner_id, config.name, config.node, config.served_queues, config.version)
         self.queue = JobQueue(self._client, identity, config.tag)
         self.queue.failed_ttl = config.failed_ttl
+        self.queue.runner_ttl = config.runner_ttl
         self.events = JobEventLog(runner_id, config.node)
 
     @property
@@ -207,6 +214,8 @@ class RunnerRegistration:
                 self.register_anew()
             if not self._registered:
                 self.queue.join()
+                if self.announcement is not None:
+                    self.announcement.make(self.queue)
                 self._registered = True
         except ValkeyFailed as error:
             self.drop_connection(error)
@@ -230,6 +239,8 @@ class RunnerRegistration:
         try:
             counted = self.counters.next_batch()
             renewal = self.queue.renew(state, self._runs.job_ids(), self._runs.entry_ttl(), counted)
+            if self.announcement is not None and renewal.registered:
+                self.announcement.handlers.enqueue_due(self._client)
             while self._config.report_errors and recent_errors:
                 self.queue.report_error(*error_report("jobs", *recent_errors.popleft()))
         except ValkeyFailed as error:

@@ -13,10 +13,11 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from worker_runtime.jobs.child_pool import RunningJobs
+from worker_runtime.jobs.child_pool import ChildPool, JobChild, RunningJobs
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.executor import JobExecutor
 from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.manifest import PackageConflict
 from worker_runtime.jobs.queue import ClaimBatch, ClaimedJob
 from worker_runtime.jobs.registration import RunnerRegistration
 from worker_runtime.jobs.types.job_registry import JobRegistry, build_registry
@@ -25,6 +26,7 @@ from worker_runtime.process.doorbell import Doorbell, WakePipe
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.valkey import Valkey, ValkeyFailed
+from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
@@ -95,11 +97,12 @@ class JobRunner:
 
     def __init__(self, config: RunnerConfig, registry: JobRegistry, log: Log) -> None:
         self._config = config
+        self._registry = registry
         self._log = log
         self._selector = selectors.DefaultSelector()
-        self._runs = RunningJobs(config.kill_grace)
+        self._runs = RunningJobs(config.kill_grace, config.runner_ttl, config.timeout_margin)
         self._registration = RunnerRegistration(config, self._runs, log, self._recover_held, self._lost)
-        self._executor = JobExecutor(config, registry, self._selector, self._runs, self._registration, log)
+        self._executor = JobExecutor(config, registry, self._runs, self._registration, log, self._make_pool)
         self._doorbell = self._listener(self._on_ring)
         self._mailbox = self._listener(self._on_mail)
         self._pending_ends = self._executor.pending_ends
@@ -111,6 +114,25 @@ class JobRunner:
         #: The runner has been idle for long. It ends unless one more claim finds a job.
         self._last_claim = False
 
+    def _make_pool(self, on_packet: Callable[[JobChild], None], on_ended: Callable[[], None]) -> ChildPool:
+        config, registry = self._config, self._registry
+        if config.own is None:
+            return ChildPool(registry, self._selector, on_packet, config.recycle)
+        # Here, not above: other runners have no fork server, and do not pay for it.
+        from worker_runtime.jobs.own_types.pool import ForkServerPool, OwnTypeRegistry
+
+        assert isinstance(registry, OwnTypeRegistry)  # noqa: S101 - `main` builds it for such a runner
+        return ForkServerPool(
+            registry,
+            self._selector,
+            on_packet,
+            config.recycle,
+            own=config.own,
+            log=self._log,
+            on_ended=on_ended,
+            on_ready=self._on_reconnect,
+        )
+
     def _listener(self, on_element: Callable[[bytes], None]) -> QueueListener:
         client = Valkey(self._config.valkey_url)
         return QueueListener(client, self._selector, self._log, on_element, self._on_reconnect)
@@ -121,11 +143,38 @@ class JobRunner:
         signals = WakePipe()
         signals.on_signals(_SIGNALS, lambda: None)
         self._selector.register(signals, selectors.EVENT_READ, lambda: self._on_signals(signals))
+        if self._config.own is not None:
+            kernel.forbid_dumps()  # jobs of the same user must not read the keys from this memory
+        try:
+            self._executor.pool.open()
+            self._announce_types()
+        except BerthError as error:
+            return self._refuse_to_run(error)
         gc.collect()
         gc.freeze()  # the children's garbage collectors leave these pages alone, so they stay shared
-        while not self._ended():
-            self._run_once()
+        try:
+            while not self._ended():
+                self._run_once()
+        except PackageConflict as error:
+            return self._refuse_to_run(error)
         return self._shut_down()
+
+    def _announce_types(self) -> None:
+        """Has the registration announce the application's types."""
+        if self._config.own is None:
+            return
+        from worker_runtime.jobs.own_types.announcement import Announcement
+        from worker_runtime.jobs.own_types.pool import ForkServerPool
+
+        pool = self._executor.pool
+        assert isinstance(pool, ForkServerPool)  # noqa: S101 - see `_make_pool`
+        self._registration.announcement = Announcement(self._config, pool.manifest, self._log)
+
+    def _refuse_to_run(self, error: BerthError) -> ExitCode:
+        self._log.error("job_types_unusable", code=error.code, reason=error.detail)
+        self._executor.pool.close()
+        self._sign_off(last_try=True)
+        return ExitCode.BAD_CONFIG
 
     def _run_once(self) -> None:
         if not self._registration.reachable:
@@ -135,6 +184,7 @@ class JobRunner:
         self._mailbox.run_due()
         self._doorbell.run_due()
         self._check_idleness()
+        self._executor.run_due()
         self._executor.start_or_release_prefetched()
         self._finish_and_claim()
         self._pending_ends.log_written()
@@ -157,6 +207,7 @@ class JobRunner:
             self._doorbell.seconds_until_due(),
             self._runs.seconds_until_due(),
             self._prefetched.seconds_until_due(),
+            self._executor.seconds_until_due(),
         ]
         if self._config.idle_exit:
             due.append(self._idle_since + self._config.idle_exit - time.monotonic())

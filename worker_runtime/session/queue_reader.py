@@ -52,22 +52,22 @@ class SwitchReader:
         self._shared_state = shared_state
         self._log = log
         self._refused = RefusalCounter()
-        #: The last words that were read, under which keys, and what they mean: as a rule they stay the same.
+        #: The fields that were read last, under which keys, and what they mean: they rarely change.
         self._last: tuple[tuple[Sequence[bytes], str, int], tuple[UserSwitch, bool]] | None = None
 
-    def read(self, words: Sequence[bytes], server: str) -> tuple[UserSwitch, bool]:
+    def read(self, fields: Sequence[bytes], server: str) -> tuple[UserSwitch, bool]:
         """The switch and whether it is stale (`switch_of`). A missing, forged or older one is halted."""
         shared_state = self._shared_state
-        asked = words, server, shared_state.message_keys_written
-        if self._last is not None and self._last[0] == asked:
+        source = fields, server, shared_state.message_keys_written
+        if self._last is not None and self._last[0] == source:
             meaning = self._last[1]
         else:
             request_keys = shared_state.message_keys().request
-            meaning = switch_of(words, server, request_keys, shared_state.user_id)
-            self._last = asked, meaning
+            meaning = switch_of(fields, server, request_keys, shared_state.user_id)
+            self._last = source, meaning
         switch, stale = meaning
         if stale or switch is HALTED_SWITCH:
-            if words and not stale:
+            if fields and not stale:
                 self._refuse("forged")
             return meaning
         if switch.version < shared_state.switch_version:
@@ -128,7 +128,7 @@ class RequestQueueReader:
         user_id = shared_state.user_id
         server = self._client.server()
         # The remaining time counts from before the pop was sent, so that the round trip is part of it.
-        asked = time.monotonic_ns()
+        sent_at_ns = time.monotonic_ns()
         kind, raw, remaining_ms, generation, *switch = self._client.run(
             POP,
             [
@@ -154,11 +154,11 @@ class RequestQueueReader:
         return QueueItem(
             kind.decode(),
             raw,
-            asked + remaining_ms * NS_PER_MS,
+            sent_at_ns + remaining_ms * NS_PER_MS,
             generation.decode(),
             current,
             stale,
-            self._since_ns if server == self._current_server else asked,
+            self._since_ns if server == self._current_server else sent_at_ns,
         )
 
     def put_back(self, item: bytes, order_id: str) -> str:
@@ -174,8 +174,8 @@ class RequestQueueReader:
             keys.pop(user_id),
         ]
         caller = (shared_state.epoch, self._worker_id, self._session, shared_state.pop_number)
-        became: bytes = self._client.run(PUT_BACK, names, [*caller, item])
-        return became.decode()
+        result: bytes = self._client.run(PUT_BACK, names, [*caller, item])
+        return result.decode()
 
     def read_leftovers(self) -> tuple[list[bytes], str, int]:
         """Items that a former worker of this user popped and never answered, the generation, as the owner key
@@ -190,7 +190,7 @@ class RequestQueueReader:
 
 
 class PostponedOrder:
-    """The user's first order in the queue, if it waits for its broker. While `on`, requests stay queued.
+    """Holds back the user's first order while it waits for its broker; requests stay queued meanwhile.
 
     Nothing of the order was begun, so it is not refused. Until its deadline it stays in Valkey, ahead of all
     that came after it, where it can be cancelled, halted or taken by another worker, and the account's next
@@ -207,7 +207,7 @@ class PostponedOrder:
         self._item: tuple[bytes, str] | None = None
 
     @property
-    def on(self) -> bool:
+    def is_waiting(self) -> bool:
         return self._deadline_ns is not None
 
     def hold(self, order: PlaceOrder, item: QueueItem) -> None:
@@ -222,15 +222,15 @@ class PostponedOrder:
         if self._item is None:
             return None
         item, order_id = self._item
-        became = self._queue_reader.put_back(item, order_id)
+        result = self._queue_reader.put_back(item, order_id)
         self._item = None
-        if became == "queued":
+        if result == "queued":
             return None
-        self._log.warning("order_not_put_back", order_id=order_id, became=became)
+        self._log.warning("order_not_put_back", order_id=order_id, became=result)
         self._deadline_ns = None
-        return item if became == "left" else None
+        return item if result == "left" else None
 
-    def ended(self) -> bool:
+    def take_end(self) -> bool:
         """True once when the wait is over: there is a session or will be none, orders of another account come
         first, or the deadline has passed."""
         if self._deadline_ns is None or self.left() > 0:

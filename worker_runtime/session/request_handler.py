@@ -68,19 +68,19 @@ class RequestHandler:
             return
         self.shared_state.state = WorkerActivity.Processing
         try:
-            done = self._carry_out(request, item)
+            answer = self._execute(request, item)
         except OrderPostponed:
             self._postponed_id = request.request_id
             raise
         except BerthError as error:
-            done = _refusal(request.request_id, error)
+            answer = _refusal(request.request_id, error)
         except Exception as error:  # the boundary of one request: it is answered whatever happens
             self.log.crash("request_crashed", error)
-            done = _refusal(request.request_id, BerthError("the worker failed"))
+            answer = _refusal(request.request_id, BerthError("the worker failed"))
         finally:
             self.shared_state.state = self.broker_sessions.state()
-        self.send_buffer.add_answer(frame.raw, self.add_measures(done), request.reply_to)
-        self._answered = request, done
+        self.send_buffer.add_answer(frame.raw, self.add_measures(answer), request.reply_to)
+        self._answered = request, answer
 
     def log_answer(self) -> None:
         """Logs the last answer. Call it after the answer was sent, so that nobody waits for the log."""
@@ -88,13 +88,13 @@ class RequestHandler:
             return
         (request, answer), self._answered = self._answered, None
         code = answer.failure.code if answer.failure else ""
-        about = {"trace": request.trace} if request.trace else {}
+        trace_fields = {"trace": request.trace} if request.trace else {}
         if isinstance(request, QueryAccount):
-            self.log.info("query_answered", account=request.account_id, code=code, **about)
+            self.log.info("query_answered", account=request.account_id, code=code, **trace_fields)
             return
         event = "order_answered" if isinstance(request, PlaceOrder) else "change_answered"
         state = answer.outcome.state.value if answer.outcome else ""
-        self.log.info(event, order_id=request.order_id, state=state, code=code, **about)
+        self.log.info(event, order_id=request.order_id, state=state, code=code, **trace_fields)
 
     def answer_leftover(self, item: bytes, generation: str | None = None, now_ms: int = 0) -> None:
         """Answers an item that a former worker popped and left. It is never executed again.
@@ -112,9 +112,11 @@ class RequestHandler:
             self._discard(item, "unreadable", frame.request_id)
             return
         if generation is not None:
-            wrong = _find_replay(request, generation, late=frame.deadline_ms <= now_ms)
-            if wrong and not (isinstance(request, PlaceOrder) and self.submitter.had_open(request.order_id)):
-                self._discard(item, wrong, request.request_id)
+            discard_reason = _find_replay(request, generation, late=frame.deadline_ms <= now_ms)
+            if discard_reason and not (
+                isinstance(request, PlaceOrder) and self.submitter.was_open_or_begun(request.order_id)
+            ):
+                self._discard(item, discard_reason, request.request_id)
                 return
         if isinstance(request, PlaceOrder):
             self.log.warning("order_left_behind", order_id=request.order_id)
@@ -154,17 +156,17 @@ class RequestHandler:
         within milliseconds, kill the worker, and push the order again before its deadline, can cause a second
         submission by the user's next worker where the broker's list is late.
         """
-        if isinstance(request, PlaceOrder) and self.submitter.knows(request.order_id):
+        if isinstance(request, PlaceOrder) and self.submitter.has_outcome_of(request.order_id):
             return False
         late = item.seconds_left() <= 0 and request.request_id != self._postponed_id
-        wrong = _find_replay(request, item.generation, late=late)
-        if not wrong and isinstance(request, ReplaceOrder):
+        discard_reason = _find_replay(request, item.generation, late=late)
+        if not discard_reason and isinstance(request, ReplaceOrder):
             if request.request_id in self.shared_state.submissions:
-                wrong = "repeated"
+                discard_reason = "repeated"
             self.shared_state.submissions.add(request.request_id)
-        if wrong:
-            self._discard(item.raw, wrong, request.request_id)
-        return wrong != ""
+        if discard_reason:
+            self._discard(item.raw, discard_reason, request.request_id)
+        return discard_reason != ""
 
     def _discard(self, item: bytes, reason: str, request_id: str = "") -> None:
         if self._refused.add(reason):
@@ -179,7 +181,7 @@ class RequestHandler:
             raise MalformedMessage("the request belongs to another user")
         return request
 
-    def _carry_out(self, request: Request, item: QueueItem) -> Answer:
+    def _execute(self, request: Request, item: QueueItem) -> Answer:
         if isinstance(request, QueryAccount):
             report = self.reader.read_account(request, item)
             return Answer(request_id=request.request_id, report=encode_report(report))

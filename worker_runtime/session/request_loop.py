@@ -137,10 +137,10 @@ class RequestLoop:
             self._log.info("lease_back")
             self._shared_state.state = self.broker_sessions.state()
             self._may_have_work = True
-        if self._postponed.ended() or (not self._switch_is_current and self._switch_check.due()):
+        if self._postponed.take_end() or (not self._switch_is_current and self._switch_check.due()):
             self._may_have_work = True
         if self._may_have_work and self._retry.due():
-            self._work()
+            self._serve_queue()
         self.broker_sessions.renew_leases()
         if not self._may_have_work and not self._stopping():
             self._recovery.run_due(self._config.health_period)
@@ -154,7 +154,7 @@ class RequestLoop:
             waits.append(self._retry.left())
         if not self._may_have_work and not self._parked:
             waits.append(self._recovery.left(self._config.health_period))
-            if self._postponed.on:
+            if self._postponed.is_waiting:
                 waits.append(self._postponed.left())
             if not self._switch_is_current:
                 waits.append(self._switch_check.left())
@@ -167,7 +167,7 @@ class RequestLoop:
         self.broker_sessions.close_all()
         self._apply_order_changes()
 
-    def _work(self) -> None:
+    def _serve_queue(self) -> None:
         try:
             while not self._stopping() and self._lease.usable() > 0:
                 if self._leftovers_due:
@@ -176,8 +176,12 @@ class RequestLoop:
                 if returned is not None:
                     self._request_handler.answer_leftover(returned)
                 self._check_switch_server()
-                held = self._postponed.on or not self.broker_sessions.loaded or not self._switch_is_current
-                item = self._queue_reader.pop(control_only=held)
+                control_only = (
+                    self._postponed.is_waiting
+                    or not self.broker_sessions.loaded
+                    or not self._switch_is_current
+                )
+                item = self._queue_reader.pop(control_only=control_only)
                 self._retry.reset()
                 if not self._handle(item):
                     return
@@ -211,7 +215,7 @@ class RequestLoop:
             self._send_buffer.flush()
             self._request_handler.log_answer()
             self._apply_order_changes()
-            if not self._postponed.on and not self._send_buffer.more_to_pop:
+            if not self._postponed.is_waiting and not self._send_buffer.more_to_pop:
                 self._may_have_work = False
                 return False
         elif item.kind == "fenced":

@@ -35,12 +35,12 @@ from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.rate_limiter import CallKind, SharedRateLimiter
 
 #: Errors of a changing call after which it certainly changed nothing (see `brokers/port.py`).
-_NOT_DONE = (OrderRejected, SessionDown, LoginRejected, LoginLimited, RateLimited, BrokerMaintenance)
+_NO_EFFECT_ERRORS = (OrderRejected, SessionDown, LoginRejected, LoginLimited, RateLimited, BrokerMaintenance)
 #: Those that do not cast doubt on the session: another login would only make it worse.
-_KEEP_SESSION = (OrderRejected, RateLimited)
+_SESSION_KEEPING_ERRORS = (OrderRejected, RateLimited)
 
 #: Seconds between two checks of the switch.
-_PAUSE = 0.1
+_SWITCH_CHECK_INTERVAL_S = 0.1
 
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ class BrokerCalls:
 
     def pause(self, item: QueueItem) -> None:
         """Sleeps a moment before another check. Raises as `call_timeout` does."""
-        wait = min(_PAUSE, self.call_timeout(item))
+        wait = min(_SWITCH_CHECK_INTERVAL_S, self.call_timeout(item))
         with self.shared_state.busy(wait):
             time.sleep(wait)
 
@@ -125,8 +125,8 @@ class BrokerCalls:
         try:
             with self.shared_state.busy(timeout), self._timed():
                 return call(timeout)
-        except _NOT_DONE as error:
-            if not isinstance(error, _KEEP_SESSION):
+        except _NO_EFFECT_ERRORS as error:
+            if not isinstance(error, _SESSION_KEEPING_ERRORS):
                 self.broker_sessions.drop(self.session(account_id), error.code)
             raise
         except Exception as error:  # a timeout, a lost connection, a fault in the adapter

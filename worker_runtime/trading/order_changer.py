@@ -11,7 +11,7 @@ from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
 from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.broker_calls import BrokerCalls
-from worker_runtime.trading.order_submitter import check_price, pass_switch
+from worker_runtime.trading.order_submitter import check_price, flush_and_check_switch
 from worker_runtime.trading.order_tracker import OrderTracker, order_outcome_of
 from worker_runtime.trading.rate_limiter import CallKind
 
@@ -52,7 +52,7 @@ class OrderChanger:
         self._broker_calls.spend_budget(request.account_id, kind, item)
         if isinstance(request, ReplaceOrder) and request.price is not None:  # as a new order at that price
             calls, buffer = self._broker_calls, self._send_buffer
-            pass_switch(request, item, kind, broker_calls=calls, send_buffer=buffer)
+            flush_and_check_switch(request, item, kind, broker_calls=calls, send_buffer=buffer)
 
         def call(timeout: float) -> BrokerOrder:
             if isinstance(request, CancelOrder):

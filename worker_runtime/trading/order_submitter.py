@@ -39,17 +39,17 @@ from worker_runtime.trading.order_tracker import OrderResult, OrderTracker
 from worker_runtime.trading.rate_limiter import CallKind, CountUnavailable
 
 #: Reasons for which there is no broker session now but may be one in a moment. (Maintenance takes longer.)
-_PASSING_ERRORS = (BrokerUnreachable, LoginLimited, LeaseLost)
+_TRANSIENT_ERRORS = (BrokerUnreachable, LoginLimited, LeaseLost)
 #: Nanoseconds by which the clocks of two Valkey servers may differ: one sets a deadline, the other reads it.
-_CLOCK_DIFFERENCE = SECOND
+_MAX_CLOCK_SKEW_NS = SECOND
 #: Seconds that an order in hand waits until a new Valkey server knows who may trade. The watcher writes
 #: the switch within two seconds.
-SWITCH_WAIT = 10.0
+SWITCH_WAIT_S = 10.0
 #: Deadlines are whole milliseconds.
-_ROUNDING = SECOND // 100
+_DEADLINE_ROUNDING_NS = SECOND // 100
 #: Nanoseconds after which PostgreSQL knows of an unknown outcome: the recorder needs milliseconds, an API
 #: that waits writes it after 2 s. Must be shorter than the time to prove that the broker lacks the order.
-_RECORDED_AFTER = 5 * SECOND
+_RECORDED_AFTER_NS = 5 * SECOND
 
 
 class OrderPostponed(Exception):
@@ -81,24 +81,24 @@ def check_price(request: PlaceOrder | ReplaceOrder, broker: Broker) -> None:
     if request.price is None:
         if most_price is not None and reference > most_price:
             raise NotionalLimit(
-                f"At the reference price {reference}, the order is above the account's"
-                f" limit. Reduce its quantity."
+                f"At the reference price {reference}, the order is above the account's limit. Reduce"
+                " its quantity."
             )
     elif request.price_band is not None and abs(request.price - reference) > reference * request.price_band:
         raise PriceBand(
-            f"Price {request.price} is more than {request.price_band:.1%} away from the"
-            f" reference price {reference}."
+            f"Price {request.price} is more than {request.price_band:.1%} away from the reference price"
+            f" {reference}."
         )
 
 
-def pass_switch(
+def flush_and_check_switch(
     request: PlaceOrder | ReplaceOrder,
     item: QueueItem,
     kind: CallKind,
     *,
     broker_calls: BrokerCalls,
     send_buffer: SendBuffer,
-    wait: float = SWITCH_WAIT,
+    wait: float = SWITCH_WAIT_S,
 ) -> None:
     """Sends what is buffered (an order's journal entry) and reads the switch in the same round trip, right
     before the broker is called. Raises what forbids the call. `wait`: seconds for a switch that is stale."""
@@ -161,7 +161,7 @@ class UnknownOutcomes:
             known = self._tracker.known_outcome(order_id)
             if known is None or known.outcome.state is not OrderState.UNKNOWN:
                 del self._unknown[order_id]  # the broker has reported it since
-            elif accepted < since + _RECORDED_AFTER and _blocks(other, order):
+            elif accepted < since + _RECORDED_AFTER_NS and _blocks(other, order):
                 raise SymbolBlocked(
                     f"the outcome of order {order_id} in this account is unknown; Berth asks the broker"
                 )
@@ -183,13 +183,13 @@ class OrderSubmitter:
     send_buffer: SendBuffer
     shared_state: SharedState
     log: Log
-    switch_wait: float = SWITCH_WAIT
+    switch_wait: float = SWITCH_WAIT_S
 
-    def knows(self, order_id: str) -> bool:
+    def has_outcome_of(self, order_id: str) -> bool:
         """Returns True if this session has an outcome of the order."""
         return self.tracker.known_outcome(order_id) is not None
 
-    def had_open(self, order_id: str) -> bool:
+    def was_open_or_begun(self, order_id: str) -> bool:
         """Returns True if our books had the order as open, or this worker has begun to submit it."""
         return order_id in self.tracker or order_id in self.shared_state.submissions
 
@@ -221,8 +221,10 @@ class OrderSubmitter:
             reason = error
         except Exception as error:  # the boundary of one request: it is answered whatever happens
             self.log.crash("order_crashed", error)
-            taken = self.tracker.known_outcome(order.order_id) is not None
-            reason = OutcomeUnknown("the worker failed") if taken else BerthError("the worker failed")
+            may_be_submitted = self.tracker.known_outcome(order.order_id) is not None
+            reason = (
+                OutcomeUnknown("the worker failed") if may_be_submitted else BerthError("the worker failed")
+            )
         state = OrderState.REJECTED
         if isinstance(reason, OutcomeUnknown):
             state = OrderState.UNKNOWN
@@ -237,13 +239,15 @@ class OrderSubmitter:
         if known is not None and known.outcome.state is not OrderState.UNKNOWN:
             return known
         return self._settle(
-            order, OrderState.UNKNOWN, OutcomeUnknown("the worker that had taken the order was lost")
+            order,
+            OrderState.UNKNOWN,
+            OutcomeUnknown("the worker that had taken the order was lost"),
         )
 
     def _check_item(self, order: PlaceOrder, item: QueueItem) -> None:
         """Raises what forbids the order as it was popped, or `OrderPostponed` while the server that it came
         from does not know who may trade."""
-        if self._may_be_a_copy(order, item):
+        if self._may_be_in_older_copy(order, item):
             raise OutcomeUnknown(
                 "the order was queued before this server of Valkey came, and before this worker did: the "
                 "worker before it may have submitted it, and the queue may be an older copy"
@@ -255,7 +259,7 @@ class OrderSubmitter:
             raise OrderPostponed(order)
         check_switch(item.switch, order)
 
-    def _may_be_a_copy(self, order: PlaceOrder, item: QueueItem) -> bool:
+    def _may_be_in_older_copy(self, order: PlaceOrder, item: QueueItem) -> bool:
         """Returns True if an earlier worker of this user may have executed the order already.
 
         A server that was promoted or restarted may have lost its last writes, among them the pop of the
@@ -265,8 +269,8 @@ class OrderSubmitter:
         if not order.lifetime_ms or self.shared_state.epoch <= 1:
             return False
         accepted = item.deadline_ns - order.lifetime_ms * NS_PER_MS
-        before = accepted < self.shared_state.assigned_ns + _ROUNDING
-        return before and accepted < item.server_since_ns + _CLOCK_DIFFERENCE
+        before = accepted < self.shared_state.assigned_ns + _DEADLINE_ROUNDING_NS
+        return before and accepted < item.server_since_ns + _MAX_CLOCK_SKEW_NS
 
     def _ensure_session(self, order: PlaceOrder, item: QueueItem) -> Broker:
         """Returns a broker session for the order. Raises `OrderPostponed` if it is worth waiting for one,
@@ -275,12 +279,12 @@ class OrderSubmitter:
             return self.broker_calls.ensure_session(order.account_id, item)
         except BrokerMaintenance:
             raise
-        except _PASSING_ERRORS as error:
+        except _TRANSIENT_ERRORS as error:
             if item.seconds_left() > 0 and self.broker_calls.has_other_session(order.account_id):
                 raise
-            raise self._postponed(order, item, error) from None
+            raise self._postponement(order, item, error) from None
         except CountUnavailable as error:
-            raise self._postponed(order, item, error) from None
+            raise self._postponement(order, item, error) from None
 
     def _check_books(self, order: PlaceOrder, item: QueueItem) -> None:
         """Raises `OrderPostponed` until the books were compared, where orders wait for that, and
@@ -288,7 +292,7 @@ class OrderSubmitter:
         later ones, until a person has looked."""
         session = self.broker_calls.session(order.account_id)
         if session.books_awaited:
-            raise self._postponed(order, item, AccountBlocked("the books are not compared yet"))
+            raise self._postponement(order, item, AccountBlocked("the books are not compared yet"))
         if item.deadline_ns - order.lifetime_ms * NS_PER_MS < session.differs_since:
             raise AccountBlocked(AccountBlocked.title())
 
@@ -297,9 +301,9 @@ class OrderSubmitter:
         try:
             self.broker_calls.spend_budget(order.account_id, CallKind.ORDER, item)
         except CountUnavailable as error:
-            raise self._postponed(order, item, error) from None
+            raise self._postponement(order, item, error) from None
 
-    def _postponed(self, order: PlaceOrder, item: QueueItem, error: BerthError) -> Exception:
+    def _postponement(self, order: PlaceOrder, item: QueueItem, error: BerthError) -> Exception:
         if item.seconds_left() <= 0:
             return DeadlineExceeded(f"until then: {error.code}: {error.detail}")
         self.log.warning("order_postponed", order_id=order.order_id, code=error.code)
@@ -310,7 +314,7 @@ class OrderSubmitter:
         any other `BerthError` means that it was not placed."""
         self.send_buffer.add_journal_entry(order.order_id)
         self._add_event(order, OrderState.SUBMITTING)
-        pass_switch(
+        flush_and_check_switch(
             order,
             item,
             CallKind.ORDER,

@@ -27,11 +27,11 @@ from worker_runtime.protocol.messages import (
 )
 
 #: Orders and event ids that are remembered; a busy day of one person has some hundreds.
-_REMEMBERED = 20_000
+_MAX_REMEMBERED = 20_000
 #: Kept changes whose order is not known yet.
-_UNMATCHED = 200
+_MAX_UNMATCHED = 200
 #: Average prices are rounded to six decimals.
-_PRECISION = Decimal("0.000001")
+_PRICE_PRECISION = Decimal("0.000001")
 
 
 class OrderResult(NamedTuple):
@@ -53,10 +53,10 @@ class _TrackedOrder:
     #: Quantity and price that the broker showed last; None: as ordered.
     terms: tuple[int, Decimal | None] | None = None
 
-    def learn(self, reported: BrokerOrder) -> None:
+    def merge_report(self, reported: BrokerOrder) -> None:
         """Takes the broker's view as the outcome, unless it is older than what is known."""
-        late = sum(fill.quantity for fill in reported.fills) < self.outcome.filled_quantity
-        if not late and self.outcome.state not in FINAL_ORDER_STATES:
+        is_older = sum(fill.quantity for fill in reported.fills) < self.outcome.filled_quantity
+        if not is_older and self.outcome.state not in FINAL_ORDER_STATES:
             self.outcome = order_outcome_of(self.order.order_id, reported)
             self.failure = None
 
@@ -72,7 +72,7 @@ class OrderTracker:
         self._by_broker_id: dict[tuple[str, str], str] = {}
         self._by_tag: dict[tuple[str, str], str] = {}
         self._sent_ids: OrderedDict[str, None] = OrderedDict()
-        self._unmatched: deque[tuple[ConnectionKey, OrderChanged]] = deque(maxlen=_UNMATCHED)
+        self._unmatched: deque[tuple[ConnectionKey, OrderChanged]] = deque(maxlen=_MAX_UNMATCHED)
 
     def known_outcome(self, order_id: str) -> OrderResult | None:
         """What is known of an order that this session or a former one has taken; None if nothing says so."""
@@ -127,11 +127,11 @@ class OrderTracker:
         entry = self._entries.get(order.order_id)
         if entry is None:
             entry = self._remember(order, order_outcome_of(order.order_id, placed))
-        entry.learn(placed)
+        entry.merge_report(placed)
         self._by_broker_id[order.account_id, placed.broker_order_id] = order.order_id
         if placed.state not in (OrderState.REJECTED, OrderState.UNKNOWN):
-            self._emit(entry, placed, "submitted", OrderState.SUBMITTED, [])
-        self._advance(entry, placed)
+            self._send_event_once(entry, placed, "submitted", OrderState.SUBMITTED, [])
+        self._send_progress(entry, placed)
         self._apply_unmatched()
         return entry.outcome
 
@@ -143,7 +143,7 @@ class OrderTracker:
 
     def _apply_unmatched(self) -> None:
         """Tries the kept changes again, whose orders may be known now."""
-        waiting, self._unmatched = self._unmatched, deque(maxlen=_UNMATCHED)
+        waiting, self._unmatched = self._unmatched, deque(maxlen=_MAX_UNMATCHED)
         for key, change in waiting:
             self.apply_change(key, change)
 
@@ -154,9 +154,9 @@ class OrderTracker:
         self._by_broker_id[account_id, reported.broker_order_id] = order_id
         entry = self._entries[order_id]
         entry.taken = True
-        entry.learn(reported)
+        entry.merge_report(reported)
         self._compare_terms(entry, reported)
-        self._advance(entry, reported, fill)
+        self._send_progress(entry, reported, fill)
         return True
 
     def _compare_terms(self, entry: _TrackedOrder, reported: BrokerOrder) -> None:
@@ -165,8 +165,8 @@ class OrderTracker:
         order = entry.order
         quantity, price = entry.terms or (order.quantity, order.price)
         smaller = 0 < reported.quantity < quantity
-        other = price is not None and reported.price is not None and reported.price != price
-        if not smaller and not other:
+        has_other_price = price is not None and reported.price is not None and reported.price != price
+        if not smaller and not has_other_price:
             return
         entry.terms = (reported.quantity, reported.price)
         self._add_event(
@@ -194,11 +194,11 @@ class OrderTracker:
         entry = self._entries[order_id]
         # Our tags never repeat, but an order that is not ours may have the same one. (The symbol may differ:
         # a rolling code stands for a real one.)
-        same = entry.order.side is reported.side and reported.quantity <= entry.order.quantity
-        other = entry.outcome.broker_order_id not in (None, reported.broker_order_id)
-        return None if other or not same else order_id
+        is_similar = entry.order.side is reported.side and reported.quantity <= entry.order.quantity
+        has_other_id = entry.outcome.broker_order_id not in (None, reported.broker_order_id)
+        return None if has_other_id or not is_similar else order_id
 
-    def _advance(self, entry: _TrackedOrder, reported: BrokerOrder, fill: Fill | None = None) -> None:
+    def _send_progress(self, entry: _TrackedOrder, reported: BrokerOrder, fill: Fill | None = None) -> None:
         """Sends an event for each fill, with the quantity filled until then, and one for the state."""
         fills = list(reported.fills)
         if fill is not None and all(fill.fill_id != known.fill_id for known in fills):
@@ -207,22 +207,24 @@ class OrderTracker:
         fills.sort(key=lambda fill: f"{entry.order.order_id}:fill:{fill.fill_id}" not in self._sent_ids)
         final = reported.state in FINAL_ORDER_STATES
         for number, known in enumerate(fills, 1):
-            until = fills[:number]
-            whole = sum(fill.quantity for fill in until) >= reported.quantity
-            state = OrderState.FILLED if whole else OrderState.PART_FILLED
+            fills_so_far = fills[:number]
+            is_filled = sum(fill.quantity for fill in fills_so_far) >= reported.quantity
+            state = OrderState.FILLED if is_filled else OrderState.PART_FILLED
             if final and number == len(fills):
                 state = reported.state
-            self._emit(entry, reported, f"fill:{known.fill_id}", state, until, fill=known)
+            self._send_event_once(entry, reported, f"fill:{known.fill_id}", state, fills_so_far, fill=known)
         # An order that was reduced to its filled quantity is filled without a further fill.
         already_sent = reported.state is OrderState.FILLED and entry.reported_filled
         if (final or reported.state is OrderState.SUBMITTED) and not already_sent:
-            self._emit(entry, reported, reported.state.value, reported.state, fills, reason=reported.reason)
+            self._send_event_once(
+                entry, reported, reported.state.value, reported.state, fills, reason=reported.reason
+            )
 
-    def _emit(
+    def _send_event_once(
         self,
         entry: _TrackedOrder,
         reported: BrokerOrder,
-        event_name: str,
+        event_kind: str,
         state: OrderState,
         fills: list[Fill],
         *,
@@ -230,12 +232,12 @@ class OrderTracker:
         reason: str | None = None,
     ) -> None:
         """Sends one event, once. `fills` are those until then."""
-        event_id = f"{entry.order.order_id}:{event_name}"
+        event_id = f"{entry.order.order_id}:{event_kind}"
         if event_id in self._sent_ids:
             return
         self._sent_ids[event_id] = None
         entry.reported_filled = entry.reported_filled or state is OrderState.FILLED
-        if len(self._sent_ids) > _REMEMBERED:
+        if len(self._sent_ids) > _MAX_REMEMBERED:
             self._sent_ids.popitem(last=False)
         self._add_event(
             OrderEvent(
@@ -257,7 +259,7 @@ class OrderTracker:
         self, order: PlaceOrder, outcome: OrderOutcome, failure: Failure | None = None
     ) -> _TrackedOrder:
         entry = self._entries[order.order_id] = _TrackedOrder(order, outcome, failure)
-        if len(self._entries) > _REMEMBERED:
+        if len(self._entries) > _MAX_REMEMBERED:
             forgotten, old = self._entries.popitem(last=False)
             if self._by_tag.get((old.order.account_id, old.order.tag)) == forgotten:
                 del self._by_tag[old.order.account_id, old.order.tag]
@@ -274,7 +276,7 @@ def average_fill_price(fills: list[Fill]) -> Decimal | None:
     if len({fill.price for fill in fills}) == 1:
         return fills[0].price
     total = sum((fill.price * fill.quantity for fill in fills), Decimal(0))
-    return (total / quantity).quantize(_PRECISION)
+    return (total / quantity).quantize(_PRICE_PRECISION)
 
 
 def order_outcome_of(order_id: str, reported: BrokerOrder) -> OrderOutcome:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,11 +67,16 @@ class RunnerProcess:
     """One runner as a process of its own, with its log."""
 
     def __init__(
-        self, folder: Path, config: RunnerConfig, module: str = "tests.integration.jobs.scripted"
+        self,
+        folder: Path,
+        config: RunnerConfig,
+        module: str = "tests.integration.jobs.scripted",
+        before: Sequence[str] = (),
     ) -> None:
+        """`before`: what runs the command."""
         self.config = config
         self.log_path = folder / f"{config.name}-{next(_numbers)}.jsonl"
-        command = [sys.executable, "-m", module]
+        command = [*before, sys.executable, "-m", module]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=ROOT)
         assert self.process.stdin is not None

@@ -30,6 +30,7 @@ application's. The scripts build the same names from the key of the settings (`q
 | jobs:{tag}:packages | hash | as long as its manifest | digest → the package that declares the types |
 | jobs:{tag}:announced | zset | as long as its manifest | digest → Unix µs of its last announcement |
 | jobs:{tag}:types:<digest> | set | as long as its manifest | the names of its job types |
+| jobs:{tag}:handlers | zset | until its handler is enqueued | failed job with a handler → Unix ms |
 | jobs:{tag}:failed | zset | 14 days | job → Unix ms of its failure |
 | jobs:{tag}:result:<id> | string | 500 s, of the fleet a day | the result |
 | jobs:{tag}:recent | string | 500 s | number of jobs that the user has asked for |
@@ -97,6 +98,7 @@ mailbox = _many("mailbox")
 manifests = _one("manifests")
 announced = _one("announced")
 announced_types = _many("types")
+handlers = _one("handlers")
 failed = _one("failed")
 result = _many("result")
 recent_requests = _one("recent")

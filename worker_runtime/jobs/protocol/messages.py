@@ -60,6 +60,10 @@ class JobCrashed(JobFailed, code="JOB_CRASHED"):
     """The job's process, or its runner, died while it ran."""
 
 
+class JobMemoryExceeded(JobFailed, code="JOB_MEMORY_EXCEEDED"):
+    """The job took more memory than its type may have, and was killed."""
+
+
 class JobOutcomeUnknown(JobFailed, code="JOB_OUTCOME_UNKNOWN"):
     """The job may have done its work or not: its process or runner died, and it must not run twice."""
 

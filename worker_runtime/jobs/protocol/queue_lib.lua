@@ -186,7 +186,9 @@ local function end_job(status, id, job, result, ttl, retention)
   if status == 'failed' then
     redis.call('HSET', key, 'state', 'failed', 'failure', result)
     redis.call('EXPIRE', key, retention)
-    redis.call('ZADD', P .. 'failed', (clock()), id)
+    local now = clock()
+    redis.call('ZADD', P .. 'failed', now, id)
+    if redis.call('HEXISTS', key, 'on_failed') == 1 then redis.call('ZADD', P .. 'handlers', now, id) end
     -- Of a user only the newest are kept.
     for _, old in ipairs(of_user() and redis.call('ZRANGE', P .. 'failed', 0, -USERS_FAILED - 1) or {}) do
       redis.call('ZREM', P .. 'failed', old)

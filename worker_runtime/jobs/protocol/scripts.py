@@ -24,6 +24,7 @@ PROGRESS = _load("progress")
 RING = _load("ring")
 SCAN = _load("scan")
 CONFIGURE = _load("configure")
+DECLARE = _load("declare")
 PUBLISH = _load("publish")
 
 #: All of them: a runner loads them when it joins.

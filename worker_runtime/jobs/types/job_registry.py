@@ -11,7 +11,7 @@ import msgspec
 
 from worker_runtime.jobs.config import RunnerConfig
 from worker_runtime.jobs.protocol.catalog import JOB_KINDS, PingRunner, RunnerPong
-from worker_runtime.jobs.protocol.messages import UnknownJob
+from worker_runtime.jobs.protocol.messages import Job, UnknownJob
 from worker_runtime.jobs.types.job_type import JobContext, JobType
 from worker_runtime.jobs.types.mail import email_job
 from worker_runtime.jobs.types.message import message_job
@@ -34,6 +34,10 @@ class JobRegistry:
         self._types = {kind.name: kind for kind in types}
         # Built in the parent: each fresh child would have to build its own.
         self._decoders = {kind.name: msgspec.json.Decoder(kind.arguments) for kind in types}
+
+    def check(self, job: Job) -> None:
+        """Raises `UnknownJob` if this runner does not run such a job."""
+        self.find(job.name)
 
     def find(self, name: str) -> JobType:
         """Raises `UnknownJob`."""

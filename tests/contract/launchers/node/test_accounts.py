@@ -24,8 +24,8 @@ from infra.node.__main__ import NODE_UIDS
 from infra.node.accounts import UserIds
 from infra.settings import Settings
 from infra.worker_task import LaunchFailed, LaunchSpec, Task
-from tests import needs
 from tests.contract.launchers.node_process import PATIENCE, NodeProcess
+from tests.opened_interpreter import opened_interpreter
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
 
@@ -35,16 +35,6 @@ FIRST = 61_000 + 3 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 LAST = FIRST + 2
 
 needs_root = pytest.mark.needs("root")
-
-#: In a mount namespace of the node's own, others may pass the closed folder ($1) above the interpreter ($2).
-_OPENED = """
-set -e
-mkdir -p "$3/$2"
-mount --bind "$1/$2" "$3/$2"
-mount --rbind "$3" "$1"
-shift 3
-exec "$@"
-"""
 
 _ATTACK = """
 import json, os, socket, sys
@@ -70,29 +60,12 @@ print(json.dumps(got))
 """
 
 
-def _opened(folder: Path) -> list[str]:
-    """Runs a program where others reach the interpreter, as they do where Python is installed for all."""
-    interpreter = Path(sys.executable).resolve()
-    closed = next((one for one in reversed(interpreter.parents) if not one.stat().st_mode & 0o001), None)
-    if closed is None:
-        return []
-    root = folder / "opened"
-    root.mkdir()
-    root.chmod(0o755)
-    below = interpreter.relative_to(closed).parts[0]
-    before = ["unshare", "--mount", "sh", "-c", _OPENED, "sh", str(closed), below, str(root)]
-    tried = subprocess.run([*before, "true"], capture_output=True, text=True, check=False)
-    if tried.returncode:
-        needs.skip(
-            "root", f"{closed} is closed for others, and this machine has no mount namespaces: {tried.stderr}"
-        )
-    return before
-
-
 @pytest.fixture
 async def node(short_directory: Path) -> AsyncIterator[NodeProcess]:
     os.chmod(short_directory, 0o711)  # noqa: S103 - workers pass through it
-    node = NodeProcess(short_directory, WORKER, before=_opened(short_directory), uids=f"{FIRST}-{LAST}")
+    node = NodeProcess(
+        short_directory, WORKER, before=opened_interpreter(short_directory), uids=f"{FIRST}-{LAST}"
+    )
     await node.start()
     yield node
     await node.close()

@@ -11,7 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from worker_runtime.jobs.child_pool import ChildPool, NotForked
+from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.jobs.types.job_registry import JobRegistry
+
+JOB = Job(job_id="a", name="work")
 
 
 class ForkHost:
@@ -52,7 +55,7 @@ def test_a_spare_child_is_ready_and_others_are_forked_when_they_are_needed(
     assert not pool.has_spare()
     pool.fork_spare()
     assert pool.has_spare()
-    children = [pool.take(), pool.take()]
+    children = [pool.take(JOB), pool.take(JOB)]
     assert not pool.has_spare()
     assert len(pool) == 2
     assert len({child.pid for child in children}) == 2
@@ -71,7 +74,7 @@ def test_with_no_room_for_a_process_nothing_stays_open(
     with pytest.raises(NotForked, match="EAGAIN"):
         pool.fork_spare()
     with pytest.raises(NotForked, match="EAGAIN"):
-        pool.take()
+        pool.take(JOB)
     assert len(pool) == 0
     assert not pool.has_spare()
     assert _open() == before

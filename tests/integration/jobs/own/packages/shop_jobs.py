@@ -1,0 +1,230 @@
+"""The jobs of an application of the tests: a package as a user writes it. It imports `berth_jobs` alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Annotated, Any
+
+import msgspec
+from berth_jobs import RetryLater, context, job
+
+IMPORTED_IN = os.getpid()
+
+
+class Line(msgspec.Struct):
+    article: str
+    pieces: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Model:
+    """A stand-in for a pydantic model: it has the methods by which one is recognised."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+
+    @classmethod
+    def model_json_schema(cls, ref_template: str) -> dict[str, Any]:
+        code = {"$ref": ref_template.format(model="Code")}
+        return {"type": "object", "properties": {"code": code}, "$defs": {"Code": {"type": "string"}}}
+
+    @classmethod
+    def model_validate(cls, value: dict[str, Any]) -> Model:
+        if value.get("code") == "bad":
+            raise ValueError("a bad code")
+        return cls(value["code"])
+
+    def model_dump(self, mode: str) -> dict[str, Any]:
+        return {"code": self.code, "mode": mode}
+
+
+@job
+def total(lines: list[Line], factor: float = 1.0) -> float:
+    """Adds up the pieces."""
+    return sum(line.pieces for line in lines) * factor
+
+
+@job(name="model")
+def use_model(model: Model) -> Model:
+    return Model(model.code.upper())
+
+
+@job(timeout=77)
+def describe() -> dict[str, Any]:
+    running = context()
+    running.logger.info("described")
+    sys.stdout.write("to standard output")
+    return {
+        "attempt": running.attempt,
+        "job_id": running.job_id,
+        "type": running.type,
+        "fence": running.fence,
+        "remaining": running.remaining(),
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "uid": os.getuid(),
+        "imported_in": IMPORTED_IN,
+        "secrets": dict(running.secrets),
+        "environment": sorted(os.environ),
+    }
+
+
+@job(secrets=["STRIPE_KEY"])
+def charge() -> dict[str, str]:
+    return dict(context().secrets)
+
+
+@job(queue="scheduler", priority=9)
+def ordered(ledger: str, label: str) -> None:
+    write(ledger, label)
+
+
+@job
+def queued(ledger: str, label: str) -> None:
+    write(ledger, label)
+
+
+@job(max_attempts=3, backoff=[0.01, 0.02], retry_on=KeyError)
+def flaky(fails: int, kind: str = "KeyError") -> int:
+    attempt = context().attempt
+    if attempt <= fails:
+        raise {"KeyError": KeyError("again"), "ValueError": ValueError("never")}[kind]
+    return attempt
+
+
+@job(backoff=300)
+def later(wait: float) -> int:
+    if context().attempt == 1:
+        raise RetryLater("not yet", retry_after=wait)
+    return context().attempt
+
+
+@job(group="customer-{customer}")
+def serve(ledger: str, customer: int, until: str = "") -> None:
+    write(ledger, f"begin-{customer}")
+    wait_for(until)
+    write(ledger, f"end-{customer}")
+
+
+@job(unique_for=600)
+def once(number: int, until: str = "") -> int:
+    wait_for(until)
+    return number
+
+
+@job(on_failed="shop_jobs.note_failure")
+def doomed(why: str, dies: bool = False) -> None:
+    if dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError(why)
+
+
+@job
+def note_failure(job_id: str, type: str, code: str, detail: str, attempt: int, arguments: Any) -> Any:
+    return {"job_id": job_id, "type": type, "code": code, "detail": detail, "arguments": arguments}
+
+
+@job(rate="20/s")
+def paced(ledger: str) -> None:
+    write(ledger, f"{time.time():.3f}")
+
+
+@job(max_running=1, idempotent=True)
+def alone(ledger: str, until: str = "") -> None:
+    write(ledger, "begin")
+    wait_for(until)
+    write(ledger, "end")
+
+
+@job(max_running_per_node=1)
+def alone_on_node(ledger: str, until: str = "") -> None:
+    write(ledger, "begin")
+    wait_for(until)
+    write(ledger, "end")
+
+
+@job(timeout=0.3)
+def hang() -> None:
+    time.sleep(60)
+
+
+@job(memory=64 * 1024 * 1024)
+def grow(mebibytes: int, in_child: bool = False) -> int:
+    if in_child:
+        code = f"x = bytearray(b'1') * ({mebibytes} << 20); import time; time.sleep(20)"
+        subprocess.run([sys.executable, "-c", code], check=True)
+    grown = bytearray(b"1") * (mebibytes << 20)
+    if mebibytes > 64:
+        time.sleep(20)
+    return len(grown)
+
+
+@job
+def report(steps: int, until: str = "") -> None:
+    for step in range(steps):
+        context().progress({"step": step})
+    wait_for(until)
+
+
+@job(concurrency=10, timeout=5)
+async def fetch(label: str, seconds: float = 0.0, fails: bool = False, exits: bool = False) -> dict[str, Any]:
+    sys.stdout.write(f"<{label}>")
+    await asyncio.sleep(seconds)
+    sys.stdout.write(f"</{label}>")
+    if exits:
+        os._exit(9)
+    if fails:
+        raise ConnectionError(label)
+    return {"label": label, "pid": os.getpid(), "job_id": context().job_id}
+
+
+@job
+async def fetch_one(seconds: float) -> int:
+    await asyncio.sleep(seconds)
+    return os.getpid()
+
+
+@job(idempotent=True, backoff=0.05)
+def survive(ledger: str, until: str = "", kill: str = "") -> int:
+    write(ledger, f"{context().job_id}:{context().attempt}")
+    if kill and context().attempt == 1:
+        os.kill({"child": os.getpid(), "server": os.getppid()}[kill], signal.SIGKILL)
+    wait_for(until)
+    return context().attempt
+
+
+@job
+def spend(ledger: str, until: str = "") -> None:
+    """May not run twice."""
+    write(ledger, context().job_id)
+    wait_for(until)
+
+
+@job
+def leave_behind() -> int:
+    """Starts a process in a session of its own, whose parent ends."""
+    script = (
+        "import subprocess; out = subprocess.DEVNULL;"
+        "print(subprocess.Popen(['sleep', '300'], stdout=out, stderr=out, start_new_session=True).pid)"
+    )
+    started = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    return int(started.stdout)
+
+
+@job
+def huge(size: int) -> str:
+    return "x" * size
+
+
+def write(ledger: str, text: str) -> None:
+    with open(ledger, "a") as file:
+        file.write(text + "\n")
+
+
+def wait_for(path: str) -> None:
+    while path and not os.path.exists(path):
+        time.sleep(0.005)

@@ -1,0 +1,44 @@
+"""What a runner of own types tells the queue of them: the signed manifest, and what the types declare."""
+
+from berth_jobs.manifest import JobManifest, read_manifest
+
+from worker_runtime.jobs.config import RunnerConfig
+from worker_runtime.jobs.own_types.failure_handlers import FailureHandlers
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.queue import JobQueue
+from worker_runtime.process.log import Log
+from worker_runtime.process.valkey import ValkeyFailed
+
+
+class Announcement:
+    """One runner's types. They are announced each time it registers."""
+
+    def __init__(self, config: RunnerConfig, manifest: bytes, log: Log) -> None:
+        self._config = config
+        self._manifest = manifest
+        described = read_manifest(manifest)
+        self._declared = _declared_settings(described)
+        self.handlers = FailureHandlers(config.tag, config.message_keys, log)
+        self.handlers.types = {kind.name: kind for kind in described.types}
+        self._application = described.application
+
+    def make(self, queue: JobQueue) -> None:
+        """Announces the types of a runner that has just joined. Safe to repeat.
+
+        Raises `PackageConflict` and `ValkeyFailed`.
+        """
+        if not queue.announce(self._manifest, self._config.message_keys, self._application):
+            raise ValkeyFailed("the runner's entry is gone")
+        queue.declare(self._declared)
+
+
+def _declared_settings(manifest: JobManifest) -> dict[str, str]:
+    """The settings of limits and rates that the types declare, '' for those that they do not."""
+    settings = {}
+    for kind in manifest.types:
+        options = kind.options
+        settings[job_calls.limit_field(kind.name)] = str(options.max_running or "")
+        settings[job_calls.node_limit_field(kind.name)] = str(options.max_running_per_node or "")
+        interval = options.rate_interval_ms
+        settings[job_calls.rate_field(kind.name)] = f"{interval:g}" if interval else ""
+    return settings

@@ -1,0 +1,245 @@
+"""The child that runs an application's own jobs: one at a time, or several of one async type.
+
+The code of the jobs comes from `berth_jobs`, whose declarations the fork server has collected. The child gets
+one job's arguments and the secrets that its type names over its socket, and holds nothing else.
+"""
+
+import asyncio
+import contextlib
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import msgspec
+from berth_jobs.context import JobContext, RetryLater, use_context
+from berth_jobs.declaration import DeclaredJob, JobFunction, encode_value
+
+from worker_runtime.jobs.child_process import (
+    MAX_DETAIL,
+    MAX_TRACEBACK,
+    CancelRun,
+    ChildProcess,
+    JobAssignment,
+    RunOutcome,
+    encode_message,
+    read_to_child,
+    receive_packet,
+)
+from worker_runtime.jobs.protocol.messages import MAX_RESULT, Job, ResultTooLarge, UnknownJob, read_job
+from worker_runtime.process.landlock import Fence
+from worker_runtime.protocol.errors import BerthError, MalformedMessage
+from worker_runtime.protocol.messages import Failure
+
+#: Characters of one job's output that a child with several jobs keeps.
+_MAX_OUTPUT = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTypes:
+    """The declared jobs of an application, by their name on the wire."""
+
+    application: str
+    functions: Mapping[str, JobFunction[..., Any]]
+
+    @classmethod
+    def of(cls, application: str, functions: Sequence[JobFunction[..., Any]]) -> "OwnTypes":
+        return cls(application, {f"{application}/{each.type.name}": each for each in functions})
+
+    def find(self, job: Job) -> DeclaredJob:
+        """Raises `UnknownJob` for another type, or another version of it."""
+        found = self.functions.get(job.name)
+        if found is None or found.type.version != job.type_version:
+            raise UnknownJob(f"this process does not know {job.queued_type[:200]!r}")
+        declared: DeclaredJob = found.type
+        return declared
+
+
+class OwnChildProcess(ChildProcess):
+    """The child of a fork server, from its fork to its end."""
+
+    def __init__(
+        self, link: socket.socket, output: int, types: OwnTypes, uses: int, fence: Fence | None
+    ) -> None:
+        """`uses`: jobs that it may run, unless it runs several at once. `fence`: around this child."""
+        super().__init__(link, output, uses)
+        self._types = types
+        self._fence = fence
+
+    def isolate(self, parent: int) -> None:
+        if self._fence is not None:
+            self._fence.step_behind()
+        super().isolate(parent)
+
+    def run_job(self, assignment: JobAssignment) -> RunOutcome:
+        job = read_job(bytes(assignment.job))
+        try:
+            declared = self._types.find(job)
+        except UnknownJob as error:
+            return _failed(assignment, None, error, 0.0)
+        if declared.concurrency > 1:
+            # From now on this child runs jobs of this type, until the runner closes its socket.
+            asyncio.run(_AsyncJobs(self._link, self._types, self.send_progress).serve(assignment))
+            self.leave()
+        outcome = self._run(assignment, job, declared)
+        # A secret may still be in this process's memory: no job of another type runs here after it.
+        last = outcome.last or self._uses == 0 or bool(assignment.secrets)
+        return msgspec.structs.replace(outcome, last=last)
+
+    def _run(self, assignment: JobAssignment, job: Job, declared: DeclaredJob) -> RunOutcome:
+        began = time.monotonic()
+        try:
+            arguments = _arguments(declared, job)
+            with use_context(_context(assignment, job, self.send_progress)):
+                returned = declared.call(arguments)
+                if declared.is_async:
+                    returned = asyncio.run(returned)
+            value = _encode_result(returned)
+        except BaseException as error:  # the job's boundary: anything it raises is its outcome
+            return _failed(assignment, declared, error, time.monotonic() - began)
+        return RunOutcome(fence=assignment.fence, value=msgspec.Raw(value), took=time.monotonic() - began)
+
+
+class _AsyncJobs:
+    """Runs several jobs of one async type at once in this process."""
+
+    def __init__(
+        self, link: socket.socket, types: OwnTypes, send_progress: Callable[[int, object], None]
+    ) -> None:
+        self._link = link
+        self._types = types
+        self._send_progress = send_progress
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self, first: JobAssignment) -> None:
+        """Runs `first` and what follows, until the runner closes the socket and all have ended."""
+        loop, closed = asyncio.get_running_loop(), asyncio.Event()
+        self._link.setblocking(False)
+        sys.stdout, sys.stderr = _JobOutput(sys.stdout), _JobOutput(sys.stderr)
+        loop.add_reader(self._link.fileno(), self._read, closed)
+        self._begin(first)
+        await closed.wait()
+        loop.remove_reader(self._link.fileno())
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+
+    def _read(self, closed: asyncio.Event) -> None:
+        try:
+            packet = receive_packet(self._link)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if not packet:
+            closed.set()
+            return
+        message = read_to_child(packet)
+        if isinstance(message, CancelRun):
+            if task := self._tasks.get(message.fence):
+                task.cancel()
+        else:
+            self._begin(message)
+
+    def _begin(self, assignment: JobAssignment) -> None:
+        task = asyncio.create_task(self._run(assignment))
+        self._tasks[assignment.fence] = task
+        task.add_done_callback(lambda _: self._tasks.pop(assignment.fence, None))
+
+    async def _run(self, assignment: JobAssignment) -> None:
+        began, declared = time.monotonic(), None
+        output: list[str] = []
+        token = _output.set(output)
+        try:
+            job = read_job(bytes(assignment.job))
+            declared = self._types.find(job)
+            with use_context(_context(assignment, job, self._send_progress)):
+                value = _encode_result(await declared.call(_arguments(declared, job)))
+            took = time.monotonic() - began
+            outcome = RunOutcome(fence=assignment.fence, value=msgspec.Raw(value), took=took)
+        except BaseException as error:  # the job's boundary
+            outcome = _failed(assignment, declared, error, time.monotonic() - began)
+        finally:
+            _output.reset(token)
+        text = "".join(output)[-_MAX_OUTPUT:]
+        with contextlib.suppress(OSError):
+            packet = encode_message(msgspec.structs.replace(outcome, output=text, last=False))
+            await asyncio.get_running_loop().sock_sendall(self._link, packet)
+
+
+_output: ContextVar[list[str] | None] = ContextVar("job_output", default=None)
+
+
+class _JobOutput:
+    """Gives what a job writes to that job, and anything else to the stream that it replaces."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        written = _output.get()
+        if written is None:
+            return self._stream.write(text)
+        if len(written) < 10_000:
+            written.append(text[:_MAX_OUTPUT])
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _arguments(declared: DeclaredJob, job: Job) -> msgspec.Struct:
+    """Raises `MalformedMessage` if they do not fit the type."""
+    try:
+        arguments: msgspec.Struct = declared.decode_arguments(job.args)
+    except msgspec.DecodeError as error:
+        raise MalformedMessage(f"arguments of {job.name}: {error}") from None
+    return arguments
+
+
+def _context(assignment: JobAssignment, job: Job, send_progress: Callable[[int, object], None]) -> JobContext:
+    return JobContext(
+        job_id=job.job_id,
+        type=job.name,
+        attempt=assignment.attempt,
+        fence=assignment.fence,
+        deadline=time.monotonic() + job.timeout,
+        secrets=assignment.secrets,
+        send_progress=lambda value: send_progress(assignment.fence, value),
+    )
+
+
+def _encode_result(returned: object) -> bytes:
+    """Raises `ResultTooLarge`, and `TypeError` for what has no JSON."""
+    value: bytes = encode_value(returned)
+    if len(value) > MAX_RESULT:
+        raise ResultTooLarge(f"{len(value)} bytes are more than {MAX_RESULT}")
+    return value
+
+
+def _failed(
+    assignment: JobAssignment, declared: DeclaredJob | None, error: BaseException, took: float
+) -> RunOutcome:
+    text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
+    retryable, delay = isinstance(error, UnknownJob), None
+    code, detail = "JOB_FAILED", f"{type(error).__name__}: {error}"
+    if isinstance(error, BerthError):
+        code, detail = error.code, error.detail
+    if declared is not None:
+        retryable = isinstance(error, (RetryLater, *declared.retry_on))
+        if declared.backoff:
+            delay = declared.backoff[min(assignment.attempt, len(declared.backoff)) - 1]
+    if isinstance(error, RetryLater) and error.retry_after is not None:
+        delay = max(0.0, float(error.retry_after))
+    return RunOutcome(
+        fence=assignment.fence,
+        failure=Failure(code=code, detail=detail[:MAX_DETAIL], retryable=retryable),
+        took=took,
+        traceback=text,
+        delay=delay,
+        # Out of memory, or asked to exit: this process is not to be trusted any more.
+        last=not isinstance(error, Exception) or isinstance(error, MemoryError),
+    )

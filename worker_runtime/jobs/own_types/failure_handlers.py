@@ -1,0 +1,82 @@
+"""Enqueues the failure handlers of own jobs: the type that a failed job's `on_failed` names.
+
+The script that ends a job as failed notes it in `jobs:{tag}:handlers`, whoever calls it: its runner, or
+another one that has found its runner dead. Every runner looks there when it renews its lease. The handler's
+id is made from the job's and the time of its failure, so it is enqueued once, however many runners try.
+"""
+
+from typing import Any
+
+import msgspec
+from berth_jobs.manifest import ManifestType
+from berth_jobs.options import job_fields
+
+from worker_runtime.jobs.protocol import calls as job_calls
+from worker_runtime.jobs.protocol import keys as job_keys
+from worker_runtime.jobs.protocol.messages import Job, read_result, read_signed_job
+from worker_runtime.process.log import Log
+from worker_runtime.process.valkey import Valkey
+from worker_runtime.protocol.authentication import MessageKeys
+from worker_runtime.protocol.errors import BerthError, MalformedMessage
+
+#: Failures that one look handles.
+_PAGE = 20
+
+
+class FailureHandlers:
+    """The failure handlers of one application."""
+
+    def __init__(self, tag: str, message_keys: MessageKeys, log: Log) -> None:
+        self._tag = tag
+        self._message_keys = message_keys
+        self._log = log
+        #: The newest version of each type that this runner knows, by name.
+        self.types: dict[str, ManifestType] = {}
+
+    def enqueue_due(self, client: Valkey) -> None:
+        """Enqueues the handlers of all failures that are noted. Raises `ValkeyFailed`; may be repeated."""
+        noted = client.execute("ZRANGE", job_keys.handlers(self._tag), 0, _PAGE - 1, "WITHSCORES")
+        for job_id, failed_at in zip(noted[::2], noted[1::2], strict=True):
+            if self._enqueue(client, job_id.decode("utf-8", "replace"), int(float(failed_at))):
+                client.execute("ZREM", job_keys.handlers(self._tag), job_id)
+
+    def _enqueue(self, client: Valkey, job_id: str, failed_at: int) -> bool:
+        """Enqueues one handler; False if another runner has to."""
+        fields = ("body", "failure", "attempt")
+        body, failure, attempt = client.execute("HMGET", job_keys.job(self._tag, job_id), *fields)
+        if body is None or failure is None:  # dismissed, or put back
+            return True
+        try:
+            job, _ = read_signed_job(body, job_id, self._message_keys)
+            kind = self.types.get(job.on_failed)
+            if kind is None:
+                return not job.on_failed
+            handler = self._handler(kind, job, failure, int(attempt or 0), failed_at)
+        except (BerthError, ValueError) as error:
+            self._log.error("failure_handler_not_enqueued", job=job_id, error=type(error).__name__)
+            return True
+        client.run(*job_calls.enqueue(handler, self._message_keys, self._tag))
+        return True
+
+    def _handler(self, kind: ManifestType, job: Job, failure: bytes, attempt: int, failed_at: int) -> Job:
+        result = read_result(failure)
+        about: dict[str, Any] = {
+            "job_id": job.job_id,
+            "type": job.name,
+            "code": result.failure.code if result.failure else "JOB_FAILED",
+            "detail": result.failure.detail if result.failure else "",
+            "attempt": attempt,
+            "arguments": job.args,
+        }
+        try:
+            return self._job(kind, about, job.job_id, failed_at)
+        except MalformedMessage:  # too large with the arguments
+            return self._job(kind, {**about, "arguments": None}, job.job_id, failed_at)
+
+    def _job(self, kind: ManifestType, about: dict[str, Any], job_id: str, failed_at: int) -> Job:
+        fields = job_fields(kind, msgspec.json.encode(about))
+        fields |= {"on_failed": "", "unique": "", "unique_for": 0.0}  # a handler's failure has no handler
+        suffix = f".failed.{failed_at}"
+        job = Job(job_id=f"{job_id[: 128 - len(suffix)]}{suffix}", **fields)
+        job_calls.enqueue(job, self._message_keys, self._tag)  # raises if no runner would accept it
+        return job

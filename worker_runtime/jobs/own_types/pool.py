@@ -1,0 +1,503 @@
+"""The children that run an application's own jobs, as the runner sees them: forked by a fork server.
+
+The runner makes both ends of each child's socket and pipe, and passes the child's ends to the fork server. So
+a job and its secrets never pass the fork server, and a fork costs the runner no wait.
+
+Nothing here trusts what the fork server says: it holds the application's code. The runner signals no process
+by an id that it was told; it asks the fork server to, and kills the fork server if a child does not end. The
+children die with it, and whatever is left becomes a child of the runner, which kills it.
+"""
+
+import binascii
+import contextlib
+import errno
+import os
+import resource
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+from berth_jobs.manifest import BadManifest, ManifestType, read_manifest
+
+from worker_runtime.jobs.child_pool import ChildPool, JobChild, JobRun, NotForked, OutputCapture, make_ends
+from worker_runtime.jobs.own_types.config import OwnTypesConfig
+from worker_runtime.jobs.own_types.control import (
+    MAX_CONTROL,
+    ChildEnded,
+    ChildForked,
+    ForkChild,
+    ForkFailed,
+    FromServer,
+    ImportFailed,
+    ManifestPart,
+    SignalChild,
+    StartServer,
+    ToServer,
+    encode_control,
+    read_from_server,
+)
+from worker_runtime.jobs.protocol.messages import Job, UnknownJob
+from worker_runtime.jobs.types.job_registry import JobRegistry
+from worker_runtime.process import kernel
+from worker_runtime.process.clock import Backoff
+from worker_runtime.process.log import Log
+from worker_runtime.protocol.errors import BerthError
+
+#: Seconds that the import of an application's code may take.
+IMPORT_TIMEOUT = 120.0
+#: Seconds within which a fork is confirmed: it takes some ms.
+_FORK_TIMEOUT = 10.0
+#: KILLs, about a second apart, after which the fork server counts as stuck.
+_MAX_KILLS = 3
+#: Children of async types that are kept though they run nothing.
+_MAX_IDLE_SHARED = 8
+#: Jobs that a child of an async type runs before it is replaced.
+_SHARED_USES = 1000
+#: Bytes of a manifest; beyond them the fork server is not believed.
+_MAX_MANIFEST = 4 * 1024 * 1024
+#: What a child inherits of the runner's environment, besides what the configuration names.
+_ENVIRONMENT = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "SSL_CERT_FILE", "SSL_CERT_DIR")
+#: User ids for fork servers, when the runner is root and none is configured: one for each application.
+_FIRST_UID, _UIDS = 40_000, 10_000
+
+
+class OwnTypesUnusable(BerthError, code="OWN_JOB_TYPES_UNUSABLE"):
+    """The application's code cannot be imported, or declares no jobs."""
+
+
+class OwnTypeRegistry(JobRegistry):
+    """The application's types, without their code: it is in the fork server only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: dict[tuple[str, int], ManifestType] = {}
+
+    def load(self, manifest: bytes) -> None:
+        """Raises `OwnTypesUnusable`."""
+        try:
+            found = read_manifest(manifest)
+        except BadManifest as error:
+            raise OwnTypesUnusable(str(error)) from None
+        self.types = {(kind.name, kind.version): kind for kind in found.types}
+
+    def check(self, job: Job) -> None:
+        self.type_of(job)
+
+    def type_of(self, job: Job) -> ManifestType:
+        """Raises `UnknownJob`."""
+        found = self.types.get((job.name, job.type_version))
+        if found is None:
+            raise UnknownJob(f"this runner does not know {job.queued_type[:200]!r}")
+        return found
+
+
+class ServedChild(JobChild):
+    """One child of the fork server. `pid` is its number."""
+
+    def __init__(
+        self,
+        number: int,
+        link: socket.socket,
+        capture: OutputCapture,
+        uses: int,
+        send_signal: Callable[["ServedChild", int], None],
+    ) -> None:
+        super().__init__(number, link, capture, uses)
+        self._send_signal = send_signal
+        #: Its process id, as the fork server says; 0 until then.
+        self.process_id = 0
+        self.kills = 0
+        #: Jobs that run in it.
+        self.running = 0
+        #: Seconds until which the fork has to be confirmed.
+        self.confirm_until = time.monotonic() + _FORK_TIMEOUT
+
+    def kill(self, number: signal.Signals) -> None:
+        """Has the child and all it has started signalled."""
+        self._send_signal(self, number)
+
+
+class ForkServerPool(ChildPool):
+    """All children of one runner of own types, and their fork server."""
+
+    registry: OwnTypeRegistry
+
+    def __init__(
+        self,
+        registry: OwnTypeRegistry,
+        selector: selectors.BaseSelector,
+        on_packet: Callable[[JobChild], None],
+        recycle: int,
+        *,
+        own: OwnTypesConfig,
+        log: Log,
+        on_ended: Callable[[], None],
+        on_ready: Callable[[], None],
+    ) -> None:
+        """`on_ended` is called when children have ended, `on_ready` when a fork server can be used."""
+        super().__init__(registry, selector, on_packet, recycle)
+        self.own = own
+        self.log = log
+        self.on_ended = on_ended
+        self.on_ready = on_ready
+        self.ready = False
+        self.watches_memory = True
+        self.manifest = b""
+        self._received = b""
+        self._server: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._backoff = Backoff(0.25, 5.0)
+        self._last_number = 0
+        self._ended: list[tuple[JobChild, int]] = []
+        self._shared: dict[str, list[ServedChild]] = {}
+        self._baseline = 0
+        self._import_until = 0.0
+        self._closed = False
+
+    # --- the fork server --------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Starts the fork server and waits for its manifest. Raises `OwnTypesUnusable`."""
+        kernel.adopt_orphans()
+        self._start()
+        while not self.ready:
+            if self._control is None:
+                raise OwnTypesUnusable("the fork server has ended while it imported the code")
+            self._control.settimeout(max(0.01, self._import_until - time.monotonic()))
+            try:
+                self._handle(self._control.recv(MAX_CONTROL))
+            except TimeoutError:
+                raise OwnTypesUnusable(f"the import took more than {IMPORT_TIMEOUT:.0f} s") from None
+            finally:
+                if self._control is not None:
+                    self._control.settimeout(0.0)
+        self.registry.load(self.manifest)
+
+    def run_due(self) -> None:
+        now = time.monotonic()
+        if self._server is None:
+            if self._backoff.due() and not self._closed:
+                self._start()
+            return
+        stuck = not self.ready and now > self._import_until
+        for child in self._all.values():
+            if isinstance(child, ServedChild) and not child.process_id and now > child.confirm_until:
+                stuck = True
+        if stuck:
+            self._kill_server("it does not answer")
+
+    def seconds_until_due(self) -> float:
+        if self._server is None:
+            return self._backoff.left()
+        return max(0.0, self._import_until - time.monotonic()) if not self.ready else _FORK_TIMEOUT
+
+    def _start(self) -> None:
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_CONTROL)
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MAX_CONTROL)
+        module = "worker_runtime.jobs.own_types.fork_server"
+        descriptor = str(far.fileno())
+        uid, gid = self._user()
+        command = [sys.executable, "-P", "-m", module, descriptor, str(os.getpid())]
+        try:
+            with far:
+                self._server = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(far.fileno(),),
+                    env=self._environment(),
+                    cwd="/",
+                    start_new_session=True,
+                    user=uid,
+                    group=gid,
+                    extra_groups=None if uid is None else [],
+                )
+        except OSError as error:
+            near.close()
+            self._backoff.failed()
+            reason = errno.errorcode.get(error.errno or 0, "")
+            hint = f"user {uid} must be able to run {Path(sys.executable).resolve()}" if uid else ""
+            self.log.error("fork_server_not_started", reason=reason, hint=hint)
+            return
+        near.setblocking(False)
+        self._control = near
+        self._received = b""
+        self._import_until = time.monotonic() + IMPORT_TIMEOUT
+        self.selector.register(near.fileno(), selectors.EVENT_READ, self._read_control)
+        start = StartServer(
+            application=self.own.application,
+            modules=self.own.modules,
+            path=self.own.path,
+            hidden=self.own.hidden,
+            recycle=self.recycle,
+        )
+        self._send(start)
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        return {**kept, "HOME": "/tmp", "PYTHONUNBUFFERED": "1", **self.own.environment}  # noqa: S108
+
+    def _user(self) -> tuple[int | None, int | None]:
+        """The user and group of the fork server: others if the runner is root, else the runner's own."""
+        if os.geteuid() != 0:
+            self.log.warning(
+                "own_jobs_share_our_user",
+                hint="they cannot read this process's memory, but they can read its user's files unless those"
+                " are hidden; start the runner as root, or name its key files in `hidden`",
+            )
+            return None, None
+        digest = binascii.crc32(self.own.application.encode())
+        uid = self.own.uid or _FIRST_UID + digest % _UIDS
+        return uid, self.own.gid or uid
+
+    def _kill_server(self, reason: str) -> None:
+        if self._server is not None:
+            self.log.error("fork_server_killed", reason=reason, children=len(self._all))
+            os.kill(self._server.pid, signal.SIGKILL)  # not `Popen.kill`, which may reap it; SIGCHLD follows
+
+    def _read_control(self) -> None:
+        while self._control is not None:
+            try:
+                packet = self._control.recv(MAX_CONTROL)
+            except BlockingIOError:
+                break
+            except OSError:
+                packet = b""
+            if not packet:
+                self._lose_control()
+                break
+            try:
+                self._handle(packet)
+            except OwnTypesUnusable as error:
+                self.log.error("own_job_types_unusable", reason=error.detail)
+                self._kill_server("its import failed")
+        if self._ended:
+            self.on_ended()
+
+    def _handle(self, packet: bytes) -> None:
+        """Raises `OwnTypesUnusable`."""
+        if not packet:
+            self._lose_control()
+            return
+        try:
+            message: FromServer = read_from_server(packet)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self._kill_server("it talks nonsense")
+            return
+        if isinstance(message, ManifestPart):
+            self._receive_manifest(message)
+        elif isinstance(message, ImportFailed):
+            raise OwnTypesUnusable(message.reason)
+        else:
+            child = self._all.get(message.number)
+            if not isinstance(child, ServedChild):
+                return
+            if isinstance(message, ChildForked):
+                child.process_id = message.pid
+            elif isinstance(message, ForkFailed):
+                child.not_forked = message.reason[:40] or "unknown"
+                self._end(child, 1)
+            elif isinstance(message, ChildEnded):
+                self._end(child, message.status)
+                self._kill_strays()
+
+    def _receive_manifest(self, part: ManifestPart) -> None:
+        if self.ready:
+            return
+        self._received += part.data
+        if len(self._received) > _MAX_MANIFEST:
+            self._kill_server("its manifest is too large")
+        elif part.last:
+            if self.manifest and self._received != self.manifest:
+                self.manifest_changed = True
+                self._kill_server("its code has changed")
+                return
+            self.manifest = self._received
+            self.ready = True
+            self._backoff.reset()
+            self._baseline = _resident(self._server.pid) if self._server else 0
+            self.on_ready()
+
+    def _lose_control(self) -> None:
+        """The fork server has closed its end, or was reaped: its children are dead or dying."""
+        self.ready = False
+        if self._control is not None:
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(self._control.fileno())
+            self._control.close()
+            self._control = None
+        if self._server is not None:
+            os.kill(self._server.pid, signal.SIGKILL)
+
+    def _send(self, message: ToServer, descriptors: tuple[int, ...] = ()) -> None:
+        """Raises `NotForked` if the server is gone, or does not read."""
+        if self._control is None:
+            raise NotForked("there is no fork server")
+        try:
+            if descriptors:
+                socket.send_fds(self._control, [encode_control(message)], descriptors)
+            else:
+                self._control.send(encode_control(message))
+        except OSError as error:
+            raise NotForked(errno.errorcode.get(error.errno or 0, "")) from None
+
+    # --- the children -----------------------------------------------------------------------------
+
+    def secrets_of(self, job: Job) -> Mapping[str, str]:
+        names = self.registry.type_of(job).options.secrets
+        return {name: self.own.secrets[name] for name in names if name in self.own.secrets}
+
+    def take(self, job: Job) -> JobChild:
+        kind = self.registry.type_of(job)
+        if kind.options.concurrency == 1:
+            child = super().take(job)
+            if isinstance(child, ServedChild):
+                child.running = 1
+            return child
+        shared = self._shared.setdefault(job.queued_type, [])
+        for child in shared:
+            if child.running < kind.options.concurrency and child.uses > 0:
+                child.running += 1
+                return child
+        taken = super().take(job)
+        if isinstance(taken, ServedChild):
+            taken.shared_by = job.queued_type
+            taken.uses, taken.running = _SHARED_USES, 1
+            shared.append(taken)
+        return taken
+
+    def give_back(self, child: JobChild) -> None:
+        if not isinstance(child, ServedChild):
+            return
+        child.running = max(0, child.running - 1)
+        if not child.shared_by:
+            super().give_back(child)
+            return
+        idle = [each for shared in self._shared.values() for each in shared if each.running == 0]
+        if child.running == 0 and (child.uses <= 0 or len(idle) > _MAX_IDLE_SHARED):
+            self._shared[child.shared_by].remove(child)
+            with contextlib.suppress(OSError):
+                child.link.shutdown(socket.SHUT_WR)  # it ends by itself
+
+    def memory_excess(self, run: JobRun) -> bool:
+        child = run.child
+        if not isinstance(child, ServedChild) or not child.process_id or self._server is None:
+            return False
+        if _parent(child.process_id) != self._server.pid:
+            return False
+        limit = self.registry.type_of(run.job).options.memory * max(1, child.running)
+        return bool(_resident_of_tree(child.process_id) > self._baseline + limit)
+
+    def reap(self) -> list[tuple[JobChild, int]]:
+        """The children that have ended; collects the fork server and strays, too."""
+        for pid in kernel.ended_children():
+            if self._server is not None and pid == self._server.pid:
+                status = self._server.wait()
+                self._server_ended(status)
+            else:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def close(self) -> None:
+        """Kills and reaps the fork server and all children."""
+        self._closed = True
+        self._lose_control()
+        if self._server is not None:
+            self._server.wait()
+            self._server = None
+        kernel.kill_children(2.0)
+        for child in list(self._all.values()):
+            self.forget(child)
+        self._all.clear()
+        self._free.clear()
+
+    def _fork(self) -> JobChild:
+        if not self.ready:
+            raise NotForked("the fork server is being started")
+        self._last_number += 1
+        number = self._last_number
+        try:
+            with contextlib.ExitStack() as runner_ends, contextlib.ExitStack() as child_ends:
+                near, reader, far, writer = make_ends(runner_ends, child_ends)
+                self._send(ForkChild(number=number), (far.fileno(), writer))
+                runner_ends.pop_all()  # they stay open
+        except OSError as error:
+            raise NotForked(errno.errorcode.get(error.errno or 0, "")) from None
+        return self._watch(ServedChild(number, near, OutputCapture(reader), self.recycle, self._signal))
+
+    def _signal(self, child: ServedChild, number: int) -> None:
+        if self._all.get(child.pid) is not child:
+            return
+        if number == signal.SIGKILL:
+            child.kills += 1
+        try:
+            self._send(SignalChild(number=child.pid, signal=int(number)))
+        except NotForked as error:
+            self._kill_server(error.detail)
+            return
+        if child.kills >= _MAX_KILLS:
+            self._kill_server("a child that was killed does not end")
+
+    def _end(self, child: ServedChild, status: int) -> None:
+        self._all.pop(child.pid, None)
+        if child in self._free:
+            self._free.remove(child)
+        if child in self._shared.get(child.shared_by, ()):
+            self._shared[child.shared_by].remove(child)
+        self._ended.append((child, status))
+
+    def _server_ended(self, status: int) -> None:
+        """The kernel has killed the children with it; whatever has escaped that is our child now."""
+        self.log.error("fork_server_ended", status=status, children=len(self._all))
+        self._server = None
+        self._lose_control()
+        self._backoff.failed()
+        kernel.kill_children(2.0)
+        for child in list(self._all.values()):
+            if isinstance(child, ServedChild):
+                self._end(child, -signal.SIGKILL)
+
+    def _kill_strays(self) -> None:
+        """Kills what jobs have left behind in sessions of their own: it was handed to this process."""
+        server = 0 if self._server is None else self._server.pid
+        for pid in _children_of(os.getpid()):
+            if pid != server:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (OSError, ValueError):
+        return []
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _resident(pid: int) -> int:
+    """Bytes of a process's memory that no file holds; 0 if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/statm").read_text().split()
+        return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _resident_of_tree(pid: int, depth: int = 0) -> int:
+    """Bytes of a process and what it has started."""
+    started = _children_of(pid) if depth < 16 else []
+    return _resident(pid) + sum(_resident_of_tree(child, depth + 1) for child in started)
