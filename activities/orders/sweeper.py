@@ -93,7 +93,7 @@ class OrderSweeper:
         """Recovers the orders that are due; returns how many. Raises `DatabaseUnavailable`."""
         due_orders = await self.database.fetch(
             order_watch.take_due_orders,
-            most=MAX_ORDERS_PER_SWEEP,
+            limit=MAX_ORDERS_PER_SWEEP,
             lease=self.settings.sweep_lease,
             grace=self.grace,
         )
