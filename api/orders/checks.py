@@ -21,18 +21,18 @@ from worker_runtime.protocol import errors
 from worker_runtime.protocol.messages import PriceType, TimeInForce
 from worker_runtime.protocol.order_terms import ODD_LOTS, SHARES_PER_LOT, OpenClose, OrderCondition, OrderLot
 
-#: The broker of tests and of trying things out: its market never closes, and it takes any symbol.
+#: The paper broker, for tests and trials. Its market never closes, and it accepts any symbol.
 PAPER = "paper"
 #: Seconds to cache an account's limits; a change takes effect after this time.
 LIMITS_CACHE_TTL_S = 5.0
-#: Accounts remembered.
+#: Accounts whose limits are cached.
 MAX_CACHED_ACCOUNTS = 10_000
-#: Do not cache when fewer orders than this remain today.
+#: Limits are not cached when fewer orders than this remain today.
 UNCACHED_BELOW_ORDERS = 500
 
 
 class PreTradeChecks:
-    """All pre-trade checks; the first that refuses decides."""
+    """Runs all pre-trade checks; the first one that fails decides."""
 
     def __init__(self, settings: Settings, database: Database) -> None:
         """Raises `CalendarUnreadable`, `InstrumentsUnreadable`."""
@@ -44,7 +44,7 @@ class PreTradeChecks:
         self._instruments = instruments.load_instruments(
             Path(settings.symbols_file) if settings.symbols_file else None
         )
-        #: By user, account and trading day; each until an instant on `time.monotonic`.
+        #: By user, account and trading day: when it expires (`time.monotonic`), and the usage.
         self._usage_cache: dict[tuple[str, str, date], tuple[float, AccountUsage]] = {}
 
     async def check(self, order: CheckedTerms, *, is_new: bool = True) -> OrderBounds:
