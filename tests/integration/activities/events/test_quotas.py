@@ -33,7 +33,7 @@ from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import WorkerRef
 
 MEGABYTE = b"x" * 1_000_000
 
@@ -50,7 +50,7 @@ class WatchedFleet:
         self.watcher = QuotaWatcher(yard.client, "", self.cutting)
         yard.claiming.users = self.users
 
-    async def connected(self) -> tuple[str, m.WorkerRef]:
+    async def connected(self) -> tuple[str, WorkerRef]:
         user, worker = await self.yard.user(), await self.yard.worker()
         await self.users.create(worker.worker_id, POOL)
         request = self.yard.claim(user, f"claim-{user}")
@@ -61,10 +61,10 @@ class WatchedFleet:
         await self.yard.renew_mark(user, result.worker.worker_id, result.worker.epoch, state="Active")
         return user, result.worker
 
-    def login(self, worker: m.WorkerRef) -> Redis:
+    def login(self, worker: WorkerRef) -> Redis:
         return valkey.connect_valkey(self.users.url(worker.worker_id, self.server.url))
 
-    async def names_of(self, user: str, worker: m.WorkerRef) -> set[str]:
+    async def names_of(self, user: str, worker: WorkerRef) -> set[str]:
         found = [name.decode() async for name in self.client.scan_iter(count=1000)]
         return {
             name
