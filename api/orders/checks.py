@@ -23,14 +23,14 @@ from worker_runtime.protocol.order_terms import ODD_LOTS, OpenClose, OrderLot
 
 #: Seconds to cache an account's limits; a change takes effect after this time.
 LIMITS_CACHE_TTL_S = 5.0
-#: Accounts remembered.
+#: Accounts whose limits are cached.
 MAX_CACHED_ACCOUNTS = 10_000
-#: Do not cache when fewer orders than this remain today.
+#: Limits are not cached when fewer orders than this remain today.
 UNCACHED_BELOW_ORDERS = 500
 
 
 class PreTradeChecks:
-    """All pre-trade checks; the first that refuses decides."""
+    """Runs all pre-trade checks; the first one that fails decides."""
 
     def __init__(self, settings: Settings, database: Database) -> None:
         """Raises `CalendarUnreadable`, `InstrumentsUnreadable`, `BrokerRecordRefused`."""
@@ -42,7 +42,7 @@ class PreTradeChecks:
         self._instruments = instruments.load_instruments(
             Path(settings.symbols_file) if settings.symbols_file else None
         )
-        #: By user, account and trading day; each until an instant on `time.monotonic`.
+        #: By user, account and trading day: when it expires (`time.monotonic`), and the usage.
         self._usage_cache: dict[tuple[str, str, date], tuple[float, AccountUsage]] = {}
 
     async def check(self, order: CheckedTerms, *, is_new: bool = True) -> OrderBounds:

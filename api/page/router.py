@@ -28,6 +28,7 @@ from api.http.notifications import ANY, NotificationListener
 from api.http.rights import Role
 from api.http.streams import ServerEvent
 from api.http.times import QueryEnd, QueryStart
+from api.jobs import router as jobs
 from api.keys import router as keys
 from api.keys.router import AuditQuery
 from api.orders import router as orders
@@ -264,15 +265,16 @@ async def show_report(page: InPage, day: fleet.ReportDay = None) -> HTMLResponse
 
 @router.get("/page/jobs")
 async def show_jobs(page: InPage) -> HTMLResponse:
-    """The fleet's queues, their runners, what runs and what failed."""
+    """The fleet's queues, their runners, types of applications, and what failed."""
 
     def look() -> QueueOverview:
-        with JobInspector(page.services.settings.valkey_url) as jobs:
-            return jobs.overview()
+        with JobInspector(page.services.settings.valkey_url) as inspector:
+            return inspector.overview()
 
     return await page.show(
         "jobs.html",
         seen=page.read_part(asyncio.to_thread(look)),
+        types=page.read(jobs.get_job_types),
         letters=page.read(dead_letters.list_dead_letters, kind="job", limit=ROWS),
     )
 

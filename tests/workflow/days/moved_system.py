@@ -44,10 +44,10 @@ from tests.signed import write_secret
 from tests.workflow.fakes import patient
 from worker_runtime.protocol.messages import Credentials
 from workflows import names
-from workflows.morning import messages as mo
+from workflows.morning.messages import MorningInput
 from workflows.morning.workflow import MorningWorkflow
 from workflows.sandbox import workflow_runner
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import WorkerState
 
 #: Seconds of one jump, and real time for all that happens within: hundreds of users may be idle at once.
 STEP, PATIENCE = 120.0, timedelta(minutes=4)
@@ -152,11 +152,11 @@ class MovedSystem:
             # `env.sleep` gives up after 30 s.
             await self.env.client.test_service.unlock_time_skipping_with_sleep(jump, timeout=PATIENCE)
 
-    async def morning(self, given: mo.MorningInput, id: str) -> None:
+    async def morning(self, given: MorningInput, id: str) -> None:
         """What the Schedule does."""
         await self.env.client.start_workflow(MorningWorkflow.run, given, id=id, task_queue=names.BULK_QUEUE)
 
-    async def transitions(self, after: m.WorkerState) -> dict[str, list[float]]:
+    async def transitions(self, after: WorkerState) -> dict[str, list[float]]:
         """When each user's worker came to this state (Unix seconds of the moved clock), by the timeline."""
         found: dict[str, list[float]] = {}
         async with self.parts.database.session() as session:

@@ -127,8 +127,11 @@ class ShioajiBroker:
         _check_keys(credentials)
         self._blank = mapping.redactor_of(credentials)
         if not self._uses_files:
+            try:
+                session_files().session_opened()
+            except OSError as error:
+                raise BrokerError(f"no folder for Shioaji's files: {type(error).__name__}") from None
             self._uses_files = True
-            session_files().session_opened()
         deadline = time.monotonic() + timeout
 
         def open_session() -> tuple[Any, Any]:

@@ -31,7 +31,13 @@ from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import Job, read_signed_job
 from workflows import names
-from workflows.reports import messages as sm
+from workflows.reports.messages import (
+    EnqueueStatements,
+    PlanStatements,
+    StatementsInput,
+    StatementsPage,
+    StatementsPlan,
+)
 from workflows.reports.workflow import StatementsWorkflow
 from workflows.sandbox import workflow_runner
 
@@ -93,8 +99,8 @@ def statements(
 
 async def enqueue(
     made: DailyActivities, *, after: str = "", limit: int = 100, rate: float = 5.0
-) -> sm.StatementsPage:
-    request = sm.EnqueueStatements(day=DAY.isoformat(), after=after, limit=limit, rate=rate)
+) -> StatementsPage:
+    request = EnqueueStatements(day=DAY.isoformat(), after=after, limit=limit, rate=rate)
     return await ActivityEnvironment().run(made.enqueue_statements, request)
 
 
@@ -119,9 +125,9 @@ async def test_each_user_with_an_address_gets_one_by_each_way_and_a_repeat_sends
     await trade(database, "bob", begin, begin + timedelta(hours=24) - second)
     await trade(database, "bob", begin - second, begin + timedelta(hours=24), symbol="9999")
     made = statements(database, valkey_client)
-    assert await enqueue(made) == sm.StatementsPage(users=2, after="bob", enqueued=3)
-    assert await enqueue(made) == sm.StatementsPage(users=2, after="bob", known=3)
-    assert await enqueue(made, after="bob") == sm.StatementsPage()
+    assert await enqueue(made) == StatementsPage(users=2, after="bob", enqueued=3)
+    assert await enqueue(made) == StatementsPage(users=2, after="bob", known=3)
+    assert await enqueue(made, after="bob") == StatementsPage()
 
     mail = msgspec.json.decode(
         (await job(valkey_client, "statement-mail.2025-10-03.ann")).args, type=catalog.MailStatement
@@ -139,10 +145,8 @@ async def test_the_users_of_a_page_are_spread_by_the_rate(database: Database, va
     await with_addresses(database, **addresses)
     made = statements(database, valkey_client)
     page = await enqueue(made, limit=3, rate=0.1)
-    assert page == sm.StatementsPage(users=3, after="u2", enqueued=3)
-    assert await enqueue(made, after=page.after, limit=3) == sm.StatementsPage(
-        users=2, after="u4", enqueued=2
-    )
+    assert page == StatementsPage(users=3, after="u2", enqueued=3)
+    assert await enqueue(made, after=page.after, limit=3) == StatementsPage(users=2, after="u4", enqueued=2)
     delays = [(await job(valkey_client, f"statement-mail.{DAY}.u{number}")).delay for number in range(5)]
     assert delays == [0.0, 10.0, 20.0, 0.0, 0.2]
 
@@ -158,7 +162,7 @@ async def test_a_user_with_too_many_orders_is_told_so_and_one_with_a_bad_address
     noon = datetime.combine(DAY, datetime.min.time(), HOME_ZONE) + timedelta(hours=12)
     await trade(database, "bob", *(noon + timedelta(seconds=number) for number in range(3)))
     made = statements(database, valkey_client, most_orders=2)
-    assert await enqueue(made) == sm.StatementsPage(users=2, after="bob", enqueued=2, too_many=1, refused=1)
+    assert await enqueue(made) == StatementsPage(users=2, after="bob", enqueued=2, too_many=1, refused=1)
     mail = await job(valkey_client, "statement-mail.2025-10-03.bob")
     assert (mail.name, "orders.csv" in msgspec.json.decode(mail.args)["text"]) == ("email", True)
     post = await job(valkey_client, "statement-post.2025-10-03.bob")
@@ -174,7 +178,7 @@ async def test_who_has_an_address_counts_by_the_ways_that_there_are(
         ann=StatementAddress(email="ann@example.com"),
         bob=StatementAddress(webhook_url="https://bob.example.com/hook"),
     )
-    plan = sm.PlanStatements(day=DAY.isoformat())
+    plan = PlanStatements(day=DAY.isoformat())
     for settings, wanted in (
         (BOTH, 2),
         (Settings(mail_host="mail.example.com"), 1),
@@ -184,18 +188,18 @@ async def test_who_has_an_address_counts_by_the_ways_that_there_are(
         planned = await ActivityEnvironment().run(
             statements(database, valkey_client, settings).plan_statements, plan
         )
-        assert planned == sm.StatementsPlan(day="2025-10-03", users=wanted)
+        assert planned == StatementsPlan(day="2025-10-03", users=wanted)
 
 
 async def test_days_without_trading_are_left_out_and_days_to_come_refused(
     database: Database, valkey_client: Redis
 ) -> None:
     made, run = statements(database, valkey_client), ActivityEnvironment().run
-    holiday = await run(made.plan_statements, sm.PlanStatements(day="2025-10-05"))
+    holiday = await run(made.plan_statements, PlanStatements(day="2025-10-05"))
     assert holiday.reason == "2025-10-05 was no trading day"
     for day, code in (("2199-01-01", "DAY_NOT_OVER"), ("yesterday", "INVALID_DAY")):
         with pytest.raises(ApplicationError) as refused:
-            await run(made.plan_statements, sm.PlanStatements(day=day))
+            await run(made.plan_statements, PlanStatements(day=day))
         assert (refused.value.type, refused.value.non_retryable) == (code, True)
 
 
@@ -221,7 +225,7 @@ async def test_the_workflow_finds_its_activities_and_enqueues_a_days_statements(
     ):
         result = await client.execute_workflow(
             StatementsWorkflow.run,
-            sm.StatementsInput(day=DAY.isoformat()),
+            StatementsInput(day=DAY.isoformat()),
             id="statements-of-a-test",
             task_queue=names.BULK_QUEUE,
         )
