@@ -175,11 +175,11 @@ class Settings(BaseSettings):
     report_to: tuple[Annotated[str, Field(pattern=r"^[^@\s]+@[^@\s]+$")], ...] = ()
 
     # Pre-trade checks; an account's own limits go before these
-    #: TWSE takes no more than 499 lots.
+    #: What the home stock market takes.
     check_max_quantity: int = Field(default=499, ge=1)
     #: Ten contracts of TX in 2026.
     check_max_notional: Decimal = Field(default=Decimal(50_000_000), ge=0, lt=10**12)
-    #: TWSE's and TAIFEX's daily limit.
+    #: The daily limit of the home markets.
     check_price_band: Decimal = Field(default=Decimal("0.1"), ge=0, le=1)
     check_daily_orders: int = Field(default=10_000, ge=0)
     #: Longer than a double click.
@@ -214,7 +214,7 @@ class Settings(BaseSettings):
     verify_longest_pause: float = Field(default=60.0, gt=0)
     absent_after: float = Field(default=60.0, ge=0)
     verify_patience: float = 900.0
-    #: 05:30 of the next day, after TAIFEX's night session.
+    #: 05:30 of the next day, after the night session of futures.
     trading_day_end: float = 106_200.0
     launcher: Literal["process", "docker", "ecs"] = "process"
     #: Fargate's.

@@ -19,7 +19,7 @@ from infra.database.orders.states import rank
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.order_terms import ODD_LOTS
 
-#: Lots that TWSE takes in one order.
+#: Lots that the home stock market takes in one order.
 MAX_LOTS = 499
 _MOST_PARTS = -(-MAX_QUANTITY // MAX_LOTS)
 #: Characters of a client order id.

@@ -133,7 +133,7 @@ def place(
     lot: Annotated[models.OrderLot, typer.Option(help="Odd lots are shares.")] = "common",
     condition: Annotated[models.OrderCondition, typer.Option(help="Of stocks.")] = "cash",
     open_close: Annotated[models.OpenClose, typer.Option(help="Of futures.")] = "auto",
-    range_market: Annotated[bool, typer.Option("--mkp", help="A range market order (TAIFEX).")] = False,
+    range_market: Annotated[bool, typer.Option("--mkp", help="A range market order (futures).")] = False,
     request_id: RequestId = None,
 ) -> CommandAnswer:
     """Place an order, with the key of the user or of an administrator; waits for the broker's answer."""

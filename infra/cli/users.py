@@ -270,7 +270,9 @@ def limits(
     user: OfUser,
     account: AccountId,
     max_quantity: Annotated[int | None, typer.Option(min=0, help="Lots of one order.")] = None,
-    max_notional: Annotated[str | None, typer.Option(help="TWD of one order.")] = None,
+    max_notional: Annotated[
+        str | None, typer.Option(help="Value of one order, in the account's currency.")
+    ] = None,
     max_daily_orders: Annotated[int | None, typer.Option(min=0, help="Orders of a day.")] = None,
     duplicate_window: Annotated[
         int | None, typer.Option(min=0, metavar="SECONDS", help="In which a twin is refused; 0: never.")

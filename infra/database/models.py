@@ -126,7 +126,7 @@ class ApiKey(Base):
 
 
 class DailyActs(Base):
-    """How many audited acts a user has asked for on a day in Taipei (`quotas.py`)."""
+    """How many audited acts a user has asked for on a day of the home markets (`quotas.py`)."""
 
     __tablename__ = "daily_acts"
 

@@ -144,7 +144,7 @@ def _report(settings: Settings) -> Schedule | None:
 SCHEDULES: Mapping[str, Callable[[Settings], Schedule | None]] = {
     names.MAINTENANCE_SCHEDULE: _maintenance,
     names.MORNING_SCHEDULE: lambda its: _connecting(its, names.MORNING_SCHEDULE, its.morning_at),
-    # For the users of TAIFEX's evening session.
+    # For the users of an evening session.
     names.EVENING_SCHEDULE: lambda its: _connecting(its, names.EVENING_SCHEDULE, its.evening_at),
     names.STATEMENTS_SCHEDULE: _statements,
     names.REPORT_SCHEDULE: _report,

@@ -15,7 +15,7 @@ class Side(StrEnum):
 class PriceType(StrEnum):
     LIMIT = "LMT"
     MARKET = "MKT"
-    RANGE_MARKET = "MKP"  # TAIFEX's market order with protection: at most some points from the best price
+    RANGE_MARKET = "MKP"  # a market order with protection: at most some points from the best price
 
 
 class TimeInForce(StrEnum):
@@ -35,9 +35,9 @@ class OrderLot(StrEnum):
 
 #: What counts shares.
 ODD_LOTS = frozenset({OrderLot.ODD, OrderLot.INTRADAY_ODD})
-#: Shares in one lot (TWSE, TPEx).
+#: Units in one lot of a market that has odd lots.
 SHARES_PER_LOT = 1000
-#: TAIFEX as Shioaji names it: the nearest month of a product, or the one after it (TXFR1, TXFR2).
+#: The nearest month of a product, or the one after it (TXFR1, TXFR2).
 ROLLING = re.compile(r"[A-Z]{2}[A-Z0-9]R[12]")
 
 

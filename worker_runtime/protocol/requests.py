@@ -98,7 +98,7 @@ class ConfirmedQuantityChange(msgspec.Struct, frozen=True, kw_only=True):
 class ReplaceOrder(ChangeMessage, frozen=True, kw_only=True, tag="replace_order"):
     """Changes a working order to a smaller quantity or another price. At most once, like a submission."""
 
-    #: New total quantity, at least the filled one; None: unchanged. It can only fall (Shioaji, TAIFEX).
+    #: New total quantity, at least the filled one; None: unchanged. It can only fall.
     quantity: Lots | None
     price: Decimal | None
     #: The order's own, for the switch: another price is checked like a new order, a smaller quantity never.

@@ -30,7 +30,7 @@ _MAX_UNPACKED = 4 * 1024 * 1024
 
 _Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 _Packed = Annotated[bytes, msgspec.Meta(max_length=MAX_PACKED)]
-#: `YYYY-MM-DD`, Taiwan's day.
+#: `YYYY-MM-DD`, a day of the home markets.
 _Day = Annotated[str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\d\Z")]
 _Url = Annotated[str, msgspec.Meta(min_length=1, max_length=2048, pattern=r"^[!-~]+\Z")]
 _Address = Annotated[
