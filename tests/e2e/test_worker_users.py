@@ -19,7 +19,9 @@ from infra.lab.bench.fleet.stack import SimulatedStack
 from infra.local.process import free_port
 from infra.local.servers import ValkeyServer
 from infra.local.stack import LocalStack
+from infra.valkey.job_login import user_of_jobs
 from tests.e2e.conftest import VERIFY, House, Trader, house_of, until
+from worker_runtime.jobs.protocol.keys import FLEET_TAG
 
 #: Real workers, and simulated ones; of the latter 300 in the long form.
 WORKERS = 6
@@ -110,6 +112,14 @@ def test_a_restart_parks_no_worker_and_loses_no_order() -> None:
         assert refusals(house) == []
         crowd.trade_through(lambda: restart(house, 1.0))
         crowd.check()
+        until(lambda: len(fleets(house)) >= 3, "job runners that have logged in again")
+
+
+def fleets(house: House) -> list[str]:
+    """Connections of job runners by the login of their own. A runner has three, its fleet another one."""
+    with Redis.from_url(house.stack.valkey.url, decode_responses=True) as client:
+        users: list[str] = [str(one["user"]) for one in client.client_list()]
+    return [user for user in users if user == user_of_jobs(FLEET_TAG)]
 
 
 def restart(house: House, down: float = 0.0) -> None:
