@@ -126,6 +126,10 @@ def run(
             "slots": slots,
             "recycle": recycle,
             "lease": lease,
+            "runner_ttl": settings.jobs_runner_ttl,
+            "timeout_margin": settings.jobs_timeout_margin,
+            "version": settings.worker_version,
+            "log_level": settings.log_level,
             "own": own,
         }
         fleet.exec_runner(msgspec.json.encode(document))
