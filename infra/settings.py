@@ -142,7 +142,11 @@ class Settings(BaseSettings):
     jobs_tiers: dict[str, str] = {}
     jobs_lease: float = Field(default=5.0, ge=1, le=300)
     jobs_key_file: str = ""
-
+    # A fleet of an application's own job types
+    jobs_application: str = Field(default="", pattern=r"^([a-z][a-z0-9-]{0,31})?$")
+    jobs_modules: tuple[str, ...] = ()
+    jobs_path: tuple[str, ...] = ()
+    jobs_secrets_dir: str = ""
     # Own job types, where their declaration says nothing else
     jobs_timeout: float = Field(default=180.0, gt=0, le=86_400)
     jobs_attempts: int = Field(default=10, ge=1, le=1000)

@@ -61,6 +61,13 @@ def check(
             help="Kind of lot whose quantity change is tried; may be given again.", show_default="common"
         ),
     ] = None,
+    partial: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LOTS@PRICE",
+            help="Also buy more than is offered at this price, and cancel the rest once some is filled.",
+        ),
+    ] = None,
     orders: Annotated[
         bool, typer.Option("--orders/--no-orders", help="Place orders and cancel them.")
     ] = True,
@@ -78,15 +85,17 @@ def check(
 ) -> CommandAnswer:
     """Check an account with its keys: login, rights, certificate, contract; then orders of up to 3 lots.
 
-    In simulation unless --production is given. Exit code 0: all is well, perhaps with warnings; 1: a step
+    In simulation unless --production is given. Exit code 0: no step failed, perhaps with warnings; 1: a step
     failed; 2: the login failed; 3: an order may still work, cancel it by hand.
     """
     if production:
+        bought = "" if partial is None else f", and one of {partial} that is to be filled in part"
         typed = typer.prompt(
-            f"Real orders of up to 3 lots of {symbol}. Type the account's id to go on", err=True
+            f"Real orders of up to 3 lots of {symbol}{bought}. Type the account's id to go on", err=True
         )
         if typed != account:
             raise CheckRefused("That is not the account's id. Nothing was sent.")
+    partial_quantity, partial_price = read_partial(partial)
     try:
         limit = None if price is None else Decimal(price)
     except InvalidOperation:
@@ -100,6 +109,8 @@ def check(
         symbol=symbol,
         price=limit,
         lots=tuple(lot or [OrderLot.COMMON]),
+        partial_quantity=partial_quantity,
+        partial_price=partial_price,
         orders=orders,
         patience_s=patience,
         paper_exchange=settings.exchange_address,
@@ -129,6 +140,20 @@ def check(
 
 def show_progress(step: CheckStep) -> None:
     typer.echo(f"{step.outcome.value:8} {step.name} ({step.seconds} s)", err=True)
+
+
+def read_partial(partial: str | None) -> tuple[int, Decimal | None]:
+    """Returns quantity and price of `LOTS@PRICE`; 0 and None without one. Raises `CheckRefused`."""
+    if partial is None:
+        return 0, None
+    lots, _, price = partial.partition("@")
+    try:
+        quantity, at = int(lots), Decimal(price)
+    except (ValueError, InvalidOperation):
+        raise CheckRefused(f"{partial} is not LOTS@PRICE, such as 3@15.05") from None
+    if quantity < 2 or not at.is_finite() or at <= 0:
+        raise CheckRefused("A partial fill takes at least 2 lots and a price above zero")
+    return quantity, at
 
 
 def exit_code_of(steps: Sequence[CheckStep]) -> int:

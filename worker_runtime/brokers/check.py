@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -114,6 +115,8 @@ class BrokerCheck:
                 step("second session", self._check_second_session)
                 for lot in self._request.lots:
                     step(f"quantity: {lot.value}", lambda lot=lot: self._try_quantity(lot))  # type: ignore[misc]
+                if self._request.partial_quantity:
+                    step("partial fill", self._try_partial_fill)
         finally:
             step("nothing left", self._check_nothing_left)
 
@@ -262,6 +265,45 @@ class BrokerCheck:
             )
         return f"{_ORDERED} ordered, {_SENT} sent, {left.quantity} stay: {meaning.value}"
 
+    def _try_partial_fill(self) -> str:
+        """Orders more than is offered at the price, and cancels the rest of what was filled."""
+        ordered = self._request.partial_quantity
+        with self._order(ordered, OrderLot.COMMON, self._request.partial_price) as placed:
+            try:
+                part = self._await(placed, lambda order: bool(order.fills), "be filled in part")
+            except StepFailed as error:
+                raise StepWarned(f"{error}; nothing is learned, try a price that somebody sells at") from None
+            if part.state in FINAL_ORDER_STATES:
+                raise StepWarned(
+                    f"the order ended as {part.state.value} at once; nothing is learned, and what it "
+                    "bought is yours"
+                )
+            before = self._shown(placed)
+            self._session.cancel(placed.broker_order_id, _CALL_S)
+            ended = self._await(placed, lambda order: order.state in FINAL_ORDER_STATES, "be cancelled")
+            filled = sum(fill.quantity for fill in ended.fills)
+            told = sum(bool(event["fill"]) for event in self._events_of(placed))
+            self._evidence = {"ordered": ordered, "filled": filled, "fills_by_events": told}
+            self._evidence |= {"state": ended.state.value, "quantity": ended.quantity}
+            self._evidence |= {"before": before, "after": self._shown(placed)}
+            self._evidence["events"] = self._events_of(placed)
+            if ended.state is OrderState.FILLED and filled == ordered:
+                raise StepWarned("the rest was filled before its cancel; nothing is learned")
+            if ended.state is not OrderState.CANCELLED or ended.quantity != ordered or filled >= ordered:
+                raise StepFailed(
+                    f"{ordered} were ordered and {filled} filled, and the rest cancelled: the list shows "
+                    f"{ended.quantity} as {ended.state.value}"
+                )
+            if told < len(ended.fills):
+                raise StepWarned(
+                    f"{told} of {len(ended.fills)} fills came by events; the others are seen in lists only"
+                )
+        return f"{filled} of {ordered} were filled and are yours, the rest is cancelled"
+
+    def _shown(self, placed: BrokerOrder) -> dict[str, Any]:
+        """The SDK's own fields of an order, where there is an SDK."""
+        return self._probe.show(placed.broker_order_id, _CALL_S) if self._is_shioaji else {}
+
     def _check_nothing_left(self) -> str:
         """Cancels what still works of our orders, and says what could not be."""
         if not self._placed:
@@ -301,9 +343,9 @@ class BrokerCheck:
         return ShioajiProbe(broker)
 
     @contextmanager
-    def _order(self, quantity: int, lot: OrderLot) -> Iterator[BrokerOrder]:
-        """Places an order, and cancels it at the end if it still works."""
-        price = self._request.price
+    def _order(self, quantity: int, lot: OrderLot, price: Decimal | None = None) -> Iterator[BrokerOrder]:
+        """Places an order far from the market, or at a price, and cancels it at the end if it still works."""
+        price = self._request.price if price is None else price
         if price is None and self._is_shioaji:
             price = self._probe.limit_down(self._request.symbol)
         if price is None:

@@ -32,6 +32,9 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
     price: Decimal | None = None
     #: Kinds of lot whose quantity changes are tried.
     lots: tuple[OrderLot, ...] = (OrderLot.COMMON,)
+    #: Price and quantity of an order that is filled in part and then cancelled; None, 0: none is tried.
+    partial_price: Decimal | None = None
+    partial_quantity: int = 0
     #: False: places nothing.
     orders: bool = True
     #: Seconds in which the broker has to confirm an order, a cancel or a change.

@@ -18,7 +18,7 @@ one slot, so that one script may use them together.
 | trading:switch:{user} | hash | for ever | `*version`, `*mac`; `*` (all), accounts: open, reducing, halted |
 | trading:journal:{user}:<order> | string | 2 d | set before a submission: it may have been made |
 | broker:budget:{owner}:<what> | zset | its window | calls of a user as one person, or by one address |
-| broker:budget:{owner}:since | hash | 40 d | since when these calls are counted |
+| broker:budget:{owner}:since | hash | 40 d | since when these calls are counted; `quiet_until`: no login |
 | broker:budget:{owner}:connections | zset | a lease | broker connections of a person → end of the lease |
 | broker:budget:{owner}:holders | hash | a lease | broker connections of a person → worker and session |
 | berth:limit:{requests}:<limit> | string | its window | until when requests of a key… are paid for (us) |
@@ -89,7 +89,7 @@ def _many(prefix: str, kind: str = "") -> Callable[[str, str], str]:
     return lambda owner, name: f"{prefix}:{{{owner}}}{suffix}{name}"
 
 
-# Of a user, and of his request, order or budget.
+# Of a user, and of their request, order or budget.
 requests = _one("trading:user", "requests")
 processing = _one("trading:user", "processing")
 doorbell = _one("trading:user", "doorbell")

@@ -57,6 +57,7 @@ RETIRE_WORKER = _load("workers/retire_worker")
 SPEND_BUDGET = _load("limits/spend_budget")
 TAKE_CONNECTION = _load("limits/take_connection")
 RENEW_CONNECTIONS = _load("limits/renew_connections")
+SUSPEND_LOGINS = _load("limits/suspend_logins")
 SPEND_REQUESTS = _load("limits/spend_requests")
 TAKE_LAUNCH = _load("workers/take_launch")
 

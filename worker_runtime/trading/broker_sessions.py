@@ -17,6 +17,7 @@ from worker_runtime.protocol.errors import (
     BerthError,
     BrokerMaintenance,
     BrokerUnreachable,
+    BrokerVersionRefused,
     LeaseLost,
     LoginLimited,
     LoginRejected,
@@ -115,6 +116,7 @@ class BrokerSessions:
             any_login = True
             if session.broker is None:
                 self.rate_limiter.release_connections([session.account])
+                self._note_suspension(session.account, session.error)
             self._show_open()
         return any_login
 
@@ -234,6 +236,7 @@ class BrokerSessions:
             if isinstance(error, BrokerMaintenance) and error.retry_after:
                 # Another login would be one call more, and each may extend a suspension.
                 session.quiet_until = time.monotonic() + error.retry_after
+                self._note_suspension(session.account, error)
                 raise
             self.drop(session, type(error).__name__)
             return
@@ -319,9 +322,17 @@ class BrokerSessions:
         try:
             with self.shared_state.busy(limit):
                 return self.attempts.open(account, limit)
-        except BerthError:
+        except BerthError as error:
             self.rate_limiter.release_connections([account])
+            self._note_suspension(account, error)
             raise
+
+    def _note_suspension(self, account: OpenedAccount, error: BerthError | None) -> None:
+        """Passes on a pause that the broker asks for, so that no other account of the person and no successor
+        of this worker logs in meanwhile. A version that is refused is no matter of the person."""
+        asks = isinstance(error, LoginLimited | BrokerMaintenance)
+        if error is not None and error.retry_after and asks and not isinstance(error, BrokerVersionRefused):
+            self.rate_limiter.note_suspension(account, error.retry_after)
 
     def _reserve(self, account: OpenedAccount, timeout: float, wait: float) -> float:
         """Takes the room for one login, for which it waits up to `wait`; returns the seconds it may take."""

@@ -22,8 +22,14 @@ from worker_runtime.process.valkey import Argument, Valkey, ValkeyFailed, Valkey
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError, LoginLimited, RateLimited
 from worker_runtime.protocol.launch import BrokerLimits, WorkerConfig
-from worker_runtime.protocol.scripts import RENEW_CONNECTIONS, SPEND_BUDGET, TAKE_CONNECTION, Script
-from worker_runtime.trading.account_session import OpenedAccount
+from worker_runtime.protocol.scripts import (
+    RENEW_CONNECTIONS,
+    SPEND_BUDGET,
+    SUSPEND_LOGINS,
+    TAKE_CONNECTION,
+    Script,
+)
+from worker_runtime.trading.account_session import MAX_PAUSE_S, OpenedAccount
 
 #: Seconds that a call may wait now. The limiter asks repeatedly; raises what forbids the call meanwhile.
 WaitLimit = Callable[[], float]
@@ -34,6 +40,8 @@ GRANT_LIFETIME = 0.5
 #: Seconds that a broker connection stays taken after its last renewal, and seconds between two renewals.
 CONNECTION_LEASE = 150.0
 CONNECTION_RENEWAL = 60.0
+#: Seconds after the end of a pause that a broker has asked for, within which the next one is twice as long.
+_PAUSES_GROW_WITHIN_S = 3600.0
 #: Seconds until a renewal that failed is tried again.
 _RETRY = 5.0
 #: Longest sleep between two checks of the caller's limit: a waiting worker has to notice the end of its
@@ -170,6 +178,17 @@ class SharedRateLimiter:
         except BerthError:
             self.release_connections([account])
             raise
+
+    def note_suspension(self, account: OpenedAccount, first_pause_s: float) -> None:
+        """Has nobody log in for the account's person for a while, since the broker has asked for that. Never
+        raises."""
+        arguments = [_ms(first_pause_s), _ms(max(MAX_PAUSE_S, first_pause_s)), _ms(_PAUSES_GROW_WITHIN_S)]
+        for owner in self._person(account):
+            try:
+                self._client.run(SUSPEND_LOGINS, [keys.budget(owner.name, "since")], arguments)
+            except ValkeyFailed as error:
+                self._log.warning("suspension_not_noted", code=error.code, reason=error.detail)
+                return
 
     def release_connections(self, accounts: Iterable[OpenedAccount]) -> None:
         """Frees the connections of ended broker sessions. Never raises: a lease ends by itself."""

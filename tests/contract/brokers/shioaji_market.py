@@ -68,6 +68,8 @@ class MarketBehaviour:
     unsigned: bool = False
     #: Days until the certificate expires.
     certificate_days: float = 300.0
+    #: By code, the best offer below the market's price: its price, and the lots that are there.
+    offered: dict[str, tuple[Decimal, int]] = field(default_factory=dict)
     #: Open connections that the broker counts besides ours.
     other_connections: int = 0
 
@@ -136,6 +138,9 @@ class ShioajiMarket:
     def match(self, row: Row, quantity: int | None = None) -> None:
         """Fills what crosses the market, or `quantity` of it, and reports the deal."""
         market = float(self.price(row.contract.code))
+        best, lots = self.behaviour.offered.get(row.contract.code, (None, 0))
+        if quantity is None and lots and row.price == best and row.status not in _FINAL:
+            market, quantity = row.price, min(lots, row.working)
         crosses = row.native.price_type.value != "LMT" or (
             row.price >= market if row.native.action.value == "Buy" else row.price <= market
         )

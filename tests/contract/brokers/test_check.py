@@ -57,7 +57,7 @@ def check(stage: ShioajiMarketStage, **words: Any) -> dict[str, CheckStep]:
     steps = BrokerCheck(request, lambda on_order: stage.broker(ACCOUNT, on_order), reported.append).run()
     assert steps == reported
     assert stage.market.sessions == []  # each is logged out
-    assert all(row.status in ("Cancelled", "Failed") for row in stage.market.rows) or (
+    assert all(row.status in ("Cancelled", "Failed", "Filled") for row in stage.market.rows) or (
         command.exit_code_of(steps) == command.LEFT_WORKING
     )
     return {step.name: step for step in steps}
@@ -233,3 +233,43 @@ def test_a_file_of_keys_that_others_can_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(command.CheckRefused) as caught:
         command.read_credentials(path)
     assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("filled", "outcome", "words"),
+    [
+        (2, PASSED, "2 of 3 were filled"),
+        (0, WARNED, "nothing is learned"),
+        (3, WARNED, "ended as filled"),
+    ],
+)
+def test_a_partial_fill_is_tried_and_its_rest_cancelled(
+    filled: int, outcome: CheckOutcome, words: str
+) -> None:
+    stage = stage_of(deals_after=0.0)
+    stage.market.behaviour.offered = {"2330": (Decimal(90), filled)}
+    steps = check(stage, partial_quantity=3, partial_price=Decimal(90))
+    step = steps["partial fill"]
+    assert (step.outcome, words in step.detail) == (outcome, True), step
+    if outcome is PASSED:
+        assert {name: step.evidence[name] for name in ("ordered", "filled", "state", "quantity")} == {
+            "ordered": 3,
+            "filled": 2,
+            "state": "cancelled",
+            "quantity": 3,
+        }
+        assert step.evidence["after"]["status.cancel_quantity"] == 1
+
+
+def test_a_partial_fill_that_no_event_reports_is_a_warning() -> None:
+    stage = stage_of(loses_deals=True)
+    stage.market.behaviour.offered = {"2330": (Decimal(90), 1)}
+    step = check(stage, partial_quantity=3, partial_price=Decimal(90))["partial fill"]
+    assert (step.outcome, "0 of 1 fills" in step.detail) == (WARNED, True)
+
+
+@pytest.mark.parametrize("given", ["3", "x@1", "1@10", "3@-1", "3@nan", "@"])
+def test_a_partial_fill_that_makes_no_sense_is_refused(given: str) -> None:
+    with pytest.raises(command.CheckRefused):
+        command.read_partial(given)
+    assert command.read_partial("3@15.05") == (3, Decimal("15.05"))

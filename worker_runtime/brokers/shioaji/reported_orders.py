@@ -103,7 +103,9 @@ class ReportedOrders:
     def _order(self, event: ShioajiEvent) -> OrderChanged | None:
         operation, order, status = event["operation"], event["order"], event["status"]
         done, kind = operation["op_code"] == "00", operation["op_type"]
-        order_id = str(order["id"])
+        order_id = str(order["id"] or status.get("id") or "")
+        if not order_id:  # an order that nobody can be told of; a list shows it
+            return None
         known = self._orders.get(order_id)
         if not done and kind not in ("New", "Reject"):
             return None  # a cancel or a change was refused: the order is as it was

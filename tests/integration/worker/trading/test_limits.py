@@ -338,3 +338,31 @@ def test_a_person_and_an_address_count_an_order_once_each(stage: WorkerStage) ->
     )
     limiter.spend(account, CallKind.ORDER, lambda: 0.0)
     assert counted(stage) == [1, 1]
+
+
+def limiter_of(stage: WorkerStage, worker_id: str, epoch: int) -> SharedRateLimiter:
+    shared_state = SharedState()
+    shared_state.session_number = 1
+    shared_state.assign(stage.user, worker_id, epoch)
+    config = stage.config(worker_id=worker_id, allowance=Allowance(paper=LIMITS))
+    return SharedRateLimiter(stage.client, config, shared_state, Log("ERROR"))
+
+
+def test_e_a_suspension_outlives_the_worker_that_met_it(stage: WorkerStage) -> None:
+    """Sinotrade's manual: a minute without calls; each call during a suspension may extend it."""
+
+    def account_of(name: str, budget: str = "person") -> OpenedAccount:
+        key = ConnectionKey("shioaji", "stock", False, name)
+        return OpenedAccount(key, 1, Credentials(api_key="k", secret_key="s"), [budget])
+
+    first, successor = limiter_of(stage, "w1", 1), limiter_of(stage, "w2", 2)
+    first.connect(account_of("a1"), lambda: 0.0)
+    first.note_suspension(account_of("a1"), 60.0)
+    for limiter, name in ((successor, "a1"), (successor, "a2"), (first, "a1")):
+        with pytest.raises(LoginLimited) as caught:
+            limiter.connect(account_of(name), lambda: 0.0)
+        assert caught.value.retry_after is not None
+        assert 55 < caught.value.retry_after <= 60
+    limiter_of(stage, "w3", 1).connect(account_of("a1", "other person"), lambda: 0.0)
+    stage.client.execute("HSET", keys.budget("person", "since"), "quiet_until", "1")  # as a minute does
+    first.connect(account_of("a1"), lambda: 0.0)

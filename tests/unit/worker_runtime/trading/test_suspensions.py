@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.worker_runtime.trading.test_rate_limiter import UnlimitedRateLimiter
 from tests.unit.worker_runtime.trading.test_recovery import MarketConnections
 from worker_runtime.process.clock import Backoff
 from worker_runtime.process.shared_state import health_text
@@ -82,3 +83,37 @@ def test_e_an_sdk_that_the_broker_refuses_is_shown_by_a_code_of_its_own() -> Non
         setting.recovery.run_due(60.0)
     assert health_text(setting.shared_state) == "degraded: BROKER_VERSION_REFUSED"
     assert setting.broker_sessions.session("a1").login_backoff.left() > 3500
+
+
+def noted(setting: MarketConnections) -> list[tuple[str, float]]:
+    limiter = setting.broker_sessions.rate_limiter
+    assert isinstance(limiter, UnlimitedRateLimiter)
+    return limiter.suspensions
+
+
+def test_e_a_pause_that_a_login_or_a_ping_meets_is_noted_for_the_person() -> None:
+    setting = suspended()
+    with pytest.raises(LoginLimited):
+        setting.broker_sessions.ensure_session("a1", 5.0)
+    assert noted(setting) == [("a1", 60.0)]
+    pinged = MarketConnections("a1").connected()
+    session = pinged.broker_sessions.session("a1")
+    assert session.broker is not None
+
+    def ping(timeout: float) -> None:
+        raise BrokerMaintenance("503", retry_after=60.0)
+
+    session.broker.ping = ping  # type: ignore[method-assign]
+    with pytest.raises(BrokerMaintenance):
+        pinged.broker_sessions.ping(session, 5.0)
+    assert noted(pinged) == [("a1", 60.0)]
+
+
+@pytest.mark.parametrize("error", [BrokerVersionRefused(retry_after=3600.0), LoginLimited("451")])
+def test_e_an_old_version_and_a_sixth_connection_suspend_nobody(error: LoginLimited) -> None:
+    setting = MarketConnections("a1").connected()
+    setting.faults["a1"] = error
+    setting.end_sessions()
+    with pytest.raises(LoginLimited):
+        setting.broker_sessions.ensure_session("a1", 5.0)
+    assert noted(setting) == []

@@ -1,0 +1,50 @@
+"""A pause that a broker has asked for holds for all workers of a person, and grows while it comes again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.integration.lua.conftest import Scripts
+from tests.integration.lua.test_take_connection import NAMES, take
+from worker_runtime.protocol.scripts import SUSPEND_LOGINS
+
+FIRST, LONGEST, GROWS_WITHIN = 60_000, 960_000, 3_600_000
+
+
+def suspend(scripts: Scripts, first: int = FIRST) -> Any:
+    return scripts.run(SUSPEND_LOGINS, NAMES[:1], first, LONGEST, GROWS_WITHIN)
+
+
+def end_pause(scripts: Scripts, ago_ms: int = 1) -> None:
+    """What the time of a pause does, without waiting for it."""
+    seconds, micros = scripts.client.time()
+    scripts.client.hset(NAMES[0], "quiet_until", seconds * 1000 + micros // 1000 - ago_ms)
+
+
+def test_nobody_takes_a_connection_during_a_pause(scripts: Scripts) -> None:
+    assert take(scripts, "u1/a", "w1")[0] == 1
+    assert suspend(scripts) == FIRST
+    for connection, holder in (("u1/a", "w1"), ("u1/a", "w2"), ("u1/b", "w2")):
+        granted, wait, _ = take(scripts, connection, holder)
+        assert (granted, FIRST - 5000 < wait <= FIRST) == (0, True)
+    end_pause(scripts)
+    assert take(scripts, "u1/a", "w2")[0] == 1
+
+
+def test_two_accounts_that_meet_the_same_pause_do_not_make_it_longer(scripts: Scripts) -> None:
+    suspend(scripts)
+    assert FIRST - 5000 < suspend(scripts) <= FIRST
+
+
+def test_a_pause_that_comes_again_is_twice_as_long_up_to_a_bound(scripts: Scripts) -> None:
+    pauses = []
+    for _ in range(7):
+        pauses.append(suspend(scripts))
+        end_pause(scripts)
+    assert pauses == [FIRST, 2 * FIRST, 4 * FIRST, 8 * FIRST, LONGEST, LONGEST, LONGEST]
+    end_pause(scripts, ago_ms=GROWS_WITHIN + 60_000)
+    assert suspend(scripts) == FIRST
+
+
+def test_no_worker_silences_its_user_for_longer_than_an_hour(scripts: Scripts) -> None:
+    assert scripts.run(SUSPEND_LOGINS, NAMES[:1], 10**15, 10**15, 10**15) == 3_600_000
