@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from infra.cli import job_limits, job_runner, job_weights, options, own_jobs, tables
+from infra.cli import job_limits, job_weights, options, own_jobs, tables
 from infra.cli.options import Command, CommandAnswer, Json, as_json, command_group, json_object
 from infra.vault import key_file
 from worker_runtime.jobs.protocol import calls as job_calls
@@ -35,7 +35,6 @@ app = command_group(
 )
 app.add_typer(job_limits.app, name="limits")
 app.add_typer(job_weights.app, name="weights")
-app.command("run")(job_runner.run)
 own_jobs.add_commands(app)
 
 Valkey = Annotated[
@@ -405,9 +404,9 @@ def worker(
         document: dict[str, Any] = {}
         if application:
             settings = _of_application(settings, application, key_file_path, given_url=valkey is not None)
-            document["own"] = fleet.own_types(
-                application, modules or (), list(map(str, path or ())), secrets_dir
-            )
+            keys = [Path(settings.jobs_key_file), settings.message_key_file.parent]
+            folders = list(map(str, path or ()))
+            document["own"] = fleet.own_types(application, modules or (), folders, secrets_dir, keys)
         tag = fleet.fleet_tag(settings) if application else job_keys.tag_of(user or "")
         document |= {
             "name": name or socket.gethostname(),
@@ -419,6 +418,8 @@ def worker(
             "slots": slots,
             "recycle": recycle,
             "lease": lease,
+            "runner_ttl": settings.jobs_runner_ttl,
+            "timeout_margin": settings.jobs_timeout_margin,
         }
         if config is not None:
             document |= json_object(key_file.read_key_file(config, private=True), str(config))

@@ -61,11 +61,16 @@ def fleet_tag(settings: Settings) -> str:
 
 
 def own_types(
-    application: str, modules: Sequence[str], path: Sequence[str], secrets_dir: Path | None
+    application: str,
+    modules: Sequence[str],
+    path: Sequence[str],
+    secrets_dir: Path | None,
+    key_files: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """Return the part of a runner's configuration that is about an application's job types.
 
-    `secrets_dir`: a folder with a file for each secret. Raises `KeyFileMissing`, `KeyFileExposed`,
+    `secrets_dir`: a folder with a file for each secret. `key_files`: files and folders with keys, which jobs
+    do not reach either; those that hold nothing are left out. Raises `KeyFileMissing`, `KeyFileExposed`,
     `JobSecretRefused`.
     """
     secrets: dict[str, str] = {}
@@ -77,7 +82,14 @@ def own_types(
         except UnicodeDecodeError:
             raise JobSecretRefused(f"{file} is not UTF-8") from None
     folders = [str(Path(folder).absolute()) for folder in path]
-    return {"application": application, "modules": modules, "path": folders, "secrets": secrets}
+    hidden = [file for file in (*key_files, *([secrets_dir] if secrets_dir else [])) if file.exists()]
+    return {
+        "application": application,
+        "modules": modules,
+        "path": folders,
+        "secrets": secrets,
+        "key_files": [str(file.resolve()) for file in hidden],
+    }
 
 
 def runner_config(settings: Settings) -> bytes:
@@ -105,6 +117,10 @@ def runner_config(settings: Settings) -> bytes:
             settings.jobs_modules,
             settings.jobs_path,
             Path(settings.jobs_secrets_dir) if settings.jobs_secrets_dir else None,
+            [
+                *([Path(settings.jobs_key_file)] if settings.jobs_key_file else []),
+                settings.message_key_file.parent,
+            ],
         )
         return msgspec.json.encode(config)
     if settings.webhook_key_file:
