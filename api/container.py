@@ -44,7 +44,6 @@ from api.workers.requests import WorkerRequests
 from api.workers.service import WorkerControl, connect_temporal
 from infra import metrics, tasks
 from infra.alerts.errors import send_errors
-from infra.berth_jobs.options import JobDefaults
 from infra.database import api_keys, audit, quotas, users
 from infra.database.engine import Database, Turns
 from infra.database.migrate import SchemaCheck
@@ -134,7 +133,7 @@ class Services:
         self.jobs = JobService(self.database, queue, self.kept_jobs, self.starter, settings.jobs_waiting)
         applications = ApplicationDirectory(self.database, self.message_secrets)
         self.job_types = TypeRegistry(self.database, self.valkey, self.message_secrets, applications)
-        self.own_jobs = ApplicationJobs(self.job_types, self.kept_jobs, self.valkey, JobDefaults())
+        self.own_jobs = ApplicationJobs(self.job_types, self.kept_jobs, self.valkey, settings.job_defaults)
         waiter = AnswerWaiter(queue, self.answers, self.starter)
         self.pending_orders = PendingOrders(queue, self.answers, waiter, self.outcome_writer, traces)
         self.worker_requests = WorkerRequests(self.database, queue, self.answers, waiter, traces)

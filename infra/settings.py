@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
+from infra.berth_jobs.options import JobDefaults
 from infra.networks import parse_network
 from worker_runtime.protocol.launch import Allowance, BrokerLimits
 
@@ -148,6 +149,14 @@ class Settings(BaseSettings):
     jobs_modules: tuple[str, ...] = ()
     jobs_path: tuple[str, ...] = ()
     jobs_secrets_dir: str = ""
+    # Own job types, where their declaration says nothing else
+    jobs_timeout: float = Field(default=180.0, gt=0, le=86_400)
+    jobs_attempts: int = Field(default=10, ge=1, le=1000)
+    jobs_retry_delay: float = Field(default=120.0, ge=0, le=86_400)
+    jobs_result_ttl: int = Field(default=500, ge=1, le=14 * 86_400)
+    jobs_runner_ttl: int = Field(default=420, ge=10, le=86_400)
+    jobs_timeout_margin: int = Field(default=60, ge=0, le=86_400)
+
     webhook_key_file: str = ""
     webhook_allow_private: bool = False
     mail_host: str = ""
@@ -281,6 +290,16 @@ class Settings(BaseSettings):
         """The address for what needs a session of its own: advisory locks that are held, LISTEN, migrations,
         backups."""
         return self.database_direct_url or self.database_url
+
+    @property
+    def job_defaults(self) -> JobDefaults:
+        """What jobs of own types have where neither the type nor the call says it."""
+        return JobDefaults(
+            timeout=self.jobs_timeout,
+            attempts=self.jobs_attempts,
+            retry_delay=self.jobs_retry_delay,
+            result_ttl=self.jobs_result_ttl,
+        )
 
     @property
     def runner_bounds(self) -> tuple[int, int]:

@@ -126,6 +126,8 @@ def run(
             "slots": slots,
             "recycle": recycle,
             "lease": lease,
+            "runner_ttl": settings.jobs_runner_ttl,
+            "timeout_margin": settings.jobs_timeout_margin,
             "own": own,
         }
         fleet.exec_runner(msgspec.json.encode(document))

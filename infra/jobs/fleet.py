@@ -99,6 +99,8 @@ def runner_config(settings: Settings) -> bytes:
         "slots": settings.jobs_slots or default_slots(settings.jobs_queues),
         "recycle": settings.jobs_recycle,
         "lease": settings.jobs_lease,
+        "runner_ttl": settings.jobs_runner_ttl,
+        "timeout_margin": settings.jobs_timeout_margin,
         "failed_ttl": settings.dead_letter_days * 86_400,
         "report_errors": settings.sends_alerts,
         "version": settings.worker_version,

@@ -56,6 +56,10 @@ def orders(
 @app.command()
 def jobs(
     kills: Annotated[int, typer.Option(min=1, help="Runners that are killed; some freeze first.")] = 2000,
+    own_faults: Annotated[
+        int,
+        typer.Option(min=0, help="Then, with own job types: processes that are killed."),
+    ] = 100,
     seed: Annotated[int, typer.Option(min=0, help="The same seed: the same jobs and steps.")] = 1,
     lease: Annotated[float, typer.Option(min=1, help="Seconds, of each runner.")] = 1.0,
     keep: Annotated[
@@ -67,10 +71,10 @@ def jobs(
 
     Exit code 1 when a job was lost, or run twice though it must not.
     """
-    raise typer.Exit(_jobs(kills, seed, lease, keep, json))
+    raise typer.Exit(_jobs(kills, own_faults, seed, lease, keep, json))
 
 
-def _jobs(kills: int, seed: int, lease: float, keep: Path | None, json: Path | None) -> int:
+def _jobs(kills: int, own_faults: int, seed: int, lease: float, keep: Path | None, json: Path | None) -> int:
     from infra.lab import figures
     from infra.lab.chaos.jobs import experiment
 
@@ -79,7 +83,7 @@ def _jobs(kills: int, seed: int, lease: float, keep: Path | None, json: Path | N
         if json is not None:
             json.touch()  # an unwritable file is reported before the minutes of the run
         with Console(stderr=True).status("chaos: jobs") as status:
-            result = experiment.run(kills, seed, lease, keep, say=status.update)
+            result = experiment.run(kills, seed, lease, keep, say=status.update, own_faults=own_faults)
         experiment.table(result)
         for finding in result["findings"]:
             typer.echo(f"{finding['harm']}: {finding['job']}: {finding['what']}")

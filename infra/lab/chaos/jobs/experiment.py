@@ -27,6 +27,7 @@ from infra.lab import figures
 from infra.lab.chaos.jobs import ledger
 from infra.lab.chaos.jobs.chaos_run import JobChaosRun
 from infra.lab.chaos.jobs.ledger import JobHarm
+from infra.lab.chaos.jobs.own_types import OwnTypesChaos
 from infra.lab.figures import Say, silent
 from infra.local.servers import ValkeyServer
 
@@ -40,8 +41,12 @@ def run(
     lease: float = 1.0,
     folder: Path | None = None,
     say: Say = silent,
+    own_faults: int = 0,
 ) -> dict[str, Any]:
-    """`lease` in seconds. Raises `ServerFailed` when a runner ends by itself."""
+    """`lease` in seconds; `own_faults`: faults of a second part, with own job types (`own_types.py`).
+
+    Raises `ServerFailed` when a runner ends by itself.
+    """
     began = time.monotonic()
     with _run_folder(folder) as where, ValkeyServer(where / "valkey") as server:
         chaos_run = JobChaosRun(where, server, seed=seed, kills=kills, lease=lease, say=say)
@@ -52,6 +57,9 @@ def run(
         findings = ledger.judge_jobs(sent, ends, chaos_run.forgotten, executions, chaos_run.restarted)
         findings += ledger.changed_results(chaos_run.results, chaos_run.final)
         again = ledger.reruns(executions, chaos_run.kills, chaos_run.outages, chaos_run.freezes)
+        own = OwnTypesChaos(where, server.url, seed=seed, faults=own_faults, lease=lease, say=say)
+        if own_faults:
+            findings += own.run(_PATIENCE + 3 * lease)
     harms = [finding.harm for finding in findings]
     unknown = sum(result.failure is not None for result in chaos_run.results.values())
     return {
@@ -76,6 +84,8 @@ def run(
         "kills_by_step": dict(sorted(chaos_run.by_step.items())),
         "freezes_by_step": dict(sorted(Counter(freeze.step for freeze in chaos_run.freezes).items())),
         "faults": dict(chaos_run.faults),
+        "own_jobs": len(own.sent),
+        "own_faults": dict(sorted(own.by_fault.items())),
         "seed": seed,
         "seconds": round(time.monotonic() - began, 1),
         "findings": [{"harm": one.harm, "job": one.job_id, "what": one.what} for one in findings],
@@ -106,6 +116,7 @@ def table(result: dict[str, Any]) -> None:
     steps = "   ".join(f"{step} {count}" for step, count in result["kills_by_step"].items())
     frozen = "   ".join(f"{step} {count}" for step, count in result["freezes_by_step"].items())
     faults = "   ".join(f"{name} {count}" for name, count in result["faults"].items())
+    own = "   ".join(f"{name} {count}" for name, count in result["own_faults"].items())
     figures.print_table(
         f"chaos: jobs, seed {result['seed']}, {result['kills']} runners killed in {result['seconds']:g} s",
         [
@@ -125,5 +136,6 @@ def table(result: dict[str, Any]) -> None:
             ("begun after the report as unknown", str(result["begun_late"])),
             ("frozen at", frozen or "none"),
             ("Valkey", faults or "left alone"),
+            ("own jobs   what was killed or frozen", f"{result['own_jobs']}   {own or 'nothing'}"),
         ],
     )
