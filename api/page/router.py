@@ -46,7 +46,7 @@ from infra.database.orders.feed import ORDERS_CHANNEL
 from infra.database.workers.launches import pools_launched_for
 from infra.database.workers.timeline import TIMELINE_CHANNEL
 from infra.jobs.view import JobInspector, QueueOverview
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES
 from worker_runtime.protocol.requests import SwitchState
 from workflows.user_worker.messages import WorkerState
@@ -93,7 +93,7 @@ async def show_users(
 async def show_user(user_id: UserId, page: InPage) -> HTMLResponse:
     """A user's worker, its timeline as a picture, accounts, switches and orders."""
     page.require_user(user_id)
-    today = datetime.now(TAIPEI).date()
+    today = datetime.now(HOME_ZONE).date()
     return await page.show(
         "user.html",
         user_id,

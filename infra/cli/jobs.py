@@ -313,28 +313,6 @@ def resume(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> Com
     return CommandAnswer(None, f"{_scope(queue, runner)} is open{'' if changed else ' already'}")
 
 
-def _of_application(
-    settings: Settings, name: str, key_file_path: Path | None, *, given_url: bool
-) -> Settings:
-    """Return the settings of a runner of this application: its key file, and its login at Valkey.
-
-    Raises `typer.BadParameter` with what to do, `KeyFileExposed`, `KeyFileCorrupt`.
-    """
-    from infra.jobs import fleet
-    from infra.jobs.applications import key_file_of
-    from worker_runtime.jobs.protocol.manifest import is_application_name
-
-    if not is_application_name(name):
-        raise typer.BadParameter("an application is a letter and up to 31 of a-z, 0-9 and '-'")
-    path = key_file_path or key_file_of(settings, name)
-    if not path.exists():
-        raise typer.BadParameter(
-            f"there is no {path}: make the application with `berth jobs application add {name}`"
-        )
-    settings = settings.model_copy(update={"jobs_application": name, "jobs_key_file": str(path)})
-    return settings if given_url else fleet.with_own_login(settings)
-
-
 @app.command()
 def worker(
     queues: Annotated[str, typer.Option(help="Queues it serves, comma separated, or all.")] = "all",
@@ -358,37 +336,6 @@ def worker(
             help="JSON with the rest of its configuration, such as webhook and mail; mode 0600.",
         ),
     ] = None,
-    application: Annotated[
-        str, typer.Option(metavar="NAME", help="Run the job types of this application, and no others.")
-    ] = "",
-    modules: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--import",
-            metavar="MODULE",
-            help="A module that declares its jobs; without, those of the entry points `berth.jobs`.",
-        ),
-    ] = None,
-    path: Annotated[
-        list[Path] | None,
-        typer.Option(exists=True, file_okay=False, help="A folder that is searched for modules first."),
-    ] = None,
-    secrets_dir: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, file_okay=False, help="A file for each secret of its jobs, of its name; mode 0600."
-        ),
-    ] = None,
-    key_file_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--key-file",
-            exists=True,
-            dir_okay=False,
-            show_default="made by `berth jobs application add`",
-            help="The application's keys.",
-        ),
-    ] = None,
     user: User = None,
     valkey: Valkey = None,
 ) -> None:
@@ -396,25 +343,13 @@ def worker(
     from infra.jobs import fleet
 
     served = [] if queues in ("all", "*") else [queue.strip() for queue in queues.split(",")]
-    if not application and (modules or path or secrets_dir or key_file_path):
-        raise typer.BadParameter("--import, --path, --secrets-dir and --key-file need --application")
-    if application and (user or config):
-        raise typer.BadParameter("--application goes with neither --user nor --config")
     try:
-        settings = _settings(valkey)
-        document: dict[str, Any] = {}
-        if application:
-            settings = _of_application(settings, application, key_file_path, given_url=valkey is not None)
-            document["own"] = fleet.own_types(
-                application, modules or (), list(map(str, path or ())), secrets_dir
-            )
-        tag = fleet.fleet_tag(settings) if application else job_keys.tag_of(user or "")
-        document |= {
+        document = {
             "name": name or socket.gethostname(),
             "node": socket.gethostname(),
-            "valkey_url": settings.valkey_url,
-            "tag": tag,
-            "message_keys": fleet.fleet_keys(settings) if application else _message_keys(tag),
+            "valkey_url": _settings(valkey).valkey_url,
+            "tag": job_keys.tag_of(user or ""),
+            "message_keys": _message_keys(job_keys.tag_of(user or "")),
             "queues": served or ["*"],
             "slots": slots,
             "recycle": recycle,

@@ -77,8 +77,11 @@ def poller(queue: str) -> bool:
         return (settings.data_dir / f"{settings.orchestrator_name}.ready").exists()
 
 
-def is_registered(url: str, name: str, host: str, within: float) -> bool:
-    """Whether a job runner of `host` was seen in the last `within` seconds, by Valkey's clock."""
+def is_registered(url: str, name: str, host: str, within: float, tag: str = "jobs") -> bool:
+    """Whether a job runner of `host` was seen in the last `within` seconds, by Valkey's clock.
+
+    `tag`: of the jobs that it runs, the fleet's or an application's.
+    """
     from redis import Redis
     from redis.exceptions import RedisError
 
@@ -87,8 +90,8 @@ def is_registered(url: str, name: str, host: str, within: float) -> bool:
 
     client: Any = Redis.from_url(url, socket_timeout=TIMEOUT, socket_connect_timeout=TIMEOUT)
     try:
-        now, ids = client.time()[0], client.hkeys(job_keys.beats(job_keys.FLEET_TAG))
-        entries = [job_keys.runner(job_keys.FLEET_TAG, one.decode()) for one in ids]
+        now, ids = client.time()[0], client.hkeys(job_keys.beats(tag))
+        entries = [job_keys.runner(tag, one.decode()) for one in ids]
         found = [client.hmget(entry, ["name", "node", "seen_at"]) for entry in entries]
     except RedisError as error:
         raise RuntimeError(explain_failure(error)) from None
@@ -99,12 +102,13 @@ def is_registered(url: str, name: str, host: str, within: float) -> bool:
 
 
 def runner(name: str) -> bool:
-    from infra.jobs.fleet import with_own_login
+    from infra.jobs.fleet import fleet_tag, with_own_login
     from infra.settings import Settings
 
     settings = with_own_login(Settings())
     # It renews three times in a lease; on a busy machine less often.
-    return is_registered(settings.valkey_url, name, socket.gethostname(), 2 * settings.jobs_lease + TIMEOUT)
+    within = 2 * settings.jobs_lease + TIMEOUT
+    return is_registered(settings.valkey_url, name, socket.gethostname(), within, fleet_tag(settings))
 
 
 CHECKS = {"http": http, "tcp": tcp, "unix": unix, "poller": poller, "runner": runner}

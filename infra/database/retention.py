@@ -69,9 +69,9 @@ log = structlog.get_logger()
 async def purge(database: Database, settings: Settings) -> dict[str, int]:
     """Deletes what is too old; table → rows. Safe to repeat, also at once. Raises `DatabaseUnavailable`."""
     counts = {}
-    for table, (setting, what) in PURGED.items():
+    for table, (setting, description) in PURGED.items():
         before = datetime.now(UTC) - timedelta(days=getattr(settings, setting))
-        statement = what if "delete" in what else _OLD.format(table, what)
+        statement = description if "delete" in description else _OLD.format(table, description)
         counts[table] = 0
         while True:
             async with database.session() as session:

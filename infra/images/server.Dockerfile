@@ -47,7 +47,8 @@ RUN groupadd --gid 10001 berth \
     # A new named volume takes over the owner and the mode of the folder it is mounted on.
     && install --directory --owner=berth --group=berth --mode=0700 \
        /data /keys/private /keys/public /keys/messages /keys/api /keys/codec /keys/temporal /run/berth \
-       /keys/fleet /keys/webhook /keys/email /keys/messaging /keys/push /keys/jobs
+       /keys/fleet /keys/webhook /keys/email /keys/messaging /keys/push /keys/jobs \
+       /keys/application /keys/application/secrets
 COPY --from=build /opt/berth /opt/berth
 ENV PATH=/opt/berth/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     BERTH_DATA_DIR=/data BERTH_NODE_SOCKET=/run/berth/node.sock

@@ -60,14 +60,15 @@ def fleet_tag(settings: Settings) -> str:
     return job_keys.application_tag(application) if application else job_keys.FLEET_TAG
 
 
-def own_types(
-    application: str, modules: Sequence[str], path: Sequence[str], secrets_dir: Path | None
-) -> dict[str, Any]:
+def own_types(settings: Settings) -> dict[str, Any]:
     """Return the part of a runner's configuration that is about an application's job types.
 
-    `secrets_dir`: a folder with a file for each secret. Raises `KeyFileMissing`, `KeyFileExposed`,
+    The files with keys are out of the jobs' reach. Raises `KeyFileMissing`, `KeyFileExposed`,
     `JobSecretRefused`.
     """
+    secrets_dir = Path(settings.jobs_secrets_dir) if settings.jobs_secrets_dir else None
+    if secrets_dir is not None and not secrets_dir.is_dir():
+        raise JobSecretRefused(f"there is no folder {secrets_dir}")
     secrets: dict[str, str] = {}
     for file in sorted(secrets_dir.iterdir()) if secrets_dir is not None else ():
         if not _SECRET_NAME.fullmatch(file.name):
@@ -76,8 +77,14 @@ def own_types(
             secrets[file.name] = _secret(str(file)).decode()
         except UnicodeDecodeError:
             raise JobSecretRefused(f"{file} is not UTF-8") from None
-    folders = [str(Path(folder).absolute()) for folder in path]
-    return {"application": application, "modules": modules, "path": folders, "secrets": secrets}
+    files = [settings.jobs_key_file, settings.jobs_secrets_dir, str(settings.message_key_file.parent)]
+    return {
+        "application": settings.jobs_application,
+        "modules": settings.jobs_modules,
+        "path": [str(Path(folder).resolve()) for folder in settings.jobs_path],
+        "key_files": [str(Path(file).resolve()) for file in files if file and Path(file).exists()],
+        "secrets": secrets,
+    }
 
 
 def runner_config(settings: Settings) -> bytes:
@@ -98,12 +105,7 @@ def runner_config(settings: Settings) -> bytes:
         "log_level": settings.log_level,
     }
     if settings.jobs_application:
-        config["own"] = own_types(
-            settings.jobs_application,
-            settings.jobs_modules,
-            settings.jobs_path,
-            Path(settings.jobs_secrets_dir) if settings.jobs_secrets_dir else None,
-        )
+        config["own"] = own_types(settings)
         return msgspec.json.encode(config)
     if settings.webhook_key_file:
         config["webhook"] = {

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from infra.berth_jobs import RetryLater, context, errors, job, send, testing
+from infra.berth_jobs.manifest import BadManifest, build_manifest
 from infra.berth_jobs.send import AsyncProducer, Producer
 
 
@@ -57,6 +58,11 @@ def test_a_decorated_function_is_still_a_function() -> None:
     assert asyncio.run(add(1, second=2)) == 3
     with pytest.raises(RetryLater):
         fail("full")
+
+
+def test_two_types_of_one_name_are_refused() -> None:
+    with pytest.raises(BadManifest, match=r"testing\.add is declared twice"):
+        build_manifest("shop", [add, add], "shop")
 
 
 def test_recorded_jobs_do_not_run_and_can_be_asserted() -> None:

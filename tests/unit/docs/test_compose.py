@@ -29,12 +29,14 @@ FLEETS = {f"jobs-{tier}": tier for tier in ("email", "webhook", "sms", "whatsapp
 ONE_SHOT = {"temporal-schema", "temporal-namespace", "prepare", "worker"}
 #: Seconds: what a graceful shutdown of ours may take at most (a worker gets 10, an API request waits 10).
 GRACEFUL = 20
-SECRET_NAME = re.compile(r"PASSWORD|PWD|SECRET|TOKEN|(?<!_KEY_FILE)KEY$|DATABASE_URL|VALKEY_URL")
+SECRET_NAME = re.compile(r"PASSWORD|PWD|SECRET(?!S_DIR)|TOKEN|(?<!_KEY_FILE)KEY$|DATABASE_URL|VALKEY_URL")
 
 
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
     loaded: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
+    for service in loaded["services"].values():  # a variable is its default
+        service["image"] = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", service["image"])
     return loaded
 
 
@@ -54,7 +56,7 @@ def _mounted(service: dict[str, Any]) -> list[tuple[str, str]]:
 def test_all_real_services_are_there(compose: dict[str, Any]) -> None:
     assert set(compose["services"]) == ONE_SHOT | {
         "postgres", "temporal", "temporal-jwks", "temporal-ui", "temporal-codec", "valkey", "exchange",
-        "launcher", "node", "orchestrator", "api", *FLEETS,
+        "launcher", "node", "orchestrator", "api", *FLEETS, "jobs-own",
     }  # fmt: skip
 
 
@@ -153,6 +155,14 @@ def test_each_key_reaches_only_who_needs_it(compose: dict[str, Any]) -> None:
         if "BERTH_TEMPORAL_CODEC_KEY_FILE" in service.get("environment", {})
     }
     assert files == {"/keys/codec/temporal.key"}
+
+
+def test_the_runner_of_own_job_types_has_its_applications_key_and_no_other(compose: dict[str, Any]) -> None:
+    own = compose["services"]["jobs-own"]
+    assert own["profiles"] == ["own-jobs"]
+    assert _mounted(own) == [("keys-application", "/keys/application")]
+    assert _holders(compose, "keys-application") == {"prepare", "jobs-own"}
+    assert own["environment"]["BERTH_JOBS_KEY_FILE"].startswith("/keys/application/")
 
 
 def test_prepare_reaches_what_retiring_a_key_asks(compose: dict[str, Any]) -> None:
@@ -269,7 +279,7 @@ def test_the_node_ends_its_workers_before_its_container_stops(compose: dict[str,
 
 def test_our_containers_have_no_rights_to_spare(compose: dict[str, Any]) -> None:
     ours = [s for s in compose["services"].values() if s["image"].startswith("berth-")]
-    assert len(ours) == 9 + len(FLEETS)
+    assert len(ours) == 10 + len(FLEETS)
     for service in ours:
         assert service["read_only"] is True
         assert service["cap_drop"] == ["ALL"]
