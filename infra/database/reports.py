@@ -100,7 +100,9 @@ async def read_figures(
 def report_period(calendar: Calendar, day: date, end: timedelta) -> tuple[datetime, datetime]:
     """From the end of the trading day before to the end of `day`, which is `end` after its midnight."""
     before = calendar.trading_day_before(day)
-    since, until = (datetime.combine(end_day, datetime.min.time(), HOME_ZONE) + end for end_day in (before, day))
+    since, until = (
+        datetime.combine(end_day, datetime.min.time(), HOME_ZONE) + end for end_day in (before, day)
+    )
     return since, until
 
 
