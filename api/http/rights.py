@@ -32,7 +32,7 @@ class Scope(StrEnum):
     #: Make, change and revoke webhooks; what lets a webhook place orders needs `trade`, too. Operators: name
     #: symbols in signals.
     WEBHOOKS = "webhooks"
-    #: Enqueue and cancel jobs; operators: limits of job types.
+    #: Enqueue, look at and cancel jobs; operators: job types, their limits, weights of queues.
     JOBS = "jobs"
     #: List, rotate and revoke API keys; administrators: make them.
     KEYS = "keys"

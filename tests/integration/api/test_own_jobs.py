@@ -366,6 +366,8 @@ async def test_a_job_that_was_sent_straight_into_valkey_is_shown(
     assert [version["waits_for_runner"] for version in kind["versions"]] == [True]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)  # a dozen processes of the command line
 async def test_the_command_line_makes_an_application_and_enqueues_its_jobs(
     shop: ServedApi, runner: HandRunner, commands: CommandForker, tmp_path: Path
 ) -> None:

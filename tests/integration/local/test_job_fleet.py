@@ -93,10 +93,14 @@ def test_a_runner_needs_only_the_keys_of_the_fleets_jobs(
         "BERTH_MESSAGE_KEY_FILE": str(tmp_path / "message.key"),
         "BERTH_JOBS_KEY_FILE": str(keys),
     }
+    # And the keys of applications, whose numbers have the generation, too
+    assert commands.run("jobs", "application", "add", "shop", **places).code == 0
+    shop = tmp_path / "applications" / "shop.key"
     for step, versions in ((("rotate",), [2, 1]), (("retire", "--force"), [2])):
         done = commands.run("keys", step[0], "message", *step[1:], **places)
         assert done.code == 0, done.err
         assert [key.version for key in load_fleet_keys(keys)] == versions
+        assert [key.version // 1000 for key in load_fleet_keys(shop)] == versions
     for text in (b"[]", b"no keys"):
         write_key_file(keys, text, private=True)
         with pytest.raises(KeyFileCorrupt):
