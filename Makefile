@@ -68,14 +68,14 @@ new-place:
 
 setup: $(STAMP) ## Make or renew .venv; the other commands do it by themselves
 
-$(STAMP): requirements.lock requirements-shioaji.lock pyproject.toml infra/client/pyproject.toml infra/berth_jobs/pyproject.toml
+$(STAMP): requirements.lock requirements-shioaji.lock pyproject.toml infra/client/pyproject.toml infra/berth_jobs/pyproject.toml infra/berth_testing/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Berth needs Python 3.11 or later; set PYTHON=…")'
 	@test "$$(cat $(STAMP) 2>/dev/null)" = "$(CURDIR)" && $(BIN)/python -m pip --version >/dev/null 2>&1 || \
 	  $(PYTHON) -m venv --clear .venv
 	@echo "installing pinned dependencies into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	@$(BIN)/python infra/images/install_shioaji.py $(SHIOAJI)
-	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e infra/client -e infra/berth_jobs
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . -e infra/client -e infra/berth_jobs -e infra/berth_testing
 	@echo "$(CURDIR)" >$(STAMP)
 
 PINNED := --quiet --allow-unsafe --strip-extras --generate-hashes --no-emit-index-url --no-emit-find-links --no-emit-trusted-host

@@ -1,4 +1,4 @@
-"""Makes `infra/market/xtai.json`, the table of holidays, from the library `exchange_calendars`.
+"""Makes `worker_runtime/brokers/taiwan_holidays.json` from the library `exchange_calendars`.
 
 Run `.venv/bin/python .ci/holiday_table.py` once a year, when the library has a release with the
 exchange's new holidays.
@@ -27,7 +27,7 @@ def holiday_table(library: Any) -> dict[str, Any]:
 
 def main() -> None:
     found = holiday_table(importlib.import_module("exchange_calendars"))
-    path = Path(__file__).resolve().parents[1] / "infra" / "market" / "xtai.json"
+    path = Path(__file__).resolve().parents[1] / "worker_runtime" / "brokers" / "taiwan_holidays.json"
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     sys.stdout.write(f"{path}: {len(found['holidays'])} holidays until {found['last']}\n")
 

@@ -82,6 +82,8 @@ class Settings(BaseSettings):
     #: 60706 to 61183 belong to nobody on Linux with systemd.
     node_uids: str = Field(default="60707-61183", pattern=r"^(\d+-\d+)?$")
     exchange_address: str = "127.0.0.1:7500"
+    #: JSON: by broker, what its adapter gets as options.
+    broker_options: dict[str, dict[str, str]] = {}
     exchange_admin_url: str = "http://127.0.0.1:7501"
 
     # Paper exchange: limits of one person, who is banned beyond them (the defaults are the real broker's)
@@ -297,7 +299,12 @@ class Settings(BaseSettings):
             orders_per_10s=self.exchange_orders_per_10s,
             queries_per_5s=self.exchange_queries_per_5s,
         )
-        return Allowance(share=self.budget_share, egress_persons=self.egress_persons, paper=paper)
+        return Allowance(
+            share=self.budget_share,
+            egress_persons=self.egress_persons,
+            paper=paper,
+            limits={"paper": paper},
+        )
 
 
 class LocalSettings(BaseSettings):

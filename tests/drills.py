@@ -64,6 +64,17 @@ UP = "tests/integration/local/test_up.py"
 #: The first entry that includes a drill counts.
 DRILLS = (
     DrillGroup(
+        name="a second market",
+        tests=("tests/e2e/test_second_market.py",),
+        about=(
+            "docs/how-to/add-a-broker.md",
+            "worker_runtime/brokers/registry.py",
+            "worker_runtime/protocol/broker_record.py",
+            "worker_runtime/protocol/installed_brokers.py",
+        ),
+        duration_s=60,
+    ),
+    DrillGroup(
         "compose",
         ("tests/compose/",),
         (

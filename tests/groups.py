@@ -27,6 +27,7 @@ UNITS = {
     "tests/e2e/test_books_first.py": "e2e-books-first",
     "tests/e2e/test_histories.py": "e2e-histories",
     "tests/e2e/test_idle_race.py": "e2e-idle-race",
+    "tests/e2e/test_second_market.py": "e2e-second-market",
     "tests/e2e/test_traces.py": "e2e-traces",
     "tests/e2e/test_versions.py": "e2e-versions",
     "tests/e2e/test_worker_users.py": "e2e-worker-users",

@@ -7,6 +7,8 @@ from functools import partial
 from worker_runtime.brokers.port import BrokerFactory
 from worker_runtime.process.config import BadConfig, read_config
 from worker_runtime.process.log import Log
+from worker_runtime.protocol.broker_record import BrokerRecordRefused
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
 from worker_runtime.zygote import Zygote
 
@@ -14,12 +16,9 @@ from worker_runtime.zygote import Zygote
 def load_brokers(config: WorkerConfig) -> BrokerFactory:
     """The real adapters. Called in the session only: no broker SDK may be loaded before the fork.
 
-    A vendor's SDK is loaded by its adapter, at the first connection; the paper adapter is small and ours.
+    An adapter is imported at its first connection, by the path in its broker's record.
     """
     from worker_runtime.brokers.registry import create_broker
-
-    if config.paper_exchange:
-        import worker_runtime.brokers.paper.broker  # noqa: F401
 
     return partial(create_broker, config)
 
@@ -28,7 +27,8 @@ def main(load: Callable[[WorkerConfig], BrokerFactory] = load_brokers) -> ExitCo
     """Reads the configuration and becomes the zygote; returns the worker's exit code."""
     try:
         config = read_config()
-    except BadConfig as error:
+        installed_brokers()  # here, so that all children share what was read
+    except (BadConfig, BrokerRecordRefused) as error:
         Log().error("bad_config", reason=error.detail)
         return ExitCode.BAD_CONFIG
     log = Log(config.log_level, worker_id=config.worker_id, process="zygote")

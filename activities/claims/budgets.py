@@ -13,6 +13,8 @@ from infra.database.budgets import BudgetFacts, SealedPerson
 from infra.database.engine import Database
 from infra.database.models import StoredCredentials
 from infra.vault.key_pairs import OrchestratorKeys
+from worker_runtime.protocol.broker_record import CountedPer
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import Credentials
 
 #: Names of one owner or account that a worker takes, the newest (`SealedAccount`).
@@ -133,7 +135,8 @@ def _person(stored: StoredCredentials, clear: Credentials) -> tuple[str, str]:
     """Whose calls the broker counts together."""
     if clear.person_id:
         return "person", clear.person_id
-    if stored.account.broker == "paper":  # there, an account without a person is a person of its own
+    plugin = installed_brokers().get(stored.account.broker)
+    if plugin is not None and plugin.record.limits.counted_per is CountedPer.ACCOUNT:
         return "account", stored.account.number or stored.account_id
     return "api key", clear.api_key
 

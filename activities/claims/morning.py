@@ -10,7 +10,7 @@ from temporalio.exceptions import ApplicationError
 from activities.heartbeat import beating
 from infra.database.engine import Database
 from infra.database.orders import listing as recent_users
-from infra.market.calendar import TAIPEI, Calendar, Market
+from infra.market.calendar import HOME_ZONE, Calendar
 from worker_runtime.protocol.errors import BerthError
 from workflows.morning.messages import (
     BellGroup,
@@ -39,7 +39,7 @@ class MorningActivities:
     @activity.defn
     async def plan_morning(self, request: PlanMorning) -> MorningPlan:
         try:
-            now = datetime.fromtimestamp(request.at, TAIPEI) if request.at else datetime.now(TAIPEI)
+            now = datetime.fromtimestamp(request.at, HOME_ZONE) if request.at else datetime.now(HOME_ZONE)
             day = date.fromisoformat(request.day) if request.day else now.date()
         except ValueError as error:
             raise ApplicationError(str(error), type="INVALID_DAY", non_retryable=True) from None
@@ -48,7 +48,7 @@ class MorningActivities:
             why = "has no evening session" if request.evening else "is not a trading day"
             return MorningPlan(day=day.isoformat(), reason=f"{day} {why}")
         first = first_recent_day(self._calendar, day, request.days)
-        since = datetime.combine(first, time(), TAIPEI)
+        since = datetime.combine(first, time(), HOME_ZONE)
         async with self._database.session() as session:
             counted = await recent_users.count_recent_users(session, since, evening=request.evening)
         groups = _groups(bells, counted)
@@ -82,12 +82,12 @@ class MorningActivities:
         return Connected(ok=True)
 
 
-def _groups(bells: dict[Market, datetime], counted: dict[str, int]) -> tuple[BellGroup, ...]:
+def _groups(bells: dict[str, datetime], counted: dict[str, int]) -> tuple[BellGroup, ...]:
     """The users by their first bell. Markets that begin together are one group: its logins share a window."""
     at = {market: bell.timestamp() for market, bell in bells.items()}
     if len(set(at.values())) == 1:
         return (BellGroup(bell=min(at.values()), users=sum(counted.values())),)
-    groups = [BellGroup(bell=at[market], users=counted.get(market, 0), market=market.value) for market in at]
+    groups = [BellGroup(bell=at[market], users=counted.get(market, 0), market=market) for market in at]
     return tuple(sorted(groups, key=lambda group: group.bell))
 
 

@@ -8,13 +8,16 @@ orchestrator watches at a time, from outside: nothing that it counts comes from 
   fast, it hurries and goes around at once. A worker is cut off as soon as the walk has found its quota: the
   more it holds, the sooner that is.
 - *Connections and traffic.* The list of clients is read only while there are unusually many, or much is sent.
+- *Time.* Valkey counts its processor's time for no user. While its thread is busy for more than half of the
+  time, a worker is cut off that sends most of all commands, or whose slow commands fill half of the time, at
+  two looks after another. A machine that is short of processors makes commands slow, but the thread not busy.
 """
 
 import asyncio
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -45,6 +48,13 @@ MAX_CONNECTIONS: Final = 64
 #: 0.5 MB.
 MAX_RATE: Final = 16 * 1024 * 1024
 RATE_SPAN_S: Final = 0.75
+#: The share of the time for which Valkey's thread works, from which on it looks whose commands these are; the
+#: share of it that one worker's slow commands may take, and of all commands that one worker may send. At 100
+#: orders a second, Valkey's thread works for 4 % of the time.
+BUSY_SHARE: Final = 0.5
+#: Fewer commands a second of a worker are no cause; commands of 1 ms and more are noted by the server.
+MIN_COMMANDS: Final = 1_000
+SLOW_COMMANDS: Final = 512
 #: Seconds between two looks at the totals.
 TICK_S: Final = 0.25
 #: Seconds of one walk, and names a second that it counts at most: more would cost over 4 % of Valkey's time.
@@ -73,6 +83,8 @@ class Totals(NamedTuple):
     connections: int
     #: Bytes a second from and to all clients.
     traffic: float
+    #: Seconds that the server's thread has worked.
+    worked: float
 
 
 @dataclass(eq=False)
@@ -104,40 +116,84 @@ class NameCounts:
 
 #: What names of workers begin with; other users are somebody else's.
 _WORKERS = tuple(prefix.encode() for prefix in (COLD_PREFIX, POOL_PREFIX))
-_CLIENT = re.compile(rb"^id=(\d+) .*? user=(\S+) .*?\btot-net-in=(\d+) tot-net-out=(\d+)", re.MULTILINE)
+_CLIENT = re.compile(
+    rb"^id=(\d+) addr=(\S+) .*? user=(\S+) .*?\btot-net-in=(\d+) tot-net-out=(\d+) tot-cmds=(\d+)",
+    re.MULTILINE,
+)
+
+
+@dataclass
+class UserActivity:
+    """What one Valkey user's clients have done since the last look."""
+
+    connections: int = 0
+    #: Bytes, both ways.
+    traffic: int = 0
+    commands: int = 0
+    #: Seconds that commands of 1 ms and more took.
+    slow: float = 0.0
 
 
 @dataclass(eq=False)
 class ClientCounts:
-    """Connections and traffic of each Valkey user, from lists of clients; without I/O."""
+    """What each Valkey user does, from lists of clients; without I/O."""
 
-    #: Bytes from and to each client at the last look, and when that was.
-    _moved: dict[bytes, int] = field(default_factory=dict)
+    #: Bytes from and to each client, and its commands, at the last look; and when that was.
+    _seen: dict[bytes, tuple[int, int]] = field(default_factory=dict)
     _looked_at: float = -math.inf
+    #: Users who kept a busy server busy at the last look.
+    _suspects: set[bytes] = field(default_factory=set)
 
-    def look(self, now: float, listing: bytes) -> list[tuple[str, str]]:
-        """Adds a reply of CLIENT LIST; returns the users beyond a quota, with the reason."""
-        moved: dict[bytes, int] = {}
-        connections: dict[bytes, int] = {}
-        traffic: dict[bytes, int] = {}
-        for client_id, user, sent, got in _CLIENT.findall(listing):
-            moved[client_id] = int(sent) + int(got)
-            connections[user] = connections.get(user, 0) + 1
-            traffic[user] = traffic.get(user, 0) + moved[client_id] - self._moved.get(client_id, 0)
+    def look(
+        self, now: float, listing: bytes, *, is_busy: bool = False, slow: Mapping[bytes, float] | None = None
+    ) -> list[tuple[str, str]]:
+        """Adds a reply of CLIENT LIST; returns the users beyond a quota, with the reason.
+
+        `is_busy`: the server's thread works for more than `BUSY_SHARE` of the time. `slow`: seconds that slow
+        commands took since the last look, by the client's address.
+        """
+        seen: dict[bytes, tuple[int, int]] = {}
+        users: dict[bytes, UserActivity] = {}
+        for client_id, address, user, sent, got, commands in _CLIENT.findall(listing):
+            seen[client_id] = int(sent) + int(got), int(commands)
+            before = self._seen.get(client_id, (0, 0))
+            activity = users.setdefault(user, UserActivity())
+            activity.connections += 1
+            activity.traffic += seen[client_id][0] - before[0]
+            activity.commands += seen[client_id][1] - before[1]
+            activity.slow += (slow or {}).get(address, 0.0)
         span = now - self._looked_at
-        self._moved, self._looked_at = moved, now
-        return list(self._offenders(connections, traffic, span))
+        self._seen, self._looked_at = seen, now
+        if not RATE_SPAN_S <= span < 10 * RATE_SPAN_S:
+            span = math.inf  # nothing is known of the time since
+        offenders = list(self._beyond_quota(users, span))
+        suspects = self._busy_users(users, span) if is_busy else {}
+        offenders += [(text_of(user), suspects[user]) for user in suspects.keys() & self._suspects]
+        self._suspects = set(suspects)
+        return offenders
 
-    def _offenders(
-        self, connections: dict[bytes, int], traffic: dict[bytes, int], span: float
-    ) -> Iterator[tuple[str, str]]:
-        for user, count in connections.items():
+    def _beyond_quota(self, users: Mapping[bytes, UserActivity], span: float) -> Iterator[tuple[str, str]]:
+        for user, activity in users.items():
             if not user.startswith(_WORKERS):
                 continue
-            if count > MAX_CONNECTIONS:
-                yield text_of(user), f"has {count} connections"
-            elif RATE_SPAN_S <= span < 10 * RATE_SPAN_S and traffic[user] > MAX_RATE * span:
-                yield text_of(user), f"sends and gets {traffic[user] / span / 1e6:.0f} MB a second"
+            if activity.connections > MAX_CONNECTIONS:
+                yield text_of(user), f"has {activity.connections} connections"
+            elif activity.traffic > MAX_RATE * span:
+                yield text_of(user), f"sends and gets {activity.traffic / span / 1e6:.0f} MB a second"
+
+    def _busy_users(self, users: Mapping[bytes, UserActivity], span: float) -> dict[bytes, str]:
+        """The workers whose commands a busy server works on, with the reason."""
+        total = sum(activity.commands for activity in users.values())
+        reasons: dict[bytes, str] = {}
+        for user, activity in users.items():
+            if not user.startswith(_WORKERS):
+                continue
+            if activity.slow > BUSY_SHARE * span:
+                share = activity.slow / span
+                reasons[user] = f"keeps Valkey busy for {share:.0%} of the time by slow commands"
+            elif activity.commands > max(MIN_COMMANDS * span, BUSY_SHARE * total):
+                reasons[user] = f"keeps Valkey busy by {activity.commands / span:.0f} commands a second"
+        return reasons
 
 
 @dataclass(eq=False, repr=False)
@@ -147,6 +203,8 @@ class QuotaWatcher:
     client: Redis
     database_url: str
     cutting: WorkerCutOff
+    #: As the constant: from which share of the time on the server's thread is busy.
+    busy_share: float = BUSY_SHARE
 
     def __post_init__(self) -> None:
         self.counts = NameCounts()
@@ -156,6 +214,11 @@ class QuotaWatcher:
         self._began: tuple[int, int] = (0, 0)
         self._connections = 0
         self._clients_at = -math.inf
+        #: When the thread's time was read, and what it was; whether it was busy in the span before.
+        self._worked: tuple[float, float] = (-math.inf, 0.0)
+        self._is_busy = False
+        #: The number of the last slow command that was read.
+        self._last_slow: int | None = None
         self._unreadable = False
 
     async def run(self) -> None:
@@ -187,7 +250,11 @@ class QuotaWatcher:
         totals = await self.read_totals()
         now = time.monotonic()
         grown = totals.connections - self._connections > MORE_CONNECTIONS
-        if (grown or totals.traffic > BUSY_RATE) and now - self._clients_at >= RATE_SPAN_S:
+        if now - self._worked[0] >= RATE_SPAN_S:
+            share = (totals.worked - self._worked[1]) / (now - self._worked[0])
+            self._worked, self._is_busy = (now, totals.worked), share > self.busy_share
+        suspicious = grown or self._is_busy or totals.traffic > BUSY_RATE
+        if suspicious and now - self._clients_at >= RATE_SPAN_S:
             await self._look_at_clients(now)
         self._connections = totals.connections if grown else min(self._connections, totals.connections)
         present = (totals.memory.used, totals.names)
@@ -208,9 +275,13 @@ class QuotaWatcher:
             pipe.dbsize()
             pipe.info("clients")
             pipe.info("stats")
-            memory, names, clients, stats = await pipe.execute()
+            pipe.info("cpu")
+            memory, names, clients, stats, processor = await pipe.execute()
         rate = float(stats["instantaneous_input_kbps"]) + float(stats["instantaneous_output_kbps"])
-        return Totals(MemoryUse.of(memory), int(names), int(clients["connected_clients"]), rate * 1024)
+        # Of the thread that runs commands; others write to the disk.
+        worked = float(processor["used_cpu_user_main_thread"]) + float(processor["used_cpu_sys_main_thread"])
+        connections = int(clients["connected_clients"])
+        return Totals(MemoryUse.of(memory), int(names), connections, rate * 1024, worked)
 
     async def walk(self, present: tuple[int, int]) -> None:
         """Goes around once, as fast as Valkey answers; less far if it finds somebody."""
@@ -242,6 +313,18 @@ class QuotaWatcher:
 
     async def _look_at_clients(self, now: float) -> None:
         self._clients_at = now
+        slow = await self._read_slow_commands() if self._is_busy else None
         listing = await reply_of(self.client.execute_command("CLIENT", "LIST"))  # type: ignore[no-untyped-call]
-        for worker_id, reason in self._clients.look(now, listing):
+        for worker_id, reason in self._clients.look(now, listing, is_busy=self._is_busy, slow=slow):
             await self.cutting.cut_off(Offender(worker_id=worker_id), reason)
+
+    async def _read_slow_commands(self) -> dict[bytes, float]:
+        """Seconds that slow commands took since the last call, by the client's address."""
+        entries = await self.client.slowlog_get(SLOW_COMMANDS)
+        last, self._last_slow = self._last_slow, max((int(entry["id"]) for entry in entries), default=0)
+        slow: dict[bytes, float] = {}
+        for entry in entries:
+            if last is not None and int(entry["id"]) > last:
+                address = bytes(entry["client_address"])
+                slow[address] = slow.get(address, 0.0) + int(entry["duration"]) / 1e6
+        return slow

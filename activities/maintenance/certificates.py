@@ -10,7 +10,7 @@ from infra.database import certificates
 from infra.database.certificates import CertificateWarning
 from infra.database.engine import Database
 from infra.jobs.kept import KeptJobs
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from worker_runtime.jobs.protocol.catalog import DeliverWebhook, SendEmail, make_job
 from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.protocol.errors import MalformedMessage
@@ -52,12 +52,13 @@ async def send_due(database: Database, jobs: KeptJobs) -> int:
 
 
 def _jobs_of(warning: CertificateWarning) -> Iterable[Job]:
-    ends = warning.expires_at.astimezone(TAIPEI)
+    ends = warning.expires_at.astimezone(HOME_ZONE)
     when = f"expired on {ends:%Y-%m-%d %H:%M}" if not warning.days else f"expires on {ends:%Y-%m-%d %H:%M}"
     work: list[tuple[str, SendEmail | DeliverWebhook]] = []
     if warning.email:
         text = (
-            f"The certificate of account {warning.account_id} at {warning.broker} {when} (Taipei time).\n"
+            f"The certificate of account {warning.account_id} at {warning.broker} {when}"
+            f" ({HOME_ZONE} time).\n"
             "Orders are refused once it has expired. Get a new certificate from the broker and store it\n"
             "with the account's credentials.\n"
         )

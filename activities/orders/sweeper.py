@@ -35,7 +35,7 @@ from infra.database.orders import attention, recording
 from infra.database.orders import watch as order_watch
 from infra.database.orders.acceptance import kept_bounds, place_request
 from infra.database.orders.watch import DueOrder
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from infra.settings import Settings
 from infra.temporal.client import CALL
 from infra.temporal.starter import WorkerStarter
@@ -47,7 +47,7 @@ from worker_runtime.protocol.messages import Answer, Failure, OrderOutcome, Orde
 from workflows import names
 from workflows.order.messages import FollowOrder, FollowSettings
 
-#: Orders of one round: about 0.1 s of work, with one round trip for most of them.
+#: About 0.1 s of work, with one round trip for most orders.
 MAX_ORDERS_PER_SWEEP = 100
 #: Seconds past its deadline after which an unanswered order is due: the API withdraws its own 1 s after the
 #: deadline, and a worker that popped it right before answers by then.
@@ -66,7 +66,7 @@ log = structlog.get_logger()
 
 @dataclass(eq=False, repr=False)
 class OrderSweeper:
-    """A background loop of each orchestrator that serves the queue `orders`."""
+    """Recovers due orders, in a loop of each orchestrator that serves the queue `orders`."""
 
     client: Redis
     database: Database
@@ -93,7 +93,7 @@ class OrderSweeper:
         """Recovers the orders that are due; returns how many. Raises `DatabaseUnavailable`."""
         due_orders = await self.database.fetch(
             order_watch.take_due_orders,
-            most=MAX_ORDERS_PER_SWEEP,
+            limit=MAX_ORDERS_PER_SWEEP,
             lease=self.settings.sweep_lease,
             grace=self.grace,
         )
@@ -109,7 +109,7 @@ class OrderSweeper:
     async def _handle_each(
         self, work: Callable[[DueOrder], Awaitable[None]], due_orders: Sequence[DueOrder]
     ) -> None:
-        """Orders that cannot be handled now are due again after the lease."""
+        """Handles each order. One that fails is due again after the lease."""
         for due in due_orders:
             try:
                 await work(due)
@@ -193,7 +193,7 @@ class OrderSweeper:
     async def _start_workflow(self, due: DueOrder) -> None:
         """Starts the order's workflow, or wakes the running one if a person asked."""
         order = due.order
-        midnight = datetime.combine(order.trading_day, time(), TAIPEI)
+        midnight = datetime.combine(order.trading_day, time(), HOME_ZONE)
         follow = FollowOrder(
             order_id=str(order.id),
             user_id=order.user_id,

@@ -97,6 +97,7 @@ class LaunchActivities:
                 version=release.version or own.worker_version,
                 reserved_claim=reserved_claim,
                 paper_exchange=own.exchange_address,
+                broker_options=own.broker_options,
                 allowance=msgspec.structs.replace(own.allowance(), egress=egress),
                 mark_ttl=own.mark_ttl,
                 mark_period=own.mark_period,

@@ -21,7 +21,7 @@ from infra.database.engine import Database
 from infra.database.models import StatementAddress
 from infra.database.orders import listing as statement_orders
 from infra.jobs.kept import KeptJobs
-from infra.market.calendar import TAIPEI, Calendar
+from infra.market.calendar import HOME_ZONE, Calendar
 from infra.settings import Settings
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.protocol.errors import MalformedMessage
@@ -66,7 +66,7 @@ class DailyActivities:
 
     @activity.defn
     async def plan_statements(self, request: PlanStatements) -> StatementsPlan:
-        now = datetime.fromtimestamp(request.at, TAIPEI) if request.at else datetime.now(TAIPEI)
+        now = datetime.fromtimestamp(request.at, HOME_ZONE) if request.at else datetime.now(HOME_ZONE)
         last = last_ended(now, self._end)
         day = _asked_day(request.day, last) or last
         if not self.calendar.trades_on(day):
@@ -109,7 +109,7 @@ class DailyActivities:
 
     async def _packed(self, user_id: str, day: date) -> bytes | None:
         """The day's orders, packed for a job; None: they are too many."""
-        until = datetime.combine(day, time(), TAIPEI) + self._end
+        until = datetime.combine(day, time(), HOME_ZONE) + self._end
         rows = await self.database.write(
             statement_orders.orders_of_statement, user_id, until - _DAY, until, limit=self.most_orders + 1
         )
@@ -149,7 +149,7 @@ class DailyActivities:
 
     @activity.defn
     async def make_report(self, request: MakeReport) -> ReportResult:
-        now = datetime.fromtimestamp(request.at, UTC).astimezone(TAIPEI)
+        now = datetime.fromtimestamp(request.at, UTC).astimezone(HOME_ZONE)
         last = last_ended(now, self._end)
         due = last if self.calendar.trades_on(last) else self.calendar.trading_day_before(last)
         day = _asked_day(request.day, last) or due
@@ -212,4 +212,4 @@ def _asked_day(text: str, last: date) -> date | None:
 
 def last_ended(now: datetime, end: timedelta) -> date:
     """The last day in Taiwan whose orders have ended: `end` after its midnight."""
-    return (now.astimezone(TAIPEI) - end).date()
+    return (now.astimezone(HOME_ZONE) - end).date()

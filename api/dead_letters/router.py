@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from uuid import UUID
 
 from fastapi import APIRouter, Query
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from sqlalchemy import func
 from temporalio.common import RawValue, WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.converter import WorkflowSerializationContext
@@ -38,6 +38,11 @@ router = APIRouter(prefix="/dead-letters", tags=["dead letters"])
 Kind = Annotated[str | None, Query(pattern=ID_PATTERN, max_length=32, description="Only of this kind.")]
 
 
+def _user_of_owner(owner: str) -> str | None:
+    """Return the user; None for the fleet, and for an application (`source` names it)."""
+    return owner if owner and not job_keys.application_of_tag(owner) else None
+
+
 class DeadLetterView(View):
     """Something that failed for good."""
 
@@ -50,7 +55,9 @@ class DeadLetterView(View):
         description="Id of the workflow, order or job, to be opened."
     )
     source: str = Field(description="At most 100 open letters have the same.")
-    user_id: Annotated[str | None, EMPTY_IS_NONE]
+    user_id: Annotated[str | None, BeforeValidator(_user_of_owner)] = Field(
+        description="The user whose it is; null for what is the fleet's or an application's."
+    )
     reason: str
     text: Annotated[str | None, EMPTY_IS_NONE] = Field(description="The beginning of a message.")
     count: int = Field(description="How often it failed.")

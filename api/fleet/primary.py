@@ -24,7 +24,7 @@ from infra.database import reports, startup
 from infra.database.engine import DatabaseUnavailable, outage_of
 from infra.database.locks import lead
 from infra.database.startup import PRIMARY_LOCK, StartupTask
-from infra.market.calendar import TAIPEI, Calendar
+from infra.market.calendar import HOME_ZONE, Calendar
 from infra.processes import try_lock
 from infra.settings import Settings
 
@@ -42,7 +42,7 @@ log = structlog.get_logger()
 def startup_tasks(settings: Settings, calendar: Calendar) -> tuple[StartupTask, ...]:
     """All one-time tasks, in their order."""
     end = timedelta(seconds=settings.trading_day_end)
-    today = (datetime.now(TAIPEI) - end).date() + timedelta(days=1)
+    today = (datetime.now(HOME_ZONE) - end).date() + timedelta(days=1)
     backfill = partial(reports.backfill_reports, calendar=calendar, end=end, before=today)
     return (StartupTask(name="daily_reports", step=backfill),)
 

@@ -14,7 +14,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 
 #: Times far outside of a market's life are typing errors, and some would overflow on their way.
 _FIRST, _LAST = datetime(2000, 1, 1, tzinfo=UTC), datetime(2200, 1, 1, tzinfo=UTC)
@@ -40,7 +40,7 @@ def read_time(text: str, *, is_end: bool = False) -> datetime | str:
         day = date.fromisoformat(text)
         if is_end and day < date.max:
             day += timedelta(days=1)
-        return datetime.combine(day, time(), TAIPEI)
+        return datetime.combine(day, time(), HOME_ZONE)
     return _LOST_PLUS.sub(r"\1+\2", text)
 
 

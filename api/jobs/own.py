@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,10 +26,8 @@ from infra.jobs.kept import KeptJob, KeptJobs
 from infra.jobs.registry import ArgumentsInvalid, TypeRegistry, TypeVersion
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import manifest as wire
+from worker_runtime.jobs.protocol.calls import reply_number, reply_text
 from worker_runtime.jobs.protocol.messages import MAX_ARGUMENTS, Job
-
-#: Jobs of one batch whose states are read at a time.
-_READ_AT_A_TIME = 50
 
 
 @dataclass(frozen=True)
@@ -69,30 +66,22 @@ class ApplicationJobs:
             await self._prepare(request, ("jobs", number) if in_batch else ())
             for number, request in enumerate(requests)
         ]
-        by_application: dict[str, list[PreparedJob]] = {}
-        for one in prepared:
-            by_application.setdefault(wire.application_of(one.job.name), []).append(one)
-        if len(by_application) > 1:
+        applications = {wire.application_of(prepared_job.job.name) for prepared_job in prepared}
+        if len(applications) > 1:
             raise InvalidRequest(
                 "A batch holds jobs of one application. Send one batch for each application."
             )
-        states: list[JobState] = []
-        for application, jobs in by_application.items():
-            replies = await self.kept.enqueue_for_application(
-                application, [one.job for one in jobs], [one.digest for one in jobs]
-            )
-            for start in range(0, len(jobs), _READ_AT_A_TIME):
-                part = slice(start, start + _READ_AT_A_TIME)
-                states += await asyncio.gather(
-                    *(
-                        self._state_after(application, reply.job_id, one.job)
-                        for reply, one in zip(replies[part], jobs[part], strict=True)
-                    )
-                )
-        return [
-            _view(state, one.job.name, one.job.type_version)
-            for state, one in zip(states, prepared, strict=True)
+        [application] = applications
+        jobs = [prepared_job.job for prepared_job in prepared]
+        replies = await self.kept.enqueue_for_application(
+            application, jobs, [prepared_job.digest for prepared_job in prepared]
+        )
+        by_id = {job.job_id: job for job in jobs}
+        accepted = [
+            (reply.job_id, by_id.get(reply.job_id, job)) for reply, job in zip(replies, jobs, strict=True)
         ]
+        states = await self._states_after(application, accepted)
+        return [_view(state, job.name, job.type_version) for state, job in zip(states, jobs, strict=True)]
 
     async def find(self, job_id: str, seconds: float = 0.0) -> schemas.JobStateView | None:
         """An application's job, once it has ended or `seconds` have passed; None if there is none."""
@@ -140,12 +129,43 @@ class ApplicationJobs:
             digest = sha256(text).hexdigest()
         return PreparedJob(job, digest)
 
-    async def _state_after(self, application: str, job_id: str, job: Job) -> JobState:
-        """The state of a job that was just accepted."""
-        state = None
-        with suppress(RedisError, OSError):  # it is kept
-            state = await self.kept.queue.get(job_id, tag=job_keys.application_tag(application))
-        return state or JobState(job_id, "delayed" if job.delay else "waiting", job.name)
+    async def _states_after(self, application: str, accepted: Sequence[tuple[str, Job]]) -> list[JobState]:
+        """The states of jobs that were just accepted: id and the job that was asked for."""
+        tag = job_keys.application_tag(application)
+        if len(accepted) == 1:  # a repeat may find how it ended
+            state = None
+            with suppress(RedisError, OSError):  # it is kept
+                state = await self.kept.queue.get(accepted[0][0], tag=tag)
+            return [state or _state_without_valkey(*accepted[0])]
+        replies: list[Any] = [()] * len(accepted)
+        with suppress(RedisError, OSError):
+            async with self.client.pipeline(transaction=False) as pipe:
+                for job_id, _ in accepted:
+                    pipe.hmget(job_keys.job(tag, job_id), ["state", "attempt", "queued_at", "due"])
+                    pipe.exists(job_keys.result(tag, job_id))
+                found = await pipe.execute()
+            replies = list(zip(found[::2], found[1::2], strict=True))
+        states = []
+        for (job_id, job), reply in zip(accepted, replies, strict=True):
+            if not reply or (reply[0][0] is None and not reply[1]):
+                states.append(_state_without_valkey(job_id, job))
+            elif reply[0][0] is None:  # a repeat of one that has ended
+                ended = await self.kept.queue.get(job_id, tag=tag)
+                states.append(ended or _state_without_valkey(job_id, job))
+            else:
+                state, attempt, queued_at, due = reply[0]
+                delayed = state == b"delayed"
+                states.append(
+                    JobState(
+                        job_id,
+                        reply_text(state),
+                        job.name,
+                        attempt=reply_number(attempt),
+                        queued_at_ms=reply_number(queued_at),
+                        due_at_ms=reply_number(due) if delayed else None,
+                    )
+                )
+        return states
 
     async def _owner_of(self, job_id: str) -> tuple[str, KeptJob | None]:
         """The tag of the application that has this job, and its row; of one that was sent straight
@@ -174,6 +194,10 @@ class ApplicationJobs:
                 if known.kind.version == version:
                     return known.runners is None or known.runners > 0
         return False
+
+
+def _state_without_valkey(job_id: str, job: Job) -> JobState:
+    return JobState(job_id, "delayed" if job.delay else "waiting", job.name)
 
 
 def _encode_arguments(args: Mapping[str, Any], where: str) -> bytes:

@@ -24,7 +24,7 @@ from infra.database.engine import Database
 from infra.database.orders import listing as order_list
 from infra.jobs.client import JobState
 from infra.jobs.kept import KeptJobs
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from infra.temporal.starter import WorkerStarter
 from infra.valkey.request_queue import RequestQueue
 from worker_runtime.jobs.protocol import catalog
@@ -166,7 +166,7 @@ class JobService:
         if isinstance(wanted, schemas.ExportJobRequest):
             packed = await self._packed(wanted.orders.of(user_id))
             return catalog.ExportOrders(user_id=user_id, orders=packed)
-        begin = datetime.combine(wanted.day, time(), TAIPEI)
+        begin = datetime.combine(wanted.day, time(), HOME_ZONE)
         of_day = order_list.OrderSelection(user_id=user_id, since=begin, until=begin + timedelta(days=1))
         packed = await self._packed(of_day)
         return catalog.MakeStatement(user_id=user_id, day=wanted.day.isoformat(), orders=packed)

@@ -51,7 +51,7 @@ CONFIRMED_WITHIN = 5.0
 @dataclass(frozen=True, slots=True)
 class ChangeResult:
     order: OrderView
-    #: False: the worker has not answered yet; it goes on.
+    #: False: the worker has not answered yet; the change continues.
     answered: bool = True
 
 
@@ -67,7 +67,7 @@ class OrderChangeService:
     settings: Settings
 
     async def cancel(self, row: Row, body: schemas.CancelRequest, wait: float, actor: str) -> ChangeResult:
-        """Takes an order back and waits up to `wait` seconds. One that is cancelled already is left so.
+        """Cancels an order and waits up to `wait` seconds. A cancelled order is returned as it is.
 
         An order that no worker has taken is withdrawn from its queue: exactly one of us and the worker gets
         it. Raises `ProblemError` with `OrderSettled`, what the worker or the broker said, or why there is no
@@ -176,7 +176,7 @@ class OrderChangeService:
     async def _outcome_of(
         self, order: OrderView, change: order_requests.OrderChange, request_id: str, seconds_left: float
     ) -> ChangeResult:
-        """What became of a change that nobody sends any more. Raises `ProblemError` if nothing shows it."""
+        """Returns the result of a change that is not sent again. Raises `ProblemError` if it is unknown."""
         made = order.quantity <= (change.quantity or order.quantity) and change.price in (None, order.price)
         if not made and not await self.database.fetch(order_requests.was_confirmed, request_id):
             _refuse_final(order)
@@ -199,7 +199,7 @@ class OrderChangeService:
         return bounds.price_band
 
     def _request(self, row: Row, order: OrderView, request_id: str) -> dict[str, Any]:
-        """The fields that cancels and changes have in common."""
+        """Returns the fields that cancels and changes share."""
         return {
             "request_id": request_id,
             "order_id": order.id,
@@ -243,7 +243,7 @@ class OrderChangeService:
         return ChangeResult(order)
 
     async def _write_outcome(self, answer: Answer, change: order_requests.OrderChange | None) -> None:
-        """Writes down what the broker did, also when nobody waits for it any more."""
+        """Records what the broker did, even if nobody waits any more."""
         if answer.outcome is not None:
             self.outcome_writer.write_later(NotedOutcome(answer.outcome))
             if change is not None and answer.failure is None:

@@ -15,36 +15,34 @@ from infra.database.orders.checks import CheckedTerms
 from infra.database.trading import limits as trading_limits
 from infra.database.trading.limits import AccountUsage
 from infra.market import calendar, instruments
-from infra.market.calendar import Market
 from infra.settings import Settings
 from worker_runtime.protocol import errors
-from worker_runtime.protocol.messages import PriceType, TimeInForce
-from worker_runtime.protocol.order_terms import ODD_LOTS, SHARES_PER_LOT, OpenClose, OrderCondition, OrderLot
+from worker_runtime.protocol.broker_record import MarketRule, Plugin, terms_of
+from worker_runtime.protocol.installed_brokers import market_of
+from worker_runtime.protocol.order_terms import ODD_LOTS, OpenClose, OrderLot
 
-#: The broker of tests and of trying things out: its market never closes, and it takes any symbol.
-PAPER = "paper"
 #: Seconds to cache an account's limits; a change takes effect after this time.
 LIMITS_CACHE_TTL_S = 5.0
-#: Accounts remembered.
+#: Accounts whose limits are cached.
 MAX_CACHED_ACCOUNTS = 10_000
-#: Do not cache when fewer orders than this remain today.
+#: Limits are not cached when fewer orders than this remain today.
 UNCACHED_BELOW_ORDERS = 500
 
 
 class PreTradeChecks:
-    """All pre-trade checks; the first that refuses decides."""
+    """Runs all pre-trade checks; the first one that fails decides."""
 
     def __init__(self, settings: Settings, database: Database) -> None:
-        """Raises `CalendarUnreadable`, `InstrumentsUnreadable`."""
+        """Raises `CalendarUnreadable`, `InstrumentsUnreadable`, `BrokerRecordRefused`."""
         self._settings = settings
         self._database = database
-        self._calendar = calendar.load_calendar(
+        self._calendars = calendar.MarketCalendars(
             Path(settings.calendar_file) if settings.calendar_file else None
         )
         self._instruments = instruments.load_instruments(
             Path(settings.symbols_file) if settings.symbols_file else None
         )
-        #: By user, account and trading day; each until an instant on `time.monotonic`.
+        #: By user, account and trading day: when it expires (`time.monotonic`), and the usage.
         self._usage_cache: dict[tuple[str, str, date], tuple[float, AccountUsage]] = {}
 
     async def check(self, order: CheckedTerms, *, is_new: bool = True) -> OrderBounds:
@@ -56,17 +54,19 @@ class PreTradeChecks:
         if usage is None:
             return NO_BOUNDS
         _refuse_expired(usage.certificate_expires_at)
-        refuse_mixed_terms(order, futures=usage.broker_type == Market.FUTURES)
-        lot = self._check_symbol(order, usage)
-        self._check_market_open(order, usage)
+        plugin, market = market_of(usage.broker, usage.broker_type)
+        refuse_mixed_terms(order, market)
+        lot = self._check_symbol(order, plugin, market)
+        self._check_market_open(order, usage, plugin, market)
         if order.reduce_only:  # limits apply only to orders that can increase a position
             return NO_BOUNDS
         self._check_quantity(order, usage)
-        max_price = self._check_notional(order, usage, lot)
+        refuse_quantity(order, market)
+        max_price = self._check_notional(order, usage, lot, market.currency)
         if is_new:
             await self._check_daily_orders(order, usage)
         window, band = usage.limits.duplicate_window_s, usage.limits.price_band
-        if band is None and usage.broker != PAPER:
+        if band is None and plugin.record.trades_live:
             band = self._settings.check_price_band or None
         return OrderBounds(
             self._settings.check_duplicate_window if window is None else window, band, max_price
@@ -86,24 +86,35 @@ class PreTradeChecks:
         self._usage_cache[name] = (now + LIMITS_CACHE_TTL_S, usage)
         return usage
 
-    def _check_symbol(self, new: CheckedTerms, usage: AccountUsage) -> Decimal | None:
-        lot = self._instruments.lot(new.symbol)
-        if lot is None and self._concerns(self._settings.check_symbols, usage):
-            raise errors.UnknownSymbol(f"There is no symbol {new.symbol}. Check its code.")
-        return lot / SHARES_PER_LOT if lot is not None and new.lot in ODD_LOTS else lot
+    def _check_symbol(self, new: CheckedTerms, plugin: Plugin, market: MarketRule) -> Decimal | None:
+        """Returns the value of one of the order's quantity at a price of 1."""
+        # The operator's list is of the home markets.
+        symbols = instruments.Instruments() if plugin.distribution else self._instruments
+        value = symbols.lot(new.symbol, plugin.record.markets)
+        if value is None:
+            if self._concerns(self._settings.check_symbols, plugin):
+                raise errors.UnknownSymbol(f"There is no symbol {new.symbol}. Check its code.")
+            return None
+        ordered, common = market.lots[OrderLot(new.lot)], market.lots.get(OrderLot.COMMON)
+        if common is None or ordered.units == common.units:
+            return value
+        return value * ordered.units / common.units
 
-    def _check_market_open(self, new: CheckedTerms, usage: AccountUsage) -> None:
-        if not self._concerns(self._settings.check_market_open, usage):
+    def _check_market_open(
+        self, new: CheckedTerms, usage: AccountUsage, plugin: Plugin, market: MarketRule
+    ) -> None:
+        if not self._concerns(self._settings.check_market_open, plugin):
             return
-        market = Market.FUTURES if usage.broker_type == Market.FUTURES else Market.STOCK
-        if not self._calendar.is_open(market, datetime.now(UTC), OrderLot(new.lot)):
-            kind = "" if new.lot == OrderLot.COMMON else f" with lot {new.lot}"
+        days = self._calendars.find(usage.broker, usage.broker_type)
+        lot = OrderLot(new.lot)
+        if days is not None and not days.is_open(usage.broker_type, datetime.now(UTC), lot):
+            kind = "" if lot is OrderLot.COMMON else f" with lot {new.lot}"
             raise errors.MarketClosed(
-                f"The {market.value} market takes no orders{kind} now. Place the order when it is open."
+                f"{market.title} takes no orders{kind} now. Place the order when it is open."
             )
 
-    def _concerns(self, setting: str, usage: AccountUsage) -> bool:
-        return setting == "all" or (setting == "real" and usage.broker != PAPER)
+    def _concerns(self, setting: str, plugin: Plugin) -> bool:
+        return setting == "all" or (setting == "real" and plugin.record.trades_live)
 
     def _check_quantity(self, new: CheckedTerms, usage: AccountUsage) -> None:
         own = usage.limits.max_quantity
@@ -115,7 +126,7 @@ class PreTradeChecks:
             )
 
     def _check_notional(
-        self, order: CheckedTerms, usage: AccountUsage, lot: Decimal | None
+        self, order: CheckedTerms, usage: AccountUsage, lot: Decimal | None, currency: str
     ) -> Decimal | None:
         """Returns the price up to which a market order is within the limit."""
         own = usage.limits.max_notional
@@ -127,8 +138,8 @@ class PreTradeChecks:
         value = (order.price or 0) * order.quantity * lot
         if value > limit or not limit:
             raise errors.NotionalLimit(
-                f"{value:f} TWD is above this account's limit of {limit:f} TWD per order. Reduce the"
-                " quantity, or ask an operator to raise the limit."
+                f"{value:f} {currency} is above this account's limit of {limit:f} {currency} per order."
+                " Reduce the quantity, or ask an operator to raise the limit."
             )
         return None
 
@@ -152,10 +163,6 @@ class PreTradeChecks:
             )
 
 
-#: Shares of an odd lot, and lots at the closing price (articles 2 and 4 of the regulations below).
-MAX_QUANTITY_BY_LOT = {OrderLot.ODD: 999, OrderLot.INTRADAY_ODD: 999, OrderLot.FIXING: 499}
-
-
 def _refuse_expired(certificate_expires_at: datetime | None) -> None:
     """Raises `CertificateExpired`: the broker would refuse the order, after the wait for a worker."""
     if certificate_expires_at is not None and certificate_expires_at <= datetime.now(UTC):
@@ -165,40 +172,25 @@ def _refuse_expired(certificate_expires_at: datetime | None) -> None:
         )
 
 
-def refuse_mixed_terms(new: CheckedTerms, *, futures: bool) -> None:
-    """Raises `PriceTypeRule` or `OrderTermsRule` for terms that the market does not take together.
-
-    TWSE and TPEx: Regulations Governing Odd-lot Trading (article 3: limit orders of the day), Operating Rules
-    for Margin Purchases and Short Sales (article 4: no odd lots), Regulations Governing After-Hours
-    Fixed-Price Trading (articles 3 to 5). TAIFEX: market orders (code 9938), and those with protection (MKP),
-    are IOC or FOK.
-    """
-    limit, of_day = new.price_type == PriceType.LIMIT, new.time_in_force == TimeInForce.ROD
-    if futures:
-        if of_day and not limit:
-            raise errors.PriceTypeRule(
-                "TAIFEX accepts market orders (MKT, MKP) only as IOC or FOK (its code 9938)."
-            )
-        if new.lot != OrderLot.COMMON or new.condition != OrderCondition.CASH:
-            raise errors.OrderTermsRule("Only stock orders have a lot or a condition. Leave both out.")
-        if new.reduce_only and new.open_close in (OpenClose.NEW, OpenClose.DAY_TRADE):
-            raise errors.OrderTermsRule(
-                f"This order closes a position, but `{new.open_close}` opens one. Use `auto` or `cover`."
-            )
-        return
-    if new.price_type == PriceType.RANGE_MARKET:
-        raise errors.PriceTypeRule("Only TAIFEX has range market orders (MKP). Use MKT or LMT.")
-    if new.open_close != OpenClose.AUTO:
-        raise errors.OrderTermsRule("Only futures orders have an open or close type. Leave it out.")
-    if new.lot == OrderLot.COMMON:
-        return
-    if not (limit and of_day):
-        raise errors.PriceTypeRule(f"Orders with lot `{new.lot}` must be LMT and ROD.")
-    if new.lot in ODD_LOTS and new.condition != OrderCondition.CASH:
+def refuse_mixed_terms(new: CheckedTerms, market: MarketRule) -> None:
+    """Raises `PriceTypeRule` or `OrderTermsRule` for terms that the market does not take together, as its
+    record says."""
+    refusal = market.refusal(*terms_of(new))
+    if refusal is not None:
+        raise refusal
+    if new.reduce_only and new.open_close in (OpenClose.NEW, OpenClose.DAY_TRADE):
         raise errors.OrderTermsRule(
-            "Odd lots cannot be bought on margin or sold short. Use the condition `cash`."
+            f"This order closes a position, but `{new.open_close}` opens one. Use `auto` or `cover`."
         )
-    if new.quantity > (max_quantity := MAX_QUANTITY_BY_LOT[OrderLot(new.lot)]):
+    if new.lot != OrderLot.COMMON:  # for common lots the account's own limit comes first
+        refuse_quantity(new, market)
+
+
+def refuse_quantity(new: CheckedTerms, market: MarketRule) -> None:
+    """Raises `OrderTermsRule` for more than the market takes in one order of this lot, or less."""
+    rule = market.lots[OrderLot(new.lot)]
+    if not rule.min_quantity <= new.quantity <= rule.max_quantity:
         raise errors.OrderTermsRule(
-            f"An order with lot `{new.lot}` can have a quantity of at most {max_quantity}."
+            f"{market.title} takes {rule.min_quantity} to {rule.max_quantity} in an order with lot"
+            f" `{new.lot}`."
         )

@@ -16,7 +16,7 @@ from infra.database.engine import Database
 from infra.database.models import Order
 from infra.database.orders import feed as order_changes
 from infra.database.orders import listing as order_list
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from worker_runtime.jobs.protocol.catalog import OrderRow, csv_of
 
 #: Rows that are read at once: memory does not grow with the rows. About 150 KB of CSV; no transaction is
@@ -37,7 +37,7 @@ def headers(user_id: str) -> dict[str, str]:
 def row_of(order: OrderView) -> OrderRow:
     """The columns of an order."""
     shown = order.model_dump(include=set(OrderRow.__struct_fields__))
-    at = order.accepted_at.astimezone(TAIPEI).isoformat(timespec="microseconds")
+    at = order.accepted_at.astimezone(HOME_ZONE).isoformat(timespec="microseconds")
     plain = {name: value.value for name, value in shown.items() if isinstance(value, Enum)}
     return OrderRow(**(shown | plain | {"accepted_at": at}))
 
@@ -72,7 +72,7 @@ def for_spreadsheet(rows: bytes, *, header: bool) -> bytes:
     column = OrderRow.__struct_fields__.index("accepted_at")
     for number, row in enumerate(csv.reader(io.StringIO(rows.decode(), newline=""))):
         if number or not header:
-            at = datetime.fromisoformat(row[column]).astimezone(TAIPEI)
+            at = datetime.fromisoformat(row[column]).astimezone(HOME_ZONE)
             row[column] = at.replace(tzinfo=None).isoformat(" ", "milliseconds")
         writer.writerow(row)
     return out.getvalue().encode("utf-8-sig" if header else "utf-8")

@@ -1,4 +1,4 @@
-"""Orders as callers see them, and the one writer of their outcomes in the API.
+"""Shows orders to callers, and writes their outcomes to PostgreSQL for the API.
 
 Callers see the row in PostgreSQL, updated by an answer that is newer. The recorder writes a worker's outcome
 from the event stream, usually before `OutcomeWriter`; the response key holds it for 60 s. The writer keeps it
@@ -39,7 +39,7 @@ from worker_runtime.protocol.messages import (
 
 #: States in which nobody knows the broker's answer yet: 202.
 UNANSWERED = IN_QUEUE | {OrderState.SUBMITTING, OrderState.UNKNOWN, OrderState.NEEDS_ATTENTION}
-#: How a worker writes a reason of our own: the code, then the sentence.
+#: Our own reasons begin with their code, then comes the sentence.
 _CODED = re.compile(r"([A-Z][A-Z0-9_]*): (.*)", re.DOTALL)
 
 
@@ -50,7 +50,7 @@ def _reason_of(code: str | None, reason: str | None) -> tuple[str | None, str | 
     return code or coded[1], coded[2]
 
 
-#: What is shown as it is stored.
+#: Fields that are shown as they are stored.
 _AS_STORED = OrderView.model_fields.keys() - {"id", "final", "code", "accepted_at"}
 
 
@@ -73,15 +73,15 @@ def view_of(row: StoredOrder) -> OrderView:
 
 
 def apply_answer(order: OrderView, answer: Answer) -> OrderView:
-    """Returns the order after this answer; unchanged if it has come as far by itself."""
+    """Returns the order after this answer; unchanged if the order is already as far."""
     outcome, answer_code = outcome_of(answer, order.id)
     ahead = rank(outcome.state) - rank(order.state)
     if order.final or ahead < 0 or (ahead == 0 and outcome.filled_quantity <= order.filled_quantity):
         return order
     if outcome.withdrawn and order.state not in IN_QUEUE:
-        return order  # a worker had taken it: what was in its queue was out of a copy that lagged behind
+        return order  # a worker had taken it: the queue was that of an older copy of Valkey
     if order.attention is not None and outcome.state not in FINAL_ORDER_STATES:
-        return order  # a person has to look, whatever the broker said before
+        return order  # an operator has to look, whatever the broker said before
     code, reason = _reason_of(answer_code, outcome.reason)
     return order.model_copy(
         update={
@@ -110,7 +110,7 @@ class OrderReader:
     answers: AnswerListener
 
     async def with_latest_answer(self, row: StoredOrder) -> OrderView:
-        """The order, moved on by the answer in its response key if PostgreSQL does not have it yet.
+        """Returns the order, updated by the answer in its response key if PostgreSQL does not have that yet.
 
         Raises `RedisError` when Valkey is down: an older state than the one answered is never shown.
         """
@@ -127,7 +127,7 @@ class OrderReader:
         return await self.with_latest_answer(row)
 
     async def with_timeline(self, order: OrderView) -> OrderDetailView:
-        """The order with all steps that are recorded. The recorder may be a moment behind the state."""
+        """Returns the order with its recorded steps. The recorder may be a moment behind the state."""
         async with self.database.session() as session:
             events = await recording.events_of_order(session, UUID(order.id))
             serving = await worker_sessions.session_at(session, order.user_id, order.accepted_at)
@@ -151,10 +151,11 @@ class OrderReader:
         return OrderDetailView(**order.model_dump(), timeline=timeline)
 
 
-#: Seconds after which an answer is written, up to twice as many: the recorder needs milliseconds, and then
-#: nothing is left to do.
+#: An answer is written after one to two of these intervals. The recorder needs milliseconds, so usually
+#: there is nothing to write by then.
 WRITE_INTERVAL_S = 2.0
-#: Outcomes kept while PostgreSQL is away. About 300 bytes each; beyond it the recorder alone must do.
+#: Outcomes kept in memory while PostgreSQL is away, about 300 bytes each. Further ones only the recorder
+#: writes.
 MAX_WAITING_OUTCOMES = 50_000
 
 
@@ -192,7 +193,7 @@ class OutcomeWriter:
             self._log.exception("outcomes_left_unwritten", waiting=len(self._waiting))
 
     def write_later(self, noted: NotedOutcome) -> None:
-        """To be written by the round after the next."""
+        """Has the outcome written in the round after the next one."""
         if len(self._waiting) + len(self._noted) < MAX_WAITING_OUTCOMES:
             self._noted[noted.outcome.order_id] = noted
         else:
@@ -256,7 +257,7 @@ class OutcomeWriter:
                 await _write_outcome(session, batch[order_id])
 
     async def _write_alone(self, order_id: str, noted: NotedOutcome) -> None:
-        """What fails for good goes to the dead letters."""
+        """Writes one outcome; one that fails for good goes to the dead letters."""
         try:
             await self._write_batch({order_id: noted})
         except Exception as error:  # the boundary of one outcome
@@ -272,7 +273,7 @@ class OutcomeWriter:
             await self._dead_letters.put([letter])
 
     async def _orders_behind(self, session: AsyncSession, batch: Mapping[str, NotedOutcome]) -> list[str]:
-        """Ids of orders that the recorder has not brought as far; usually none.
+        """Returns the ids of orders that the recorder has not updated as far; usually none.
 
         One query a round replaces an update an order. An array keeps the statement the same for any count.
         """

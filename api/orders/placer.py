@@ -1,7 +1,7 @@
 """Places orders: writes each to PostgreSQL, queues it, and follows it to its answer in one task.
 
-The task outlives the request that began it. After a 202 it still has a worker started, and takes the order
-back if none comes. If this process dies, PostgreSQL has the order and its deadline.
+The task outlives the HTTP request. After a 202 it still has a worker started, and withdraws the order if none
+comes. If this process dies, PostgreSQL has the order and its deadline.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from api.http.errors import ClientOrderIdReused, ValkeyUnavailable
 from api.orders import schemas
 from api.orders.checks import PreTradeChecks
 from api.orders.outcomes import NotedOutcome, OrderReader, OutcomeWriter, apply_answer, failure_of, view_of
-from api.workers.answers import AnswerListener, AnswerWaiter
+from api.workers.answers import ANSWER_GRACE_S, AnswerListener, AnswerWaiter
 from infra import tasks
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.orders import acceptance
 from infra.database.orders.acceptance import StoredOrder, place_request
 from infra.database.orders.checks import orders_by_client_ids
 from infra.database.orders.states import IN_QUEUE
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from infra.process_metrics import count_order
 from infra.tracing import Traces
 from infra.valkey.failures import code_of, explain_failure
@@ -41,9 +41,6 @@ WITHDRAW_RETRY_INTERVAL_S = 0.5
 #: Seconds within which a request whose answer was lost is queued again, and the pause before it: a connection
 #: that died silently is found out within 1.3 s, and a new one is there 0.1 s later.
 ENQUEUE_RETRY_TIMEOUT_S, ENQUEUE_RETRY_INTERVAL_S = 2.5, 0.15
-#: Seconds past the deadline after which an unanswered order is taken back: a worker that popped it right
-#: before answers meanwhile.
-ANSWER_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +101,10 @@ class PendingOrders:
         self._log = structlog.get_logger()
 
     def follow(self, pending: PendingOrder) -> asyncio.Task[PlacementResult]:
-        """The task that follows this order; wait for it without cancelling it.
+        """Returns the task that sends this order and waits for its answer. Do not cancel the task.
 
-        It returns the order as far as it came, with its failure before the broker. Raises
-        `ValkeyUnavailable` if it is not certain that the order was enqueued.
+        Its result is the latest state of the order, with the error that kept it from the broker, if any. The
+        task raises `ValkeyUnavailable` if the order may or may not have been queued.
         """
         order_id = pending.request.order_id
         task = self._tasks.get(order_id)
@@ -124,7 +121,7 @@ class PendingOrders:
         self._tasks.pop(order_id, None)
         if task.cancelled():
             return
-        error = task.exception()  # also marks it as seen: the request may be gone by now
+        error = task.exception()  # reading it keeps asyncio from reporting it: nobody may wait any more
         if isinstance(error, BerthError):
             self._log.warning("pending_order_failed", order=order_id, code=error.code)
         elif error is not None:
@@ -152,7 +149,7 @@ class PendingOrders:
                     " with the same client_order_id to get its state; it is not placed twice."
                 ) from None
             queued_at = time.monotonic()
-            order = pending.order  # while the worker is at it
+            order = pending.order  # built now, while the worker handles the request
             withdrawn = await self._wait(pending, queued, future)
             if withdrawn is not None:
                 return PlacementResult.of(withdrawn)
@@ -169,10 +166,10 @@ class PendingOrders:
         return PlacementResult.of(apply_answer(order, answer), answer)
 
     async def _enqueue(self, pending: PendingOrder) -> QueuedRequest:
-        """Queues the order. If the answer was lost, it asks again: a server queues an order id only once.
+        """Queues the order, and retries if Valkey's reply was lost. A server queues an order id only once.
 
-        Does not retry on a server that is newer than the order: it may not know the first attempt. Raises
-        `ClientOrderIdTaken`, and `RedisError` if it is not certain that the order was queued.
+        Does not retry on a server that came after the order, which may not know the first attempt. Raises
+        `ClientOrderIdTaken`, and `RedisError` if the order may or may not have been queued.
         """
         until = time.monotonic() + min(ENQUEUE_RETRY_TIMEOUT_S, pending.seconds_left)
         while True:
@@ -190,7 +187,7 @@ class PendingOrders:
     async def _wait(
         self, pending: PendingOrder, queued: QueuedRequest, future: asyncio.Future[Answer]
     ) -> schemas.OrderView | None:
-        """Returns None when the answer is there, else the order that was given up."""
+        """Waits for the answer. Returns None when it is there, else the order after its withdrawal."""
         until, has_live_worker = pending.deadline + ANSWER_GRACE_S, queued.has_live_worker
         while not future.done():
             error = await self.waiter.wait(
@@ -209,14 +206,14 @@ class PendingOrders:
     async def _withdraw_unanswered(
         self, pending: PendingOrder, queued: QueuedRequest, error: BerthError
     ) -> schemas.OrderView | None:
-        """Takes the order back; None if a worker has it already, so that only its answer tells."""
+        """Withdraws the order and returns it; returns None if a worker has it, or may have it."""
         order = pending.order
         answer = _withdrawn(order.id, error)
         try:
             if await self.queue.may_have_lost_order(order.accepted_at):
-                return None  # a worker may have had it: the sweeper finds out
+                return None  # a worker may have had it: the sweeper settles the order
             if not await self._withdraw(order.user_id, queued, answer):
-                # Also when an earlier try did it and its reply was lost: then the answer is there.
+                # A worker has it, or an earlier attempt withdrew it and the reply was lost.
                 await self.answers.read_pending(order.id)
                 return None
         except RedisError:
@@ -226,7 +223,7 @@ class PendingOrders:
         return await self._write_withdrawal(order, answer)
 
     async def _write_withdrawal(self, order: schemas.OrderView, answer: Answer) -> schemas.OrderView:
-        """The order after it was taken back. PostgreSQL may know that a worker had taken it before."""
+        """Writes the withdrawal and returns the order. PostgreSQL may know that a worker had it before."""
         try:
             row = await self.outcome_writer.write_now(NotedOutcome(*outcome_of(answer, order.id)))
         except DatabaseUnavailable:
@@ -234,7 +231,7 @@ class PendingOrders:
         return view_of(row)
 
     async def _withdraw(self, user_id: str, queued: QueuedRequest, answer: Answer) -> bool:
-        """Retries after a lost reply. The script is idempotent."""
+        """Withdraws the request from the queue; retries after a lost reply. The script is idempotent."""
         for _ in range(MAX_WITHDRAW_ATTEMPTS - 1):
             try:
                 return await self.queue.withdraw(user_id, queued.frame, answer)
@@ -244,7 +241,7 @@ class PendingOrders:
 
 
 def _withdrawn(order_id: str, error: BerthError) -> Answer:
-    """The answer to an order that no worker gets, because of `error`."""
+    """Returns the answer to an order that no worker will get, because of `error`."""
     outcome = OrderOutcome(
         order_id=order_id,
         state=OrderState.EXPIRED if isinstance(error, DeadlineExceeded) else OrderState.REJECTED,
@@ -254,15 +251,15 @@ def _withdrawn(order_id: str, error: BerthError) -> Answer:
     return Answer(request_id=order_id, outcome=outcome, failure=Failure.of(error))
 
 
-#: What PostgreSQL gets of an order's body.
+#: Fields of the request's body that PostgreSQL stores.
 _TERMS = tuple(schemas.OrderRequest.model_fields.keys() - {"allow_duplicate"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderLeg:
-    """Describes an order that is one leg of a larger request."""
+    """Describes the larger request of which an order is one leg."""
 
-    #: Of what was asked for; a repeat is known by it.
+    #: Identifies the larger request, so that a repeat of it is recognised.
     fingerprint: str
     origin: str
     reduce_only: bool = False
@@ -291,8 +288,10 @@ class OrderPlacer:
         leg: OrderLeg | None = None,
         not_after: float | None = None,
     ) -> PlacementResult:
-        """Places an order and waits up to `wait` seconds for the worker's answer; for the rest see
-        `write_order`."""
+        """Places an order and waits up to `wait` seconds for the worker's answer.
+
+        See `write_order` for the arguments and errors.
+        """
         written = await self.write_order(user_id, body, actor, leg=leg, not_after=not_after)
         return await self.follow_order(written, wait)
 
@@ -308,7 +307,7 @@ class OrderPlacer:
     ) -> PendingOrder | PlacementResult:
         """Writes the order without sending it, in `session`'s transaction if given.
 
-        Returns the stored result for a repeat that need not be sent.
+        Returns the stored result if this is a repeat that needs no sending.
 
         `not_after`: an instant on `time.monotonic` after which the order must not be sent any more.
         Raises `ClientOrderIdReused`, `CheckFailed`, what `accept_order` refuses, and before anything is
@@ -326,7 +325,7 @@ class OrderPlacer:
             fingerprint=leg.fingerprint if leg else body.fingerprint,
             generation=generation,
             lifetime_s=lifetime_s,
-            trading_day=datetime.now(TAIPEI).date(),
+            trading_day=datetime.now(HOME_ZONE).date(),
             actor=actor,
             unknown_blocks=self.unknown_blocks,
             reduce_only=leg.reduce_only if leg else False,
@@ -335,7 +334,7 @@ class OrderPlacer:
         )
         try:
             bounds = await self.checks.check(new)
-        except CheckFailed:  # a repeat is answered whatever the checks would say of it now
+        except CheckFailed:  # a repeat returns its first order, even if the checks would refuse it now
             async with self.database.session(autocommit=True) as reading:
                 known = await orders_by_client_ids(reading, user_id, [body.client_order_id])
                 if not known:
@@ -367,7 +366,7 @@ class OrderPlacer:
         return PendingOrder(row, request, began + accepted.seconds_left, began, latest_view=order)
 
     async def follow_order(self, pending: PendingOrder | PlacementResult, wait: float) -> PlacementResult:
-        """Sends a written order, once, and waits up to `wait` seconds for the worker's answer."""
+        """Sends a written order once, and waits up to `wait` seconds for the worker's answer."""
         if isinstance(pending, PlacementResult):
             return pending
         task = self.pending_orders.follow(pending)
@@ -375,10 +374,10 @@ class OrderPlacer:
         new = pending.is_new
         if not task.done():
             order = pending.order
-            with suppress(DatabaseUnavailable, RedisError):  # the recorder may have seen it come further
+            with suppress(DatabaseUnavailable, RedisError):  # the recorder may know a later state
                 order = await self.reader.get(pending.row.id)
             return PlacementResult(order, new=new, failure=failure_of(order))
-        if task.cancelled():  # this process is stopping; the order goes on
+        if task.cancelled():  # this process stops; the worker still executes the order
             return PlacementResult(pending.order, new=new)
         error = task.exception()
         if isinstance(error, BerthError):

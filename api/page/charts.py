@@ -66,7 +66,7 @@ class PoolHistory:
     """The last hour of the pools that somebody looked at, as this process has seen it."""
 
     def __init__(self, pools: PoolControl, pool: str, max_pools: int = MOST_POOLS) -> None:
-        """`pool`: the one that is watched from the start; at most `most` are."""
+        """`pool`: the one that is watched from the start; at most `max_pools` are."""
         self._pools, self._most = pools, max_pools
         self._samples: dict[str, deque[tuple[datetime, PoolView]]] = {pool: deque(maxlen=SAMPLES)}
 

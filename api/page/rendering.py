@@ -33,7 +33,7 @@ from infra.database.audit import person_of
 from infra.database.orders.states import OrderNotFound
 from infra.database.reports import report_lines
 from infra.database.users import UserNotFound
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from infra.valkey.failures import explain_failure
 from worker_runtime.protocol.errors import BerthError
 from workflows import names
@@ -184,7 +184,7 @@ class PageRoute(APIRoute):
 
 def shown_time(at: datetime | None) -> str:
     """A time as it is in Taipei; a dash for none."""
-    return "-" if at is None else f"{at.astimezone(TAIPEI):%Y-%m-%d %H:%M:%S}"
+    return "-" if at is None else f"{at.astimezone(HOME_ZONE):%Y-%m-%d %H:%M:%S}"
 
 
 TEMPLATES = Environment(

@@ -28,6 +28,7 @@ from api.http.notifications import ANY, NotificationListener
 from api.http.rights import Role
 from api.http.streams import ServerEvent
 from api.http.times import QueryEnd, QueryStart
+from api.jobs import router as jobs
 from api.keys import router as keys
 from api.keys.router import AuditQuery
 from api.orders import router as orders
@@ -45,7 +46,7 @@ from infra.database.orders.feed import ORDERS_CHANNEL
 from infra.database.workers.launches import pools_launched_for
 from infra.database.workers.timeline import TIMELINE_CHANNEL
 from infra.jobs.view import JobInspector, QueueOverview
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES
 from worker_runtime.protocol.requests import SwitchState
 from workflows.user_worker.messages import WorkerState
@@ -92,7 +93,7 @@ async def show_users(
 async def show_user(user_id: UserId, page: InPage) -> HTMLResponse:
     """A user's worker, its timeline as a picture, accounts, switches and orders."""
     page.require_user(user_id)
-    today = datetime.now(TAIPEI).date()
+    today = datetime.now(HOME_ZONE).date()
     return await page.show(
         "user.html",
         user_id,
@@ -264,15 +265,16 @@ async def show_report(page: InPage, day: fleet.ReportDay = None) -> HTMLResponse
 
 @router.get("/page/jobs")
 async def show_jobs(page: InPage) -> HTMLResponse:
-    """The fleet's queues, their runners, what runs and what failed."""
+    """The fleet's queues, their runners, types of applications, and what failed."""
 
     def look() -> QueueOverview:
-        with JobInspector(page.services.settings.valkey_url) as jobs:
-            return jobs.overview()
+        with JobInspector(page.services.settings.valkey_url) as inspector:
+            return inspector.overview()
 
     return await page.show(
         "jobs.html",
         seen=page.read_part(asyncio.to_thread(look)),
+        types=page.read(jobs.get_job_types),
         letters=page.read(dead_letters.list_dead_letters, kind="job", limit=ROWS),
     )
 

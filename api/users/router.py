@@ -28,6 +28,7 @@ from infra.vault import vault
 from infra.vault.certificates import CertificateFileRefused
 from worker_runtime.protocol.credential_check import CheckedCredentials, CredentialCheck
 from worker_runtime.protocol.errors import BerthError, CertificateExpired, LoginLimited, LoginRejected
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import Credentials, decode, encode
 from workflows.user_worker.messages import ShutdownRequest
 
@@ -178,12 +179,12 @@ async def store_credentials(
     Of a live account's certificate the end is read first: one that no program can open with this password, or
     that has expired, is refused (`CERTIFICATE_REFUSED`, `CERTIFICATE_EXPIRED`), and what was stored stays.
 
-    Those of the paper broker are tried at once: `login` says what came of it. A running worker of the user is
-    told to load them; if that fails, it has the old ones until
+    Where a broker allows it, they are tried at once: `login` says what came of it. A running worker of the
+    user is told to load them; if that fails, it has the old ones until
     `POST /v1/users/{user_id}/worker/reload-credentials`. A user of whose logins the broker has rejected 10
     within an hour waits before they store more (`LOGIN_LIMITED`); administrators may store them meanwhile.
     """
-    live = accounts.is_live(body.broker.value, body.simulation)
+    live = accounts.is_live(body.broker, body.simulation)
     if live and not call.services.settings.live_accounts:
         raise accounts.LiveAccountRefused
     credentials = Credentials(
@@ -200,10 +201,11 @@ async def store_credentials(
         ends = read.ends
     encrypted = await vault.encrypt_credentials(credentials, call.services.wrapper, **key)
     number = body.broker_account
-    login, why = await _try_login(
-        body.broker, call.services.settings.exchange_address, number or account_id, credentials
-    )
-    shown = key | body.model_dump(mode="json", include={"broker", "broker_type", "simulation"})
+    settings = call.services.settings
+    address = settings.broker_options.get(body.broker, {}).get("address", settings.exchange_address)
+    login, why = await _try_login(body.broker, address, number or account_id, credentials)
+    shown = key | body.model_dump(mode="json", include={"broker", "simulation"})
+    shown["broker_type"] = body.market
     async with call.database.session() as session:
         await users.get_user(session, user_id, lock=True)  # nobody removes it meanwhile
         if call.caller.role is Role.USER:
@@ -211,7 +213,7 @@ async def store_credentials(
         version = await accounts.put_account(session, encrypted=encrypted, number=number, **shown)
         if ends is not None:
             await certificates.set_expiry(session, user_id, account_id, ends)
-        said = {"version": version, "broker": body.broker.value, "login": login}
+        said = {"version": version, "broker": body.broker, "login": login}
         audit.append_entry(
             session, call.actor, "credentials.stored", f"account:{user_id}/{account_id}", **said
         )
@@ -257,11 +259,11 @@ async def remove_account(
 
 
 async def _try_login(
-    broker: schemas.BrokerName, address: str, account: str, keys: Credentials
+    broker: str, address: str, account: str, keys: Credentials
 ) -> tuple[schemas.LoginTrial, str]:
-    """What the paper exchange says to these keys, and why. It opens no session and counts nothing."""
-    if broker is not schemas.BrokerName.PAPER:
-        return "not_tried", f"{broker.value} counts each login: the user's worker tries them"
+    """What the broker says to these keys, and why, where it answers without a login that counts."""
+    if not installed_brokers()[broker].record.credential_check:
+        return "not_tried", f"{broker} counts each login: the user's worker tries them"
     host, _, port = address.rpartition(":")
     check = CredentialCheck(
         account=account,
@@ -276,7 +278,7 @@ async def _try_login(
                 writer.write(encode(check) + b"\n")
                 reply: CheckedCredentials = decode(await reader.readline(), CheckedCredentials)
     except (OSError, ValueError, OverflowError, BerthError) as error:
-        return "not_tried", f"the paper exchange did not answer: {type(error).__name__}"
+        return "not_tried", f"its server did not answer: {type(error).__name__}"
     if reply.error is None:
         return "verified", ""
     rejected = reply.error == LoginRejected.code

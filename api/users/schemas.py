@@ -5,10 +5,9 @@ Credentials come in, are encrypted at once, and never go out.
 
 from datetime import datetime
 from decimal import Decimal
-from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, Base64Bytes, Field, SecretStr, field_validator
+from pydantic import AliasChoices, Base64Bytes, Field, SecretStr, field_validator, model_validator
 
 from api.http.fields import Body, Price, UserId, View
 from api.http.rights import SCOPES_OF, Role, Scope
@@ -16,6 +15,7 @@ from api.jobs.schemas import MailAddress, WebUrl
 from api.orders.schemas import MAX_QUANTITY
 from infra.database.accounts import LoginState, login_of
 from infra.database.models import StoredCredentials
+from worker_runtime.protocol.installed_brokers import installed_brokers
 
 
 class UserRequest(Body):
@@ -92,34 +92,68 @@ class UserDetailView(UserView):
     accounts: list[AccountView]
 
 
-class BrokerName(StrEnum):
-    PAPER = "paper"
-    SHIOAJI = "shioaji"
+def _list_brokers(schema: dict[str, Any]) -> None:
+    """Names the installed brokers in the OpenAPI document."""
+    schema["enum"] = sorted(installed_brokers())
 
 
-#: Bytes of a certificate in PKCS#12; Shioaji's have about 5,000.
+#: Bytes of a certificate in PKCS#12; real ones have about 5,000.
 MAX_CERTIFICATE = 32 * 1024
 
-Secret = Annotated[SecretStr, Field(min_length=1, max_length=512)]
+Secret = Annotated[SecretStr, Field(max_length=512)]
 
 
 class CredentialsRequest(Body):
     """What the broker's login needs. Stored encrypted; the API can encrypt but not decrypt."""
 
-    broker: BrokerName
-    broker_type: str = Field(default="stock", pattern=r"^[a-z_]+$", max_length=16)
+    broker: str = Field(
+        max_length=16, json_schema_extra=_list_brokers, description="One of the installed brokers."
+    )
+    broker_type: str = Field(
+        default="",
+        pattern=r"^[a-z0-9_]*$",
+        max_length=16,
+        description="The market that the account trades. Without it: the broker's first one.",
+    )
     simulation: bool = True
     broker_account: UserId | None = Field(
         default=None,
         description="The broker's own id of the account, if it is not `account_id`. Kept from then on.",
     )
-    api_key: Secret
-    secret_key: Secret
+    api_key: Secret = SecretStr("")
+    secret_key: Secret = SecretStr("")
     person_id: SecretStr = Field(default=SecretStr(""), max_length=32)
     ca_certificate: Base64Bytes = Field(
         default=b"", repr=False, max_length=MAX_CERTIFICATE, description="PKCS#12, Base64."
     )
     ca_password: SecretStr = Field(default=SecretStr(""), max_length=256)
+
+    @property
+    def market(self) -> str:
+        """The account's `broker_type`."""
+        return self.broker_type or next(iter(installed_brokers()[self.broker].record.markets))
+
+    @model_validator(mode="after")
+    def _fits_the_brokers_record(self) -> Self:
+        """A broker that is installed, a market that it has, and the credentials that its record names."""
+        plugin = installed_brokers().get(self.broker)
+        if plugin is None:
+            raise ValueError(
+                f"there is no broker {self.broker!r}; installed are {', '.join(sorted(installed_brokers()))}"
+            )
+        record = plugin.record
+        if self.market not in record.markets:
+            raise ValueError(
+                f"{record.title} has no accounts of the type {self.broker_type!r};"
+                f" it has {', '.join(record.markets)}"
+            )
+        if self.simulation and not record.has_simulation:
+            raise ValueError(f"{record.title} has no simulation: send `simulation` as false")
+        for name in record.needed_credentials(simulation=self.simulation):
+            value = getattr(self, name)
+            if not (value.get_secret_value() if isinstance(value, SecretStr) else value):
+                raise ValueError(f"{record.title} needs `{name}`: {record.credentials[name].title}")
+        return self
 
 
 LoginTrial = Literal["verified", "rejected", "not_tried"]
@@ -153,7 +187,11 @@ class AccountLimitsRequest(Body):
         default=None, strict=True, ge=0, le=MAX_QUANTITY, description="Lots of one order."
     )
     max_notional: Decimal | None = Field(
-        default=None, ge=0, max_digits=14, decimal_places=2, description="TWD of one order."
+        default=None,
+        ge=0,
+        max_digits=14,
+        decimal_places=2,
+        description="Value of one order, in the account's currency.",
     )
     max_daily_orders: int | None = Field(default=None, strict=True, ge=0, le=_MOST)
     duplicate_window_s: int | None = Field(

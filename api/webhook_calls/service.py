@@ -26,7 +26,7 @@ from infra.database.trading import signals, symbol_names, webhook_calls, webhook
 from infra.database.trading.models import Webhook, WebhookCall
 from infra.database.trading.webhook_calls import WebhookFailures
 from infra.jobs.kept import KeptJobs
-from infra.market.calendar import TAIPEI, Calendar
+from infra.market.calendar import HOME_ZONE, Calendar
 from worker_runtime.jobs.protocol.catalog import DeliverWebhook, SendEmail, cell_text, make_job
 from worker_runtime.jobs.protocol.messages import Job
 from worker_runtime.protocol.errors import BerthError, MalformedMessage
@@ -184,7 +184,7 @@ def _notice_jobs(failures: WebhookFailures, email: str | None, url: str | None) 
 
 
 def _failure_line(call: WebhookCall) -> str:
-    at = call.received_at.astimezone(TAIPEI)
+    at = call.received_at.astimezone(HOME_ZONE)
     subject = " ".join(part for part in ((call.signal or {}).get("action"), call.symbol) if part) or "a call"
     reason = "".join(char if char.isprintable() else " " for char in call.reason or "")
     return f"{at:%Y-%m-%d %H:%M:%S} {subject}: {call.outcome}: {reason}"
@@ -202,7 +202,7 @@ async def export_calls(database: Database, webhook_id: UUID, *, bom: bool) -> by
     for call in calls:
         view = WebhookCallView.of(call)
         row = {name: getattr(view, name) for name in CSV_COLUMNS}
-        row["received_at"] = view.received_at.astimezone(TAIPEI).isoformat(timespec="milliseconds")
+        row["received_at"] = view.received_at.astimezone(HOME_ZONE).isoformat(timespec="milliseconds")
         row["order_ids"] = " ".join(str(order_id) for order_id in view.order_ids)
         writer.writerow([cell_text(row[name]) for name in CSV_COLUMNS])
     return out.getvalue().encode("utf-8-sig" if bom else "utf-8")

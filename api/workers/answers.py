@@ -1,12 +1,11 @@
-"""Receives the answers of workers: one reader a process, a channel for each user, one future a request.
+"""Receives the answers of workers: one reader per process, one channel per user, one future per request.
 
-A worker may publish what it likes, but it knows its own user's channel only, whose name nobody can guess. A
-channel may bring more than anybody waits for. The listener unsubscribes from a flooding channel for 600 s.
-Its user's answers are found by their keys then, up to a second later (`AnswerWaiter`); nobody else's are held
-up.
+A worker knows only the channel of its own user, whose name nobody can guess, and may publish anything on it.
+The listener unsubscribes from a channel that is flooded for 600 s. Answers to that user are then read from
+their response keys, up to a second later (`AnswerWaiter`); other users notice nothing.
 
-A published message can be lost while the connection is down. So after every (re)connect the listener reads
-the response keys of all pending requests; a key stays for 60 s.
+A published message can be lost while the connection is down. So after each connect the listener reads the
+response keys of all pending requests. Valkey keeps a response key for 60 s.
 """
 
 import asyncio
@@ -100,7 +99,7 @@ class AnswerChannels:
             link.subscribe(channel.name)
 
     def is_open(self, name: bytes) -> bool:
-        """Whether a message of this channel counts: not what was on its way when it was left."""
+        """Returns True if this process is subscribed; messages may still arrive after an unsubscribe."""
         channel = self._by_name.get(name)
         return channel is not None and channel.link is not None
 
@@ -133,7 +132,7 @@ class _PendingAnswer:
 
 @dataclass(eq=False)
 class AnswerListener:
-    """Subscribes before anything is pushed; `generation` tells whether it is connected."""
+    """Subscribes before a request is queued. `generation` raises while it is not connected."""
 
     client: Redis
     message_secrets: MessageSecrets
@@ -169,7 +168,7 @@ class AnswerListener:
         return len(self._pending)
 
     async def start(self, timeout_s: float = FIRST_CONNECT_TIMEOUT_S) -> None:
-        """Starts the reader and gives its first attempt `timeout_s` seconds; it goes on trying after that."""
+        """Starts the reader and gives its first attempt `timeout_s` seconds; it keeps trying after that."""
         self._task = asyncio.create_task(self._run(), name="answers")
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -223,7 +222,7 @@ class AnswerListener:
             self.channels.count_unawaited(channel, len(data))
 
     def _take(self, data: bytes) -> bool:
-        """Takes a published answer, if anybody waits for it."""
+        """Completes the future that awaits this answer; returns False if nobody does."""
         signed = self._authenticator.decode(data)
         pending = None if signed is None else self._pending.get(signed.answer.request_id)
         if signed is None or pending is None or pending.future.done():
@@ -269,7 +268,7 @@ class AnswerListener:
             await self.read_pending(request_id)
 
     async def _listen(self, link: ValkeyLink) -> None:
-        """Until the connection is lost; raises why."""
+        """Returns never; raises the reason when the connection is lost."""
         checking = asyncio.create_task(self._check(link))
         try:
             either: set[asyncio.Future[Any]] = {checking, link.lost}
@@ -283,7 +282,7 @@ class AnswerListener:
     async def _check(self, link: ValkeyLink) -> None:
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
-            await link.read_clock()  # a connection that was cut off without a word is dropped before an order
+            await link.read_clock()  # finds a dead connection before an order does
             generation = await valkey.ensure_generation(self.client, uuid4().hex)
             if generation != self._generation:
                 self._log.warning("generation_changed", before=self._generation, now=generation)
@@ -295,6 +294,11 @@ MARK_CHECK_INTERVAL_S = 1.0
 #: The first check of a request that was enqueued before, perhaps by another process: its answer may be
 #: published there, and only the response key is ours to see. Doubles up to `MARK_CHECK_INTERVAL_S`.
 FIRST_CHECK_INTERVAL_S = 0.05
+
+
+#: Seconds past a request's deadline for which an answer is awaited: a worker that popped the request right
+#: before the deadline answers by then.
+ANSWER_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,7 +318,7 @@ class AnswerWaiter:
     ) -> BerthError | None:
         """Waits for the answer until `until` (time.monotonic). Returns an error if no worker can be started.
 
-        `has_live_worker`: a worker is taken to be there until the first check.
+        `has_live_worker`: assume until the first check that the user has a live worker.
         """
         pause = MARK_CHECK_INTERVAL_S if queued.new else FIRST_CHECK_INTERVAL_S
         checks = 0
@@ -335,7 +339,7 @@ class AnswerWaiter:
     async def _ensure_worker(
         self, user_id: str, answer: asyncio.Future[Answer], timeout: float
     ) -> BerthError | None:
-        """Has a worker started, until it is there or the answer is. Returns why there will be none."""
+        """Starts a worker, and waits for it or for the answer. Returns the error if none will start."""
         task = self.starter.ensure(user_id, mark_missing=True)
         either: set[asyncio.Future[Any]] = {task, answer}
         await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -347,12 +351,12 @@ class AnswerWaiter:
         return BerthError("the worker could not be started")
 
     async def _check_mark(self, user_id: str, request_id: str, *, ring: bool) -> bool:
-        """Whether the mark is there; finds an answer that was announced elsewhere, or not at all.
+        """Returns True if the user has a live worker; first reads the answer, which may have been missed.
 
-        `ring`: once more, if nobody has taken the request.
+        `ring`: also rings the doorbell again if the request still waits.
         """
         try:
             await self.answers.read_pending(request_id)
             return await (self.queue.ring_again if ring else self.queue.has_live_worker)(user_id)
         except RedisError:
-            return True  # nothing is known, so nobody is called
+            return True  # Valkey is away, so nothing is known: start no worker

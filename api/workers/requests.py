@@ -1,6 +1,6 @@
 """Sends cancels, changes and queries to a user's worker, and waits for the answer.
 
-One task follows each request and outlives the call that began it: a cancel goes on after a 202.
+One task follows each request. It outlives the HTTP request: a cancel continues after a 202.
 """
 
 import asyncio
@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from api.http.errors import NoAnswer, ValkeyUnavailable
-from api.orders.placer import ANSWER_GRACE_S
-from api.workers.answers import AnswerListener, AnswerWaiter
+from api.workers.answers import ANSWER_GRACE_S, AnswerListener, AnswerWaiter
 from infra.database.engine import Database
 from infra.database.workers import sessions as worker_sessions
 from infra.process_metrics import count_answer
@@ -30,7 +29,7 @@ log = structlog.get_logger()
 
 Then = Callable[[Answer], Awaitable[None]]
 WorkerRequest = CancelOrder | ReplaceOrder | QueryAccount
-#: How the metrics name them.
+#: Names of the requests in metrics.
 _CALLS: dict[type[WorkerRequest], str] = {
     CancelOrder: "cancel",
     ReplaceOrder: "replace",
@@ -52,17 +51,16 @@ class WorkerRequests:
     def send(
         self, request: WorkerRequest, seconds: float, then: Then | None = None, first_epoch: int | None = None
     ) -> asyncio.Task[Answer]:
-        """The task that gets the answer within `seconds`; a repeat joins it. Wait without cancelling it.
+        """Returns the task that sends the request and waits up to `seconds` for its answer. Do not cancel it.
 
-        A cancel that came to nothing is sent anew by a repeat, since an order can be taken back twice without
-        harm; every other request is sent once per id.
+        A repeat joins the running task. A cancel that failed is sent again by a repeat, because cancelling an
+        order twice does no harm; every other request is sent once per id. Starts a worker if there is none.
 
-        `then` is done with the answer before the task ends, also when nobody waits any more. `first_epoch`:
-        of the first worker that can have got it, if it may have been sent before; else that of the present.
+        `then` is called with the answer before the task ends, even if nobody waits any more. `first_epoch`:
+        epoch of the first worker that may have received the request; None takes the user's present one.
 
-        Starts the worker if there is none. The task raises `NoAnswer` when none came in time, the reason why
-        there is no worker, `ValkeyUnavailable` or `DatabaseUnavailable`; a request that was not taken by then
-        never will be.
+        The task raises `NoAnswer` if no answer came in time, the error that kept a worker from starting,
+        `ValkeyUnavailable` or `DatabaseUnavailable`. A request that no worker took by then is withdrawn.
         """
         if self.traces is not None:
             request = replace(request, trace=self.traces.context(_CALLS[type(request)]))
@@ -89,7 +87,7 @@ class WorkerRequests:
         return answer
 
     async def _answer(self, request: WorkerRequest, deadline: float, first_epoch: int) -> Answer | None:
-        """None: this was sent before, came to nothing, and may be sent anew under another id."""
+        """Returns the answer; None if an earlier cancel failed, so that it may be sent under a new id."""
         user_id, request_id = request.user_id, request.request_id
         order_id = "" if isinstance(request, QueryAccount) else request.order_id
         with self.answers.expect(user_id, request_id, order_id, first_epoch) as answer:
@@ -108,14 +106,14 @@ class WorkerRequests:
             )
             if not answer.done():
                 await self._take_back(request, queued, error or NoAnswer())
-            if not answer.done():  # a worker has it: its answer may be a moment late
+            if not answer.done():  # a worker has the request: its answer may come a moment late
                 await asyncio.wait({answer}, timeout=ANSWER_GRACE_S)
             if answer.done():
-                call, found = _CALLS[type(request)], answer.result()
-                count_answer(call, found)
+                call, result = _CALLS[type(request)], answer.result()
+                count_answer(call, result)
                 if self.traces is not None:
-                    self.traces.add_broker_call(call, request.trace, found)
-                return found
+                    self.traces.add_broker_call(call, request.trace, result)
+                return result
             raise error or NoAnswer()
 
     async def _failed(self, request: CancelOrder, known: Answer | None) -> bool:
@@ -124,7 +122,7 @@ class WorkerRequests:
         return await self.queue.deadline_passed(request.user_id, request.request_id)
 
     async def _take_back(self, request: WorkerRequest, queued: QueuedRequest, error: BerthError) -> None:
-        """Raises `error` if nobody had taken the request, so that nobody ever will."""
+        """Withdraws the request; raises `error` if that succeeded, because no worker will execute it then."""
         answer = Answer(request_id=request.request_id, failure=Failure.of(error))
         try:
             withdrawn = await self.queue.withdraw(request.user_id, queued.frame, answer)

@@ -28,6 +28,7 @@ from infra.settings import Settings
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.installed_brokers import own_brokers
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -46,6 +47,7 @@ def pages() -> dict[str, str]:
         "settings.md": settings_page(),
         "cli.md": cli_page(),
         "rest.md": rest_page(),
+        "broker-records.md": broker_page(),
         "errors.md": errors_page(),
         "keys.md": keys_page(),
         "metrics.md": metrics_page(),
@@ -301,6 +303,76 @@ def metrics_page() -> str:
             f"| `{name}` | {family.kind} | {', '.join(family.labels)} | {_inline(family.about)} |"
             for name, family in families.items()
         ]
+    return "\n".join([*lines, ""])
+
+
+def broker_page() -> str:
+    """From the records of the brokers that come with Berth."""
+    lines = [
+        NOTE,
+        "# Records of brokers",
+        "",
+        "What Berth knows of each broker, from its record (`broker.toml`). Checks, limits and the validation",
+        "of requests read the same. `berth broker list` shows the brokers of an installation, plug-ins",
+        "included.",
+        "[Add a broker](../how-to/add-a-broker.md) says how to write one.",
+    ]
+    for plugin in own_brokers().values():
+        record = plugin.record
+        limits = record.limits
+        needed = {"always": "", "live": " (not in simulation)", "never": " (optional)"}
+        lines += ["", f"## {record.title}", "", "| fact | value |", "|---|---|"]
+        facts = {
+            "name, version of the record": f"`{record.name}`, {record.version}",
+            "accounts trade for real": "yes, unless in simulation" if record.trades_live else "no",
+            "credentials": ", ".join(
+                f"`{name}`{needed[field.needed]}" for name, field in record.credentials.items()
+            ),
+            f"limits, counted per {limits.counted_per.value}": (
+                f"{limits.connections} connections, {limits.logins_per_day} logins a day,"
+                f" {limits.orders_per_10s} orders in 10 s, {limits.queries_per_5s} queries in 5 s"
+            ),
+            "silence after a ban": f"{limits.cool_down_s:g} s",
+            "characters of an order's tag": str(record.tag_length),
+            "a changed quantity means": record.quantity_change.value.replace("_", " "),
+            "lists have the orders of all sessions": "yes" if record.lists.all_sessions else "no",
+            "only a person can confirm": " ".join(record.unconfirmed) or "nothing",
+        }
+        lines += [f"| {name} | {_inline(value)} |" for name, value in facts.items()]
+        for name, market in record.markets.items():
+            hours = f"{market.day.opens:%H:%M} to {market.day.closes:%H:%M}, bell {market.day.bell:%H:%M}"
+            if market.evening is not None:
+                hours += f"; {market.evening.opens:%H:%M} to {market.evening.closes:%H:%M}"
+            lines += [
+                "",
+                f"### {market.title}",
+                "",
+                f"Accounts of the type `{name}`. {market.currency}; {hours} ({market.zone}).",
+                "",
+                "| lot | units in one | quantity of an order |",
+                "|---|---|---|",
+            ]
+            lines += [
+                f"| `{lot.value}` | {rule.units} | {rule.min_quantity} to {rule.max_quantity} |"
+                for lot, rule in market.lots.items()
+            ]
+            lines += ["", "| lots | price types | times in force | conditions | open or close |"]
+            lines += ["|---|---|---|---|---|"]
+            lines += [
+                "| "
+                + " | ".join(
+                    ", ".join(f"`{word.value}`" for word in words)
+                    for words in (
+                        rule.lots,
+                        rule.price_types,
+                        rule.times_in_force,
+                        rule.conditions,
+                        rule.open_close,
+                    )
+                )
+                + " |"
+                for rule in market.orders
+            ]
     return "\n".join([*lines, ""])
 
 

@@ -20,6 +20,7 @@ from infra.cli.options import CommandAnswer, command_group, settings_command
 from infra.cli.tables import console, plain, row_table
 from worker_runtime.protocol.broker_check import CheckOutcome, CheckRequest, CheckStep, SeenMeaning
 from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import Credentials
 from worker_runtime.protocol.order_terms import OrderLot
 
@@ -36,6 +37,35 @@ class CheckRefused(BerthError, code="BROKER_CHECK_REFUSED"):
     """The check did not begin."""
 
 
+@settings_command(app, "list", data=False)
+def list_brokers(
+    settings: Settings, json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False
+) -> CommandAnswer:
+    """List the installed brokers: their markets, limits and credentials, as their records say."""
+    rows: list[dict[str, Any]] = []
+    for plugin in installed_brokers().values():
+        record = plugin.record
+        rows.append(
+            {
+                "broker": record.name,
+                "record": record.version,
+                "from": f"{plugin.distribution} {plugin.release}".strip() or "Berth",
+                "markets": [f"{name} ({market.currency})" for name, market in record.markets.items()],
+                "credentials": record.needed_credentials(simulation=not record.trades_live),
+                "live": record.trades_live,
+            }
+        )
+
+    def draw() -> None:
+        out = console()
+        shown = [{name: value for name, value in row.items()} for row in rows]
+        for row in shown:
+            row |= {name: ", ".join(row[name]) for name in ("markets", "credentials")}
+        out.print(row_table(out, shown, "broker, record, from, markets, credentials, live"))
+
+    return CommandAnswer({"brokers": rows}, draw)
+
+
 @settings_command(app)
 def check(
     settings: Settings,
@@ -46,8 +76,10 @@ def check(
         ),
     ],
     account: Annotated[str, typer.Option(help="The broker's id of the account.")],
-    broker: Annotated[str, typer.Option(help="shioaji or paper.")] = "shioaji",
-    broker_type: Annotated[str, typer.Option(help="stock or futures.")] = "stock",
+    broker: Annotated[str, typer.Option(help="An installed broker: `berth broker list`.")] = "shioaji",
+    broker_type: Annotated[
+        str, typer.Option(help="The market of the account, as the broker's record names it.")
+    ] = "stock",
     symbol: Annotated[
         str, typer.Option(help="What the orders are for: cheap, and traded every day.")
     ] = "2890",
@@ -114,6 +146,7 @@ def check(
         orders=orders,
         patience_s=patience,
         paper_exchange=settings.exchange_address,
+        options=settings.broker_options.get(broker, {}),
     )
     shows_progress = sys.stderr.isatty()
     steps = run_check(request, show_progress if shows_progress else None)

@@ -202,8 +202,8 @@ def store(
 ) -> CommandAnswer:
     """Store what the broker's login of an account needs; it is encrypted, and never shown again.
 
-    The JSON is the body of the REST API: broker (paper or shioaji), api_key and secret_key, and for a real
-    account simulation (false), person_id and ca_password. A running worker is told to load it.
+    The JSON is the body of the REST API: broker (`berth broker list` shows them), and the credentials that it
+    needs; for a real account simulation is false. A running worker is told to load it.
     """
     if paper:
         stored = _store_paper_keys(api, user, account)

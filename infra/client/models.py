@@ -208,10 +208,12 @@ class CreatedKey(Struct, frozen=True, kw_only=True):
 class BrokerCredentials(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the broker's login needs. The API stores it encrypted and never shows it again."""
 
-    broker: Literal["paper", "shioaji"]
+    #: One of the installed brokers.
+    broker: str
     api_key: str
     secret_key: str
-    broker_type: str = "stock"
+    #: The market that the account trades; '': the broker's first one.
+    broker_type: str = ""
     simulation: bool = True
     person_id: str = ""
     #: The broker's own id of the account, if it is not `account_id`.

@@ -28,13 +28,14 @@ from infra.database.orders.states import OPEN_STATES
 from infra.database.trading.models import AccountLimits, Webhook
 from worker_runtime.protocol.bounds import MAX_ACCOUNTS
 from worker_runtime.protocol.errors import BerthError, LoginLimited, LoginRejected, UnknownAccount
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import AccountLogin
 
 #: Characters of a broker's own words that are kept.
 _WORDS = 1000
 #: Logins of one user that a broker may reject within `FAILED_LOGIN_WINDOW_S`: all users behind an address are
 #: banned with the one who exceeds what the broker tolerates. Somebody who mistypes gets through; 240 a day
-#: are a quarter of what Shioaji allows one person.
+#: are a quarter of what a broker allows one person.
 MAX_FAILED_LOGINS = 10
 FAILED_LOGIN_WINDOW_S = 3600
 
@@ -90,10 +91,10 @@ async def put_account(
     # One after the other, so that two calls at once are counted, too.
     await wait_for_turn(session, f"accounts {user_id}")
     rows = await session.scalars(select(BrokerAccount).filter_by(user_id=user_id))
-    held = {one.account_id: (one.broker, one.simulation, one.number or one.account_id) for one in rows}
-    wanted = (broker, simulation, number or held.get(account_id, (broker, simulation, account_id))[2])
+    held = {row.account_id: (row.broker, row.simulation, row.number or row.account_id) for row in rows}
+    placed = (broker, simulation, number or held.get(account_id, (broker, simulation, account_id))[2])
     for name, at_broker in held.items():
-        if (name == account_id) != (at_broker == wanted):
+        if (name == account_id) != (at_broker == placed):
             kind = "simulation" if at_broker[1] else "live"
             raise AccountDiffers(
                 f"account {name} is {at_broker[2]} at {at_broker[0]}, {kind}, and stays so: store another one"
@@ -101,7 +102,7 @@ async def put_account(
             )
     if len(held.keys() - {account_id}) >= MAX_ACCOUNTS:
         raise TooManyAccounts(f"user {user_id} has {MAX_ACCOUNTS} accounts, which is the most")
-    shown = {"broker": broker, "broker_type": broker_type, "simulation": simulation, "number": wanted[2]}
+    shown = {"broker": broker, "broker_type": broker_type, "simulation": simulation, "number": placed[2]}
     fresh = {"rejected_version": 0, "login_rejected": False} | certificates.UNKNOWN
     await session.execute(upsert(BrokerAccount, key, shown, **fresh))
     grown = {"version": StoredCredentials.version + 1, "updated_at": func.now()}
@@ -111,8 +112,9 @@ async def put_account(
 
 
 def is_live(broker: str, simulation: bool) -> bool:
-    """Return True if orders of such an account trade for real; the paper exchange's never do."""
-    return broker != "paper" and not simulation
+    """Return True if orders of such an account trade for real, as those of an unknown broker may."""
+    plugin = installed_brokers().get(broker)
+    return not simulation and (plugin is None or plugin.record.trades_live)
 
 
 async def live_accounts(session: AsyncSession) -> list[str]:
@@ -136,8 +138,8 @@ async def require_account(
 async def require_login(session: AsyncSession, user_id: str, account_id: str | None = None) -> None:
     """Raises `LoginRejected` if the broker has rejected what is stored for the account, or, without one, for
     each of the user's; `AccountNotFound`."""
-    one = {} if account_id is None else {"account_id": account_id}
-    held = (await session.scalars(select(BrokerAccount).filter_by(user_id=user_id, **one))).all()
+    account_filter = {} if account_id is None else {"account_id": account_id}
+    held = (await session.scalars(select(BrokerAccount).filter_by(user_id=user_id, **account_filter))).all()
     if not held and account_id is not None:
         raise AccountNotFound(f"user {user_id} has no account {account_id}")
     if held and all(account.login_rejected for account in held):
@@ -154,8 +156,8 @@ async def require_login_tries(session: AsyncSession, user_id: str) -> None:
     now = func.clock_timestamp()
     since = func.extract("epoch", now - func.min(FailedLogin.at))
     recent = FailedLogin.at > now - timedelta(seconds=FAILED_LOGIN_WINDOW_S)
-    found = select(func.count(), since).where(FailedLogin.user_id == user_id, recent)
-    count, oldest_s = (await session.execute(found)).one()
+    query = select(func.count(), since).where(FailedLogin.user_id == user_id, recent)
+    count, oldest_s = (await session.execute(query)).one()
     if count >= MAX_FAILED_LOGINS:
         wait_s = max(1, FAILED_LOGIN_WINDOW_S - int(oldest_s))
         raise LoginLimited(
@@ -175,25 +177,28 @@ async def record_logins(
     rows = select(BrokerAccount).filter_by(user_id=user_id).order_by(BrokerAccount.account_id)
     # Locked, so that a version is the newest until the commit.
     await session.execute(rows.with_for_update(key_share=True).execution_options(populate_existing=True))
-    stored = {one.account_id: one for one in await accounts_of_user(session, user_id)}
+    stored = {credentials.account_id: credentials for credentials in await accounts_of_user(session, user_id)}
     confirmed = []
     for login in logins:
-        found = stored.get(login.account_id)
-        if found is None or (found.account.login_epoch, found.account.login_ms) > (epoch, at_ms):
+        credentials_row = stored.get(login.account_id)
+        if credentials_row is None or (
+            credentials_row.account.login_epoch,
+            credentials_row.account.login_ms,
+        ) > (epoch, at_ms):
             continue
-        account = found.account
+        account = credentials_row.account
         account.login_epoch, account.login_ms = epoch, at_ms
         account.login_code, account.login_detail = login.code, login.detail[:_WORDS]
-        if login.rejected == found.version:
+        if login.rejected == credentials_row.version:
             if account.rejected_version != login.rejected:
                 session.add(FailedLogin(user_id=user_id))
             account.rejected_version = login.rejected
         elif not login.code:
-            confirmed.append(found)
-        if login.certificate_ends_ms and login.version == found.version:
+            confirmed.append(credentials_row)
+        if login.certificate_ends_ms and login.version == credentials_row.version:
             ends = datetime.fromtimestamp(login.certificate_ends_ms / 1000, UTC)
             certificates.note_reported(account, ends)
-        is_out = account.rejected_version == found.version and login.code == LoginRejected.code
+        is_out = account.rejected_version == credentials_row.version and login.code == LoginRejected.code
         account.login_rejected = is_out
     budgets.note_confirmed(confirmed)
 
@@ -203,11 +208,15 @@ async def split_rejected(
 ) -> tuple[list[StoredCredentials], LoginRejected | None]:
     """The accounts that may log in, and why the others may not. `starts`: a session that has none yet starts
     without those, so their orders are refused from now on."""
-    out = [one for one in stored if one.account.rejected_version == one.version]
+    out = [
+        credentials for credentials in stored if credentials.account.rejected_version == credentials.version
+    ]
     if out and starts:
         rows = update(BrokerAccount).filter_by(user_id=out[0].user_id, login_rejected=False)
         await session.execute(rows.where(BrokerAccount.rejected_version > 0).values(login_rejected=True))
-    return [one for one in stored if one not in out], rejection_of(out[0].account) if out else None
+    return [credentials for credentials in stored if credentials not in out], rejection_of(
+        out[0].account
+    ) if out else None
 
 
 async def retry_login(
@@ -218,13 +227,13 @@ async def retry_login(
     Raises `AccountNotFound`. An account that was not rejected stays as it is.
     """
     await require_account(session, user_id, account_id, lock=True)
-    found = await session.get_one(StoredCredentials, (user_id, account_id))
-    if found.account.rejected_version == found.version:
-        found.version += 1
-    found.account.rejected_version, found.account.login_rejected = 0, False
+    credentials = await session.get_one(StoredCredentials, (user_id, account_id))
+    if credentials.account.rejected_version == credentials.version:
+        credentials.version += 1
+    credentials.account.rejected_version, credentials.account.login_rejected = 0, False
     subject = f"account:{user_id}/{account_id}"
-    audit.append_entry(session, actor, "account.login_retried", subject, version=found.version)
-    return found
+    audit.append_entry(session, actor, "account.login_retried", subject, version=credentials.version)
+    return credentials
 
 
 async def serving_epoch(session: AsyncSession, user_id: str) -> int:
@@ -269,9 +278,11 @@ async def remove_account(
 async def delete_accounts(session: AsyncSession, user_id: str, account_id: str | None = None) -> None:
     """Deletes one account of a user, or all, and what belongs to them. Raises `StillInUse`."""
     serving = select(WorkerSession).filter_by(user_id=user_id, ended_at=None)
-    if one := await session.scalar(serving.limit(1)):
-        who = f"worker {one.worker_id}" if one.worker_id else "a worker being claimed"
-        raise StillInUse(f"{who} of user {user_id} runs: stop it first")
+    if worker_session := await session.scalar(serving.limit(1)):
+        worker = (
+            f"worker {worker_session.worker_id}" if worker_session.worker_id else "a worker being claimed"
+        )
+        raise StillInUse(f"{worker} of user {user_id} runs: stop it first")
     of = {"user_id": user_id} if account_id is None else {"user_id": user_id, "account_id": account_id}
     unsettled = select(Order.id).filter_by(**of).where(Order.state.in_(OPEN_STATES))
     if order_id := await session.scalar(unsettled.limit(1)):

@@ -124,9 +124,9 @@ async def _end_bootstrap_keys(session: AsyncSession) -> None:
 async def has_administrator(session: AsyncSession, *, made_after: datetime) -> bool:
     """Returns whether a valid key of an administrator is there that may make keys, and is no bootstrap key
     and no session."""
-    found = select(ApiKey.id).where(_VALID, ~_IS_BOOTSTRAP, _MAKES_KEYS)
-    found = found.where(ApiKey.session_of.is_(None), ApiKey.created_at >= made_after)
-    return await session.scalar(found.limit(1)) is not None
+    query = select(ApiKey.id).where(_VALID, ~_IS_BOOTSTRAP, _MAKES_KEYS)
+    query = query.where(ApiKey.session_of.is_(None), ApiKey.created_at >= made_after)
+    return await session.scalar(query.limit(1)) is not None
 
 
 async def begin_session(session: AsyncSession, token: str, key_id: uuid.UUID, until: datetime) -> ApiKey:
@@ -193,16 +193,16 @@ async def list_api_keys(
 ) -> Sequence[ApiKey]:
     """Returns at most `limit` keys behind this one, the latest first: of one user, or of all; with `revoked`
     the ended ones, too. Without sessions of the fleet page."""
-    wanted = select(ApiKey).where(ApiKey.session_of.is_(None))
-    wanted = wanted.order_by(ApiKey.created_at.desc(), ApiKey.id.desc()).limit(limit)
+    query = select(ApiKey).where(ApiKey.session_of.is_(None))
+    query = query.order_by(ApiKey.created_at.desc(), ApiKey.id.desc()).limit(limit)
     if behind is not None:
         last = select(ApiKey.created_at, ApiKey.id).where(ApiKey.id == behind).scalar_subquery()
-        wanted = wanted.where(tuple_(ApiKey.created_at, ApiKey.id) < last)
+        query = query.where(tuple_(ApiKey.created_at, ApiKey.id) < last)
     if user_id is not None:
-        wanted = wanted.where(ApiKey.user_id == user_id)
+        query = query.where(ApiKey.user_id == user_id)
     if not revoked:
-        wanted = wanted.where(_VALID)
-    return (await session.scalars(wanted)).all()
+        query = query.where(_VALID)
+    return (await session.scalars(query)).all()
 
 
 async def revoke_api_key(session: AsyncSession, key_id: uuid.UUID) -> ApiKey:
@@ -242,12 +242,12 @@ async def get_api_key(
     `valid`: only one that has not ended; `lock`: until the transaction ends, nobody else changes it. A
     session of the fleet page is none.
     """
-    wanted = select(ApiKey).where(ApiKey.id == key_id, ApiKey.session_of.is_(None))
+    query = select(ApiKey).where(ApiKey.id == key_id, ApiKey.session_of.is_(None))
     if user_id is not None:
-        wanted = wanted.where(ApiKey.user_id == user_id)
+        query = query.where(ApiKey.user_id == user_id)
     if valid:
-        wanted = wanted.where(_VALID)
-    key = await session.scalar(wanted.with_for_update() if lock else wanted)
+        query = query.where(_VALID)
+    key = await session.scalar(query.with_for_update() if lock else query)
     if key is None:
         raise ApiKeyNotFound(f"there is no {'valid ' if valid else ''}API key {key_id}")
     return key
@@ -295,15 +295,15 @@ async def keys_made_by(session: AsyncSession, key_id: uuid.UUID) -> list[ApiKey]
     """Returns the valid keys that a key has made, and those that these have made, the oldest first."""
     made = select(ApiKey.id).where(ApiKey.made_by == key_id).cte("made", recursive=True)
     made = made.union(select(ApiKey.id).join(made, ApiKey.made_by == made.c.id))
-    wanted = select(ApiKey).where(ApiKey.id.in_(select(made.c.id)), ApiKey.id != key_id, _VALID)
-    return list(await session.scalars(wanted.order_by(ApiKey.created_at)))
+    query = select(ApiKey).where(ApiKey.id.in_(select(made.c.id)), ApiKey.id != key_id, _VALID)
+    return list(await session.scalars(query.order_by(ApiKey.created_at)))
 
 
 async def revoked_among(session: AsyncSession, key_ids: Collection[str]) -> set[str]:
     """Those of these keys that have ended or are unknown."""
-    wanted = select(ApiKey.id).where(ApiKey.id.in_([uuid.UUID(one) for one in key_ids]))
-    valid = await session.scalars(wanted.where(_VALID))
-    return set(key_ids) - {str(one) for one in valid}
+    query = select(ApiKey.id).where(ApiKey.id.in_([uuid.UUID(key_id) for key_id in key_ids]))
+    valid = await session.scalars(query.where(_VALID))
+    return set(key_ids) - {str(key_id) for key_id in valid}
 
 
 async def count_made_before(session: AsyncSession, at: float) -> int:

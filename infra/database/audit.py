@@ -51,20 +51,20 @@ async def list_entries(
     `actor`: a part of who it was; `action`: its beginning, such as `api_key.`; `before`: only entries older
     than the one with this id.
     """
-    wanted = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(limit)
+    query = select(AuditEntry).order_by(AuditEntry.id.desc()).limit(limit)
     if actor is not None:
-        wanted = wanted.where(AuditEntry.actor.contains(actor, autoescape=True))
+        query = query.where(AuditEntry.actor.contains(actor, autoescape=True))
     if action is not None:
-        wanted = wanted.where(AuditEntry.action.startswith(action, autoescape=True))
+        query = query.where(AuditEntry.action.startswith(action, autoescape=True))
         if not "order.accepted".startswith(action):  # almost all; there is an index without them
-            wanted = wanted.where(text("action <> 'order.accepted'"))
+            query = query.where(text("action <> 'order.accepted'"))
     if subject is not None:
-        wanted = wanted.where(AuditEntry.subject == subject)
+        query = query.where(AuditEntry.subject == subject)
     if since is not None:
-        wanted = wanted.where(AuditEntry.at >= since)
+        query = query.where(AuditEntry.at >= since)
     if before is not None:
-        wanted = wanted.where(AuditEntry.id < before)
-    return (await session.scalars(wanted)).all()
+        query = query.where(AuditEntry.id < before)
+    return (await session.scalars(query)).all()
 
 
 def person_of(actor: str) -> str:

@@ -91,8 +91,8 @@ async def count_address_users(session: AsyncSession) -> int:
         WorkerSession.ended_at.is_(None),
         WorkerSession.ended_at > func.now() - _ADDRESS_USED_WITHIN,
     )
-    found = await session.scalar(select(func.count(WorkerSession.user_id.distinct())).where(recent))
-    return int(found or 0)
+    users = await session.scalar(select(func.count(WorkerSession.user_id.distinct())).where(recent))
+    return int(users or 0)
 
 
 async def note_sealed(
@@ -115,8 +115,8 @@ async def note_sealed(
             .filter_by(user_id=user_id, account_id=account_id, version=person.version)
             .values(persons=list(person.hashes), sealed_version=person.version)
         )
-    wanted = select(WorkerSession).filter_by(user_id=user_id, epoch=epoch)
-    assignment = await session.scalar(wanted.with_for_update(key_share=True))
+    query = select(WorkerSession).filter_by(user_id=user_id, epoch=epoch)
+    assignment = await session.scalar(query.with_for_update(key_share=True))
     allowed: list[str] | None = None
     if assignment is not None and (assignment.budgets is not None or not reload):
         assignment.budgets = allowed = sorted({*(assignment.budgets or ()), *names})
@@ -132,9 +132,9 @@ async def note_sealed(
 def note_confirmed(confirmed: Iterable[StoredCredentials]) -> None:
     """Records that these credentials have logged in. `find_matches` looks later who else is the same person:
     whoever records logins holds the rows of several users."""
-    for one in confirmed:
-        if one.sealed_version == one.version and one.confirmed_version != one.version:
-            one.confirmed_version, one.match_due = one.version, True
+    for worker in confirmed:
+        if worker.sealed_version == worker.version and worker.confirmed_version != worker.version:
+            worker.confirmed_version, worker.match_due = worker.version, True
 
 
 async def find_matches(session: AsyncSession) -> bool:
@@ -145,13 +145,13 @@ async def find_matches(session: AsyncSession) -> bool:
     due = select(StoredCredentials).where(StoredCredentials.match_due)
     due = due.order_by(StoredCredentials.user_id, StoredCredentials.account_id).limit(_MATCHED_AT_ONCE)
     locked = due.with_for_update(key_share=True, skip_locked=True, of=StoredCredentials)
-    found = (await session.scalars(locked)).all()
-    for one in found:
-        one.match_due = False
-        if one.confirmed_version == one.version:
-            for user_id in await _users_of_person(session, one):
-                await _note_match(session, one, user_id)
-    return len(found) == _MATCHED_AT_ONCE
+    matches = (await session.scalars(locked)).all()
+    for match in matches:
+        match.match_due = False
+        if match.confirmed_version == match.version:
+            for user_id in await _users_of_person(session, match):
+                await _note_match(session, match, user_id)
+    return len(matches) == _MATCHED_AT_ONCE
 
 
 async def _users_of_person(session: AsyncSession, credentials: StoredCredentials) -> Sequence[str]:
@@ -160,7 +160,7 @@ async def _users_of_person(session: AsyncSession, credentials: StoredCredentials
         BrokerAccount.user_id == StoredCredentials.user_id,
         BrokerAccount.account_id == StoredCredentials.account_id,
     )
-    found = await session.scalars(
+    users = await session.scalars(
         select(StoredCredentials.user_id)
         .distinct()
         .join(BrokerAccount, same_account)
@@ -169,7 +169,7 @@ async def _users_of_person(session: AsyncSession, credentials: StoredCredentials
         .where(StoredCredentials.confirmed_version == StoredCredentials.version)
         .where(BrokerAccount.broker == credentials.account.broker)
     )
-    return found.all()
+    return users.all()
 
 
 async def _note_match(session: AsyncSession, credentials: StoredCredentials, other: str) -> None:
@@ -185,10 +185,10 @@ async def list_matches(
     session: AsyncSession, *, resolved: bool = False, after: int = 0, limit: int = 100
 ) -> Sequence[PersonMatch]:
     """Returns pairs after the number `after`, the oldest first; without `resolved` only those that wait."""
-    found = select(PersonMatch).where(PersonMatch.id > after).order_by(PersonMatch.id).limit(limit)
+    query = select(PersonMatch).where(PersonMatch.id > after).order_by(PersonMatch.id).limit(limit)
     if not resolved:
-        found = found.where(PersonMatch.resolved_at.is_(None))
-    return (await session.scalars(found)).all()
+        query = query.where(PersonMatch.resolved_at.is_(None))
+    return (await session.scalars(query)).all()
 
 
 async def resolve_match(

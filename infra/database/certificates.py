@@ -58,10 +58,10 @@ async def list_certificates(
 ) -> Sequence[BrokerAccount]:
     """Returns live accounts whose certificates have expired or expire within so many days, soonest first."""
     until = func.clock_timestamp() + timedelta(days=within_days)
-    found = select(BrokerAccount).where(
+    query = select(BrokerAccount).where(
         BrokerAccount.simulation.is_(False), BrokerAccount.certificate_expires_at <= until
     )
-    return (await session.scalars(found.order_by(BrokerAccount.certificate_expires_at).limit(limit))).all()
+    return (await session.scalars(query.order_by(BrokerAccount.certificate_expires_at).limit(limit))).all()
 
 
 async def take_warnings(session: AsyncSession, *, limit: int = 50) -> Sequence[CertificateWarning]:
@@ -79,7 +79,7 @@ async def take_warnings(session: AsyncSession, *, limit: int = 50) -> Sequence[C
         & (or_(warned.is_(None), warned > days))
         for days in WARNING_DAYS
     ]
-    wanted = (
+    query = (
         select(account, StoredCredentials.version, StatementAddress)
         .join(User, User.id == account.user_id)
         .join(
@@ -94,7 +94,7 @@ async def take_warnings(session: AsyncSession, *, limit: int = 50) -> Sequence[C
         .with_for_update(of=account, skip_locked=True)
     )
     warnings = []
-    for row, version, addresses in await session.execute(wanted):
+    for row, version, addresses in await session.execute(query):
         ends = row.certificate_expires_at
         days = None if ends is None else warning_due(ends, now)
         if ends is None or days is None:

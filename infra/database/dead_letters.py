@@ -69,8 +69,8 @@ def fails_for_good(error: Exception) -> bool:
 class TryCounter:
     """Says when a loop gives up: at once, never, or after `MOST_TRIES` if the fault may be anybody's."""
 
-    def __init__(self, most: int = MOST_TRIES) -> None:
-        self._most = most
+    def __init__(self, max_tries: int = MOST_TRIES) -> None:
+        self._most = max_tries
         self._tries = 0
 
     def gives_up(self, error: Exception) -> bool:
@@ -239,23 +239,23 @@ async def list_letters(
     limit: int,
 ) -> Sequence[DeadLetterRow]:
     """A page of the open letters, the one that came last first. `after`: the end of the page before."""
-    wanted = select(Letter).where(Letter.closed_at.is_(None))
+    query = select(Letter).where(Letter.closed_at.is_(None))
     if kind is not None:
-        wanted = wanted.where(Letter.kind == kind)
+        query = query.where(Letter.kind == kind)
     if user_id is not None:
-        wanted = wanted.where(Letter.user_id == user_id)
+        query = query.where(Letter.user_id == user_id)
     if after is not None:
-        wanted = wanted.where(tuple_(Letter.last_at, Letter.id) < after)
-    wanted = wanted.order_by(Letter.last_at.desc(), Letter.id.desc()).limit(limit)
-    return (await session.scalars(wanted)).all()
+        query = query.where(tuple_(Letter.last_at, Letter.id) < after)
+    query = query.order_by(Letter.last_at.desc(), Letter.id.desc()).limit(limit)
+    return (await session.scalars(query)).all()
 
 
 async def get_letter(session: AsyncSession, letter_id: UUID) -> DeadLetterRow:
     """Raises `DeadLetterNotFound`."""
-    found: DeadLetterRow | None = await session.scalar(select(Letter).where(Letter.id == letter_id))
-    if found is None:
+    letter: DeadLetterRow | None = await session.scalar(select(Letter).where(Letter.id == letter_id))
+    if letter is None:
         raise DeadLetterNotFound
-    return found
+    return letter
 
 
 async def close_letter(session: AsyncSession, letter: DeadLetterRow) -> None:

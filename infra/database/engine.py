@@ -274,8 +274,8 @@ async def _keep_settings(_: asyncpg.Connection) -> None:
 def _driver_connection(connection: AsyncConnection) -> WatchedConnection:
     raw = connection.sync_connection
     assert raw is not None  # noqa: S101 - it is open
-    found: WatchedConnection = raw.connection.driver_connection  # type: ignore[assignment]
-    return found
+    watched: WatchedConnection = raw.connection.driver_connection  # type: ignore[assignment]
+    return watched
 
 
 def _watched(held: PoolConnectionProxy) -> WatchedConnection:

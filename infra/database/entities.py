@@ -98,8 +98,8 @@ async def present_findings(session: AsyncSession, limit: int = 1000) -> Sequence
     """Returns what is paused or missing now, and what was rebuilt or ended within the last hour."""
     lasting = EntityFinding.state.in_((FindingState.PAUSED, FindingState.MISSING))
     recent = EntityFinding.state.in_((FindingState.REBUILT, FindingState.ENDED))
-    wanted = select(EntityFinding).where(or_(lasting, recent & (EntityFinding.seen_at > _RECENT)))
-    return (await session.scalars(wanted.order_by(EntityFinding.seen_at.desc()).limit(limit))).all()
+    query = select(EntityFinding).where(or_(lasting, recent & (EntityFinding.seen_at > _RECENT)))
+    return (await session.scalars(query.order_by(EntityFinding.seen_at.desc()).limit(limit))).all()
 
 
 async def finding_of(session: AsyncSession, entity: str) -> tuple[str, str, datetime] | None:

@@ -34,9 +34,9 @@ class ImageNotExact(BerthError, code="IMAGE_NOT_EXACT", status=422):
 
 def check_exact(launcher: str, image: str) -> None:
     """Raises `ImageNotExact`."""
-    shape, wanted = _EXACT.get(launcher, (None, ""))
+    shape, example = _EXACT.get(launcher, (None, ""))
     if shape is not None and not shape.fullmatch(image):
-        raise ImageNotExact(f"launcher {launcher} takes {wanted}")
+        raise ImageNotExact(f"launcher {launcher} takes {example}")
 
 
 async def require_allowed(session: AsyncSession, image: str) -> None:

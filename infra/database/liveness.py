@@ -137,9 +137,9 @@ class ConnectionWatch:
             del self._waits[connection]
         if not self._waits or self._look is not None:
             return
-        left = min(wait.due for wait in self._waits.values()) - time.monotonic()
-        if left > 0:
-            self._timer = asyncio.get_running_loop().call_later(left, self._check_waits)
+        seconds_left = min(wait.due for wait in self._waits.values()) - time.monotonic()
+        if seconds_left > 0:
+            self._timer = asyncio.get_running_loop().call_later(seconds_left, self._check_waits)
         else:
             self._look = asyncio.create_task(self._end_silent(), name="silent database connections")
             self._look.add_done_callback(self._looked)
@@ -204,17 +204,17 @@ class ConnectionWatch:
 
         Behind a pooler the ids are the pooler's own, and nothing is known of them.
         """
-        wanted = list(process_ids)
+        asked = list(process_ids)
         if self._connect is None:
             return {}
         connection = await self._connect()
         try:
-            rows = await connection.fetch(_STATES, wanted)
+            rows = await connection.fetch(_STATES, asked)
             announced = connection.get_server_pid()
         finally:
             connection.terminate()
         states = {row["pid"]: (str(row["state"] or "unknown"), row["state_change"]) for row in rows}
         if announced not in states:
             return {}
-        found = {pid: states.get(pid, (_IDLE, None)) for pid in wanted}
-        return {pid: (_IDLE if state.startswith(_IDLE) else state, at) for pid, (state, at) in found.items()}
+        seen = {pid: states.get(pid, (_IDLE, None)) for pid in asked}
+        return {pid: (_IDLE if state.startswith(_IDLE) else state, at) for pid, (state, at) in seen.items()}

@@ -131,8 +131,8 @@ async def migrate_as_owner(settings: Settings) -> tuple[str, str]:
 async def _upgraded(engine: AsyncEngine, scripts: Path | None, tries: int) -> bool:
     """False: a lock was not to be had, and what is left may be tried again."""
     async with engine.connect() as connection:
-        found = await connection.run_sync(_revision_of)
-        if found >= newest_revision(scripts):
+        revision = await connection.run_sync(_revision_of)
+        if revision >= newest_revision(scripts):
             return True
         await connection.execute(text(f"set lock_timeout = '{LOCK_WAIT}s'"))
         await connection.commit()
@@ -142,15 +142,15 @@ async def _upgraded(engine: AsyncEngine, scripts: Path | None, tries: int) -> bo
             if outage_of(error) is not None:
                 raise
             await connection.rollback()
-            found = await connection.run_sync(_revision_of)
+            revision = await connection.run_sync(_revision_of)
             if getattr(error.orig, "sqlstate", "") != "55P03":  # lock_not_available
-                raise MigrationFailed(f"the migration after {found or 'none'}: {error.orig}") from error
+                raise MigrationFailed(f"the migration after {revision or 'none'}: {error.orig}") from error
             if tries == LOCK_TRIES:
                 raise MigrationFailed(
-                    f"the migration after {found or 'none'} got no lock in {tries} tries: a transaction "
+                    f"the migration after {revision or 'none'} got no lock in {tries} tries: a transaction "
                     "holds a table for long (pg_stat_activity shows it); end it and run the job again"
                 ) from error
-            log.warning("migration_waits_for_a_lock", after=found, tries=tries)
+            log.warning("migration_waits_for_a_lock", after=revision, tries=tries)
             return False
     return True
 
@@ -201,8 +201,8 @@ class SchemaCheck:
         """Why the schema is not ready; '' if it is."""
         try:
             async with engine.connect() as connection:
-                found = await connection.run_sync(_revision_of)
+                revision = await connection.run_sync(_revision_of)
         except (OSError, SQLAlchemyError) as error:
             return type(error).__name__
-        self.ready = found >= self._wanted
-        return "" if self.ready else f"it is at {found or 'nothing'}: run `berth migrate`"
+        self.ready = revision >= self._wanted
+        return "" if self.ready else f"it is at {revision or 'nothing'}: run `berth migrate`"

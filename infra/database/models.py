@@ -48,8 +48,8 @@ def by_time(name: str, column: str) -> Index:
     return Index(name, column, postgresql_using="brin", postgresql_with={"autosummarize": "on"})
 
 
-def partial(name: str, condition: str, *columns: str, **more: Any) -> Index:
-    return Index(name, *columns, postgresql_where=text(condition), **more)
+def partial(name: str, condition: str, *columns: str, **options: Any) -> Index:
+    return Index(name, *columns, postgresql_where=text(condition), **options)
 
 
 _ACCOUNT, _FILL = ("user_id", "account_id"), ("symbol", "side", "lot", "filled_quantity")

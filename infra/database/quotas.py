@@ -11,7 +11,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from infra.database.models import DailyActs
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from worker_runtime.protocol.errors import BerthError
 
 #: Acts of a user in a day in Taipei. A program that stores credentials and makes a statement every hour for
@@ -30,7 +30,7 @@ async def spend_act(session: AsyncSession, user_id: str, *, ends: bool, now: dat
 
     `ends`: it only ends or reduces something.
     """
-    now = now or datetime.now(TAIPEI)
+    now = now or datetime.now(HOME_ZONE)
     limit = MAX_DAILY_ENDS if ends else MAX_DAILY_ACTS
     row = insert(DailyActs).values(user_id=user_id, day=now.date(), acts=1)
     counted = row.on_conflict_do_update(
@@ -39,7 +39,7 @@ async def spend_act(session: AsyncSession, user_id: str, *, ends: bool, now: dat
         where=DailyActs.acts < limit,
     )
     if await session.scalar(counted.returning(DailyActs.acts)) is None:
-        midnight = datetime.combine(now.date() + timedelta(days=1), time(), TAIPEI)
+        midnight = datetime.combine(now.date() + timedelta(days=1), time(), HOME_ZONE)
         raise DailyQuotaReached(
             f"{user_id} has asked for {limit} changes today. Wait until midnight in Taipei. Orders and"
             " cancels still pass" + ("." if ends else ", and so does what ends or pauses something."),

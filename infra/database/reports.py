@@ -18,7 +18,7 @@ from infra.database.engine import SingleStatement
 from infra.database.models import Base
 from infra.database.orders.states import OPEN_STATES
 from infra.database.trading.reconciliations import FIRST_COMPARISON
-from infra.market.calendar import TAIPEI, Calendar
+from infra.market.calendar import HOME_ZONE, Calendar
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES
 
@@ -91,16 +91,16 @@ async def read_figures(
     # SQLAlchemy passes no limit on to asyncpg, whose own one for all statements is 10 s.
     raw: Any = (await (await session.connection()).get_raw_connection()).driver_connection
     try:
-        found = await raw.fetchval(statement.text, *statement.arguments(given), timeout=limit + 5.0)
+        figures = await raw.fetchval(statement.text, *statement.arguments(given), timeout=limit + 5.0)
     except asyncpg.QueryCanceledError:
         raise FiguresTooSlow(f"the figures take more than {limit:g} s") from None
-    return {"by_state": {}, "by_code": {}, "dead_letters": {}, **found}
+    return {"by_state": {}, "by_code": {}, "dead_letters": {}, **figures}
 
 
 def report_period(calendar: Calendar, day: date, end: timedelta) -> tuple[datetime, datetime]:
     """From the end of the trading day before to the end of `day`, which is `end` after its midnight."""
     before = calendar.trading_day_before(day)
-    since, until = (datetime.combine(one, datetime.min.time(), TAIPEI) + end for one in (before, day))
+    since, until = (datetime.combine(end_day, datetime.min.time(), HOME_ZONE) + end for end_day in (before, day))
     return since, until
 
 
@@ -121,8 +121,8 @@ async def make_report(
 
 async def get_report(session: AsyncSession, day: date | None = None) -> DailyReport:
     """The report of a day, or the latest one. Raises `ReportNotFound`."""
-    wanted = select(DailyReport).order_by(DailyReport.day.desc()).limit(1)
-    report = await session.scalar(wanted if day is None else wanted.where(DailyReport.day == day))
+    query = select(DailyReport).order_by(DailyReport.day.desc()).limit(1)
+    report = await session.scalar(query if day is None else query.where(DailyReport.day == day))
     if report is None:
         raise ReportNotFound(f"there is no report of {day}" if day else "there is no report yet")
     return report
@@ -159,5 +159,7 @@ def report_lines(figures: dict[str, Any]) -> list[tuple[str, str]]:
         if isinstance(value, dict):
             value = ", ".join(f"{key} {count:,}" for key, count in sorted(value.items())) or "-"
         shown[name] = str(value)
-    shown |= {f"{kind} (s)": spread.format(**one) for kind, one in sorted(figures["seconds"].items())}
+    shown |= {
+        f"{kind} (s)": spread.format(**quantiles) for kind, quantiles in sorted(figures["seconds"].items())
+    }
     return [(name.replace("_", " "), value) for name, value in shown.items()]

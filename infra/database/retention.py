@@ -55,7 +55,12 @@ PURGED = {
     "maintenance_passes": ("dead_letter_days", "began_at < :before"),
     "dead_letters": ("dead_letter_days", "last_at < :before"),
     "entity_findings": ("dead_letter_days", "seen_at < :before"),
-    "kept_jobs": ("dead_letter_days", "ended_at < :before and outcome is not null"),
+    "kept_jobs": (
+        "dead_letter_days",
+        # An application may have hundreds of jobs a second.
+        "outcome is not null and (ended_at < :before or (user_id like 'app:%'"
+        " and outcome <> 'failed' and ended_at < now() - interval '1 day'))",
+    ),
 }
 
 log = structlog.get_logger()
@@ -64,9 +69,9 @@ log = structlog.get_logger()
 async def purge(database: Database, settings: Settings) -> dict[str, int]:
     """Deletes what is too old; table → rows. Safe to repeat, also at once. Raises `DatabaseUnavailable`."""
     counts = {}
-    for table, (setting, what) in PURGED.items():
+    for table, (setting, description) in PURGED.items():
         before = datetime.now(UTC) - timedelta(days=getattr(settings, setting))
-        statement = what if "delete" in what else _OLD.format(table, what)
+        statement = description if "delete" in description else _OLD.format(table, description)
         counts[table] = 0
         while True:
             async with database.session() as session:

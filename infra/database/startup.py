@@ -86,8 +86,8 @@ def holder_name(host: str, pid: int, now: float) -> str:
 
 async def read_holder(session: AsyncSession) -> PrimaryHolder:
     """Who is the primary now, as PostgreSQL's locks tell."""
-    found = (await session.execute(_HOLDER)).one_or_none()
-    if found is None:
+    holder = (await session.execute(_HOLDER)).one_or_none()
+    if holder is None:
         return PrimaryHolder()
-    host, _, pid = found.process.rpartition(":")
-    return PrimaryHolder(host, int(pid), datetime.fromtimestamp(int(found.since), UTC))
+    host, _, pid = holder.process.rpartition(":")
+    return PrimaryHolder(host, int(pid), datetime.fromtimestamp(int(holder.since), UTC))

@@ -38,8 +38,8 @@ async def create_user(session: AsyncSession, user_id: str) -> User:
 async def get_user(session: AsyncSession, user_id: str, *, lock: bool = False) -> User:
     """`lock`: until the transaction ends, nobody else changes it; rows that refer to it may be written, or
     the recorder, which holds an account's, would wait for its user. Raises `UserNotFound`."""
-    wanted = select(User).where(User.id == user_id, User.removed_at.is_(None))
-    user = await session.scalar(wanted.with_for_update(key_share=True) if lock else wanted)
+    query = select(User).where(User.id == user_id, User.removed_at.is_(None))
+    user = await session.scalar(query.with_for_update(key_share=True) if lock else query)
     if user is None:
         raise UserNotFound(f"there is no user {user_id}")
     return user
@@ -54,14 +54,14 @@ async def list_users(
     session: AsyncSession, *, prefix: str | None, disabled: bool | None, after: str | None, limit: int
 ) -> Sequence[User]:
     """The next `limit` users behind the id `after`, by id; `disabled`: only those, or only the others."""
-    wanted = select(User).where(User.removed_at.is_(None)).order_by(User.id).limit(limit)
+    query = select(User).where(User.removed_at.is_(None)).order_by(User.id).limit(limit)
     if prefix is not None:
-        wanted = wanted.where(User.id.startswith(prefix, autoescape=True))
+        query = query.where(User.id.startswith(prefix, autoescape=True))
     if disabled is not None:
-        wanted = wanted.where(User.disabled_at.is_not(None) if disabled else User.disabled_at.is_(None))
+        query = query.where(User.disabled_at.is_not(None) if disabled else User.disabled_at.is_(None))
     if after is not None:
-        wanted = wanted.where(User.id > after)
-    return (await session.scalars(wanted)).all()
+        query = query.where(User.id > after)
+    return (await session.scalars(query)).all()
 
 
 async def put_disabled(
@@ -112,18 +112,18 @@ async def put_addresses(
 def _has_address(*, email: bool, webhook: bool) -> ColumnElement[bool]:
     """True in SQL for a user with an address of one of these kinds."""
     columns = ((StatementAddress.email, email), (StatementAddress.webhook_url, webhook))
-    return or_(false(), *(column.is_not(None) for column, wanted in columns if wanted))
+    return or_(false(), *(column.is_not(None) for column, is_asked in columns if is_asked))
 
 
 async def count_addresses(session: AsyncSession, *, email: bool, webhook: bool) -> int:
-    wanted = _has_address(email=email, webhook=webhook)
-    return await session.scalar(select(func.count(StatementAddress.user_id)).where(wanted)) or 0
+    has_address = _has_address(email=email, webhook=webhook)
+    return await session.scalar(select(func.count(StatementAddress.user_id)).where(has_address)) or 0
 
 
 async def addresses_after(
     session: AsyncSession, *, email: bool, webhook: bool, after: str, limit: int
 ) -> Sequence[StatementAddress]:
     """Returns the next `limit` such users after the id `after`, by id."""
-    wanted, user_id = _has_address(email=email, webhook=webhook), StatementAddress.user_id
-    rows = select(StatementAddress).where(wanted, user_id > after).order_by(user_id).limit(limit)
+    has_address, user_id = _has_address(email=email, webhook=webhook), StatementAddress.user_id
+    rows = select(StatementAddress).where(has_address, user_id > after).order_by(user_id).limit(limit)
     return (await session.scalars(rows)).all()

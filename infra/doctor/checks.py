@@ -219,12 +219,14 @@ async def _limits(settings: Settings) -> str:
 async def _calendar(settings: Settings) -> str:
     calendar = load_calendar(Path(settings.calendar_file) if settings.calendar_file else None)
     if calendar_end(calendar) - time.time() < CALENDAR_WARNING_S:
+        end = calendar.first_end
+        markets = ", ".join(name for name, last in calendar.ends.items() if last == end)
         raise SettingRefused(
-            f"the exchanges' holidays are known until {calendar.known_until}; after that every weekday counts"
-            " as a trading day. Install a newer release of Berth, or add the new year's holidays to the file"
-            " that BERTH_CALENDAR_FILE names"
+            f"the holidays of {markets or 'the home markets'} are known until {end}; after that every weekday"
+            " counts as a trading day. Install a newer release of Berth or of the broker's plug-in, or add"
+            " the new year's holidays to the file that BERTH_CALENDAR_FILE names"
         )
-    return f"holidays are known until {calendar.known_until}"
+    return f"holidays are known until {calendar.first_end}"
 
 
 async def _certificates(settings: Settings) -> str:

@@ -18,7 +18,7 @@ from sqlalchemy import make_url, text
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
-from infra.market.calendar import TAIPEI, Calendar
+from infra.market.calendar import HOME_ZONE, Calendar
 from infra.settings import Settings
 from infra.valkey.client import read_clock
 from infra.valkey.memory import REFUSED_ABOVE
@@ -194,9 +194,9 @@ def open_files_limit() -> int:
 
 
 def calendar_end(calendar: Calendar) -> float:
-    """Returns the Unix time after whose day holidays are unknown."""
-    day = calendar.known_until + timedelta(days=1)
-    return datetime.combine(day, time_of_day(), TAIPEI).timestamp()
+    """Returns the Unix time after whose day the holidays of a market are unknown."""
+    day = calendar.first_end + timedelta(days=1)
+    return datetime.combine(day, time_of_day(), HOME_ZONE).timestamp()
 
 
 def certificate_files(settings: Settings) -> dict[str, str]:

@@ -17,6 +17,7 @@ from worker_runtime.brokers.paper.wire import (
     Cancel,
     ClientRequest,
     ExchangeOrder,
+    ExchangeOrderChanged,
     ExchangePing,
     ExchangeReply,
     GetBalance,
@@ -24,7 +25,6 @@ from worker_runtime.brokers.paper.wire import (
     ListPositions,
     Login,
     Logout,
-    OrderChanged,
     Place,
     Replace,
     SessionEnded,
@@ -112,7 +112,7 @@ class ExchangeConnection(asyncio.Protocol):
 
     # --- Listener -------------------------------------------------------------------------------------
 
-    def deliver(self, event: OrderChanged) -> None:
+    def deliver(self, event: ExchangeOrderChanged) -> None:
         self._send(event)
 
     def end(self, reason: str, *, abrupt: bool) -> None:
@@ -298,7 +298,7 @@ class ExchangeConnection(asyncio.Protocol):
     def _answer(self, reply: ExchangeReply) -> None:
         self._send(reply)
 
-    def _send(self, message: ExchangeReply | OrderChanged | SessionEnded) -> None:
+    def _send(self, message: ExchangeReply | ExchangeOrderChanged | SessionEnded) -> None:
         if self._transport is None or self._transport.is_closing():
             return
         if self._pending is not None:

@@ -33,12 +33,12 @@ from infra.exchange.records import (
 from infra.exchange.sessions import ExchangeSessions, OrderEventFeed
 from infra.market.calendar import load_calendar
 from worker_runtime.brokers.paper.wire import (
-    Balance,
     Coverage,
+    ExchangeBalance,
     ExchangeOrder,
-    OrderChanged,
+    ExchangeOrderChanged,
+    ExchangePosition,
     Place,
-    Position,
     Replace,
 )
 from worker_runtime.protocol.errors import OrderRejected
@@ -55,7 +55,7 @@ class TakenOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     order: LedgerOrder
     sent: ExchangeOrder
-    events: tuple[OrderChanged, ...]
+    events: tuple[ExchangeOrderChanged, ...]
 
 
 #: Calls a function after some seconds; `loop.call_later` in the server.
@@ -255,10 +255,10 @@ class PaperExchange:
             reaches_ms=now - self._today_ms(),
         )
 
-    def positions(self, account: str) -> list[Position]:
+    def positions(self, account: str) -> list[ExchangePosition]:
         return net_positions(self._as_shown(account, self.ledger.orders(account)))
 
-    def balance(self, account: str) -> Balance:
+    def balance(self, account: str) -> ExchangeBalance:
         """Returns the account's cash after its fills; resting purchases reduce what is available."""
         return account_balance(self._as_shown(account, self.ledger.orders(account)))
 

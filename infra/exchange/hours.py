@@ -9,7 +9,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from infra.exchange.ledger import ExchangeLedger
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from worker_runtime.protocol.errors import BrokerMaintenance
 
 _MAINTENANCE_SETTING = "maintenance"
@@ -37,14 +37,14 @@ def day_begins_ms(at_ms: int, begins: time = time()) -> int:
 
 def time_half_a_day_away(at_ms: int) -> time:
     """Returns the time of day in Taipei 12 hours from this moment, so that no day begins soon."""
-    at = datetime.fromtimestamp(at_ms / 1000, TAIPEI) + timedelta(hours=12)
+    at = datetime.fromtimestamp(at_ms / 1000, HOME_ZONE) + timedelta(hours=12)
     return at.time().replace(second=0, microsecond=0)
 
 
 def last_close_ms(at_ms: int, close: time) -> int:
     """Returns the last `close` (time of day in Taipei) that is not after this moment."""
-    at = datetime.fromtimestamp(at_ms / 1000, TAIPEI)
-    closed = datetime.combine(at.date(), close, TAIPEI)
+    at = datetime.fromtimestamp(at_ms / 1000, HOME_ZONE)
+    closed = datetime.combine(at.date(), close, HOME_ZONE)
     return int((closed if closed <= at else closed - timedelta(days=1)).timestamp() * 1000)
 
 

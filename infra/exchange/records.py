@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from worker_runtime.brokers.paper.wire import Balance, ExchangeOrder, Position
+from worker_runtime.brokers.paper.wire import ExchangeBalance, ExchangeOrder, ExchangePosition
 from worker_runtime.protocol.messages import (
     FINAL_ORDER_STATES,
     Fill,
@@ -180,7 +180,7 @@ _CENT = Decimal("0.0001")
 INITIAL_CASH = Decimal(100_000_000)
 
 
-def net_positions(orders: Iterable[LedgerOrder]) -> list[Position]:
+def net_positions(orders: Iterable[LedgerOrder]) -> list[ExchangePosition]:
     """Returns the open positions of the orders' fills, by symbol and condition, without flat ones.
 
     What opens and closes is netted, whatever a futures order says of it. The average price is that of the
@@ -199,13 +199,13 @@ def net_positions(orders: Iterable[LedgerOrder]) -> list[Position]:
             average = fill.price
         held[key] = (after, average)
     return [
-        Position.of_shares(symbol, shares, average.quantize(_CENT), condition)
+        ExchangePosition.of_shares(symbol, shares, average.quantize(_CENT), condition)
         for (symbol, condition), (shares, average) in sorted(held.items())
         if shares
     ]
 
 
-def account_balance(orders: Iterable[LedgerOrder]) -> Balance:
+def account_balance(orders: Iterable[LedgerOrder]) -> ExchangeBalance:
     """Returns the balance after the orders' fills. A lot is worth its price: there are no contract sizes.
 
     Margin purchases and short sales cost what others do: no interest, no fees, no collateral.
@@ -217,4 +217,4 @@ def account_balance(orders: Iterable[LedgerOrder]) -> Balance:
         cash += sum((sign * fill.quantity * size * fill.price for fill in order.fills), Decimal(0))
         if order.side is Side.BUY and not order.final and order.price is not None:
             bound += order.remaining * size * order.price
-    return Balance(currency="TWD", cash=cash, available=cash - bound)
+    return ExchangeBalance(currency="TWD", cash=cash, available=cash - bound)

@@ -15,7 +15,7 @@ from infra.exchange.hours import MaintenancePlan
 from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.limits import ExchangeCallKind, ExchangeLimiter, ExchangeLimits, LimitOwner
 from infra.exchange.records import LedgerSession, LimitOwnerKind
-from worker_runtime.brokers.paper.wire import ExchangeOrder, Login, OrderChanged
+from worker_runtime.brokers.paper.wire import ExchangeOrder, ExchangeOrderChanged, Login
 from worker_runtime.protocol.errors import LoginLimited
 from worker_runtime.protocol.messages import Fill
 
@@ -26,7 +26,7 @@ class OrderEventFeed:
     def __init__(
         self,
         accounts: ExchangeAccounts,
-        deliver: Callable[[str, OrderChanged], None],
+        deliver: Callable[[str, ExchangeOrderChanged], None],
         later: Callable[[float, Callable[[], None]], object],
         now: Callable[[], int],
     ) -> None:
@@ -40,13 +40,15 @@ class OrderEventFeed:
         #: When the loss of an account's events ends, in Unix milliseconds.
         self._gaps: dict[str, int] = {}
 
-    def events_of(self, order: ExchangeOrder, fills: Sequence[Fill]) -> tuple[OrderChanged, ...]:
+    def events_of(self, order: ExchangeOrder, fills: Sequence[Fill]) -> tuple[ExchangeOrderChanged, ...]:
         """Makes one event per fill, or one for the change of state if there is no fill."""
         if not fills:
-            return (OrderChanged(event_id=self._new_event_id(), order=order),)
-        return tuple(OrderChanged(event_id=self._new_event_id(), order=order, fill=fill) for fill in fills)
+            return (ExchangeOrderChanged(event_id=self._new_event_id(), order=order),)
+        return tuple(
+            ExchangeOrderChanged(event_id=self._new_event_id(), order=order, fill=fill) for fill in fills
+        )
 
-    def publish(self, account: str, events: tuple[OrderChanged, ...]) -> None:
+    def publish(self, account: str, events: tuple[ExchangeOrderChanged, ...]) -> None:
         """Sends events to every session of the account."""
         if not events:
             return
@@ -77,7 +79,7 @@ class OrderEventFeed:
             return True
         return self._accounts.fault_hits(account, FaultPoint.LOST_EVENT)
 
-    def _deliver_later(self, account: str, event: OrderChanged, milliseconds: int) -> None:
+    def _deliver_later(self, account: str, event: ExchangeOrderChanged, milliseconds: int) -> None:
         self._later(milliseconds / 1000, lambda: self._deliver(account, event))
 
     def _new_event_id(self) -> str:
@@ -92,7 +94,7 @@ _log = structlog.get_logger()
 class SessionListener(Protocol):
     """One logged-in connection."""
 
-    def deliver(self, event: OrderChanged) -> None: ...
+    def deliver(self, event: ExchangeOrderChanged) -> None: ...
 
     def end(self, reason: str, *, abrupt: bool) -> None: ...
 
@@ -176,7 +178,7 @@ class ExchangeSessions:
                 del self._listeners[account]
             self._ledger.close_session(session_id, self._now(), reason)
 
-    def deliver(self, account: str, event: OrderChanged) -> None:
+    def deliver(self, account: str, event: ExchangeOrderChanged) -> None:
         """Sends an event to every session of the account."""
         if listeners := self._listeners.get(account):
             for listener in list(listeners.values()):

@@ -1,4 +1,5 @@
-"""Knows the exchanges of Taiwan: trading days and hours, symbols, lots.
+"""Knows the brokers' markets by their records: trading days and hours, symbols, lots.
 
-Not here: prices and orders, and the hours of the paper exchange (`infra/exchange/hours.py`).
+Not here: the records (`worker_runtime/brokers`), prices and orders, and the hours of the paper exchange
+(`infra/exchange/hours.py`).
 """

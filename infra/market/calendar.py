@@ -1,34 +1,41 @@
-"""The calendar of Taiwan's exchanges: when they take orders.
+"""The calendars of markets: when they take orders.
 
-Holidays come from a table made from the library `exchange_calendars` (`.ci/holiday_table.py`), since
-importing it would cost each process pandas, 60 MB and a second. An operator's file overrides the table: a
-typhoon can close the exchange on an hour's notice.
+Hours, holidays and time zones come from the brokers' records (`worker_runtime/protocol/broker_record.py`). An
+operator's file overrides them: a typhoon can close an exchange on an hour's notice.
+
+What is not about one account (reports, quotas, the days of lists, windows of a pool) follows the home
+markets, which are those of the first of Berth's own brokers.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import date, datetime, time, timedelta, timezone
+from datetime import date, datetime, time, timedelta, tzinfo
 from enum import StrEnum
-from importlib.resources import files
+from functools import cache
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+from worker_runtime.protocol.broker_record import (
+    BrokerRecordRefused,
+    HolidayTable,
+    MarketRule,
+    Plugin,
+    after_close,
+)
 from worker_runtime.protocol.errors import BerthError
+from worker_runtime.protocol.installed_brokers import installed_brokers, own_brokers
 from worker_runtime.protocol.order_terms import OrderLot
 
-#: Taiwan has had no daylight saving time since 1979.
-TAIPEI = timezone(timedelta(hours=8))
-#: Most days to search back for a trading day: the longest holidays of Taiwan are below two weeks.
+#: Most days to search back for a trading day: the longest known holidays are below two weeks.
 LOOK_BACK = 60
 
 
 class Market(StrEnum):
-    """What an account trades, as its `broker_type` says."""
+    """The home markets, as the `broker_type` of their accounts says."""
 
-    #: TWSE and TPEx.
     STOCK = "stock"
-    #: TAIFEX.
     FUTURES = "futures"
 
 
@@ -40,17 +47,33 @@ class Hours:
     closes: time
 
 
-#: TWSE takes orders from 08:30 and matches from 09:00 to 13:30; TAIFEX trades from 08:45 to 13:45 and in the
-#: evening from 15:00 to 05:00; it takes orders 15 and 10 minutes earlier (the exchanges' trading hours).
-DAY = {Market.STOCK: Hours(time(8, 30), time(13, 30)), Market.FUTURES: Hours(time(8, 30), time(13, 45))}
-EVENING = {Market.FUTURES: Hours(time(14, 50), time(5, 0))}
-#: The bells: when each market begins to match orders.
-_DAY_BELLS = {Market.STOCK: time(9), Market.FUTURES: time(8, 45)}
-_EVENING_BELLS = {Market.FUTURES: time(15)}
-#: Lots that trade apart after TWSE's close: from this long after it until an hour after it (article 3 of the
-#: Regulations Governing Odd-lot Trading, article 3 of those Governing After-Hours Fixed-Price Trading). Odd
-#: lots during the day are taken from the bell.
-_AFTER_CLOSE = {OrderLot.ODD: timedelta(minutes=10), OrderLot.FIXING: timedelta(minutes=30)}
+@cache
+def home_broker() -> Plugin:
+    """Return the broker whose markets the installation's own days follow."""
+    return next(iter(own_brokers().values()))
+
+
+@cache
+def zone_of_market(name: str) -> ZoneInfo:
+    """Return a market's time zone. Raises `BrokerRecordRefused`."""
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        raise BrokerRecordRefused(
+            f"A broker's record names the time zone {name!r}, which does not exist."
+        ) from None
+
+
+def _home_zone() -> tzinfo:
+    return zone_of_market(next(iter(home_broker().record.markets.values())).zone)
+
+
+#: The time zone of the home markets.
+HOME_ZONE = _home_zone()
+
+
+def _home_markets() -> Mapping[str, MarketRule]:
+    return home_broker().record.markets
 
 
 class CalendarUnreadable(BerthError, code="CALENDAR_UNREADABLE"):
@@ -59,7 +82,7 @@ class CalendarUnreadable(BerthError, code="CALENDAR_UNREADABLE"):
 
 @dataclass(frozen=True)
 class Calendar:
-    """Trading days of the exchanges. After the table's last day, every weekday counts as one."""
+    """Trading days of markets. After the table's last day, every weekday counts as one."""
 
     #: Weekdays without trading.
     holidays: frozenset[date]
@@ -68,6 +91,15 @@ class Calendar:
     #: Days that an operator changed: closed (None), or other day hours for all markets. An open day keeps its
     #: evening.
     changed: Mapping[date, Hours | None] = field(default_factory=dict)
+    #: By the `broker_type` of their accounts. All have the same zone.
+    markets: Mapping[str, MarketRule] = field(default_factory=_home_markets)
+    #: The last known day of each installed market whose table of holidays ends, as `broker/market`.
+    ends: Mapping[str, date] = field(default_factory=dict)
+
+    @property
+    def first_end(self) -> date:
+        """The last day on which the holidays of all installed markets are known."""
+        return min((self.known_until, *self.ends.values()))
 
     @property
     def known_until(self) -> date:
@@ -86,25 +118,33 @@ class Calendar:
                 return before
         return day - timedelta(days=1)  # an operator closed them all
 
-    def is_open(self, market: Market, at: datetime, lot: OrderLot = OrderLot.COMMON) -> bool:
+    def is_open(self, market: str, at: datetime, lot: OrderLot = OrderLot.COMMON) -> bool:
         """Whether the market takes orders of this lot at this time, which needs a time zone."""
-        local = at.astimezone(TAIPEI)
+        rule = self.markets[market]
+        local = at.astimezone(zone := zone_of_market(rule.zone))
         day, now = local.date(), local.time()
         if self.trades_on(day):
-            hours = self.changed.get(day) or DAY[market]
-            if (after := _AFTER_CLOSE.get(lot)) is not None:
-                return after <= local - datetime.combine(day, hours.closes, TAIPEI) <= timedelta(hours=1)
-            opens = max(hours.opens, _DAY_BELLS[market]) if lot is OrderLot.INTRADAY_ODD else hours.opens
+            hours = self.changed.get(day) or self.day_hours(market)
+            lot_rule = rule.lots.get(lot)
+            if lot_rule is not None and (span := after_close(lot_rule)) is not None:
+                return span[0] <= local - datetime.combine(day, hours.closes, zone) <= span[1]
+            from_bell = lot_rule is not None and lot_rule.from_bell
+            opens = max(hours.opens, rule.day.bell) if from_bell else hours.opens
             if opens <= now <= hours.closes:
                 return True
-        evening = EVENING.get(market)
+        evening = rule.evening
         if evening is None:
             return False
         if now >= evening.opens:
             return self._has_evening(day)
         return now <= evening.closes and self._has_evening(day - timedelta(days=1))
 
-    def bells(self, day: date, *, evening: bool = False) -> dict[Market, datetime]:
+    def day_hours(self, market: str) -> Hours:
+        """Return the usual hours of a trading day."""
+        day = self.markets[market].day
+        return Hours(day.opens, day.closes)
+
+    def bells(self, day: date, *, evening: bool = False) -> dict[str, datetime]:
         """When the markets begin to match on this day, or in its evening; empty if they do not.
 
         A day with other hours has its bells no earlier than it takes orders.
@@ -112,11 +152,13 @@ class Calendar:
         if not (self._has_evening(day) if evening else self.trades_on(day)):
             return {}
         hours = None if evening else self.changed.get(day)
-        bells = _EVENING_BELLS if evening else _DAY_BELLS
-        return {
-            market: datetime.combine(day, max(bell, hours.opens) if hours else bell, TAIPEI)
-            for market, bell in bells.items()
-        }
+        bells = {}
+        for market, rule in self.markets.items():
+            session = rule.evening if evening else rule.day
+            if session is not None:
+                begins = max(session.bell, hours.opens) if hours else session.bell
+                bells[market] = datetime.combine(day, begins, zone_of_market(rule.zone))
+        return bells
 
     def _in_table(self, day: date) -> bool:
         return day.weekday() < 5 and day not in self.holidays
@@ -127,23 +169,89 @@ class Calendar:
 
 
 def load_calendar(changes: Path | None = None) -> Calendar:
-    """Loads the table with an operator's changes: `{"2026-09-28": "closed", "2026-02-13": "09:00-11:00"}`.
+    """Load the calendar of the home markets, with an operator's changes.
+
+    `changes` is JSON: `{"2026-09-28": "closed", "2026-02-13": "09:00-11:00"}`. Those of another broker are in
+    an object under its name, or under broker and market: `{"harbour/spot": {"2026-09-28": "closed"}}`.
 
     Raises `CalendarUnreadable`.
     """
-    table = json.loads((files("infra.market") / "xtai.json").read_text(encoding="utf-8"))
-    return Calendar(
-        holidays=frozenset(map(date.fromisoformat, table["holidays"])),
-        last=date.fromisoformat(table["last"]),
-        changed=_read_changes(changes) if changes else {},
-    )
+    return MarketCalendars(changes).home
 
 
-def _read_changes(path: Path) -> dict[date, Hours | None]:
+class MarketCalendars:
+    """The calendars of all installed brokers' markets. Made once a process; a look-up is in memory."""
+
+    def __init__(self, changes: Path | None = None) -> None:
+        """Raises `CalendarUnreadable` and `BrokerRecordRefused`."""
+        content = _read_file(changes) if changes else {}
+        known = {
+            key
+            for name, plugin in installed_brokers().items()
+            for key in (name, *(f"{name}/{market}" for market in plugin.record.markets))
+        }
+        for key, part in content.items():
+            if not isinstance(part, str) and not (isinstance(part, dict) and key in known):
+                raise CalendarUnreadable(
+                    f"{changes}: {key!r} is neither a day with its hours nor a broker (or broker/market) with"
+                    f" days; installed are {', '.join(sorted(known))}"
+                )
+        home = home_broker()
+        self._by_market: dict[tuple[str, str], Calendar] = {}
+        for name, plugin in installed_brokers().items():
+            for market, rule in plugin.record.markets.items():
+                zone_of_market(rule.zone)
+                own: dict[str, str] = {}
+                for key in (name, f"{name}/{market}"):
+                    if isinstance(part := content.get(key), dict):
+                        own |= part
+                if not plugin.distribution:
+                    own = {day: text for day, text in content.items() if isinstance(text, str)} | own
+                self._by_market[name, market] = Calendar(
+                    **_table(plugin.holidays.get(market)),
+                    changed=_parse_changes(changes, own),
+                    markets={market: rule},
+                )
+        first = next(iter(home.record.markets))
+        days = {day: text for day, text in content.items() if isinstance(text, str)}
+        self.home = Calendar(
+            **_table(home.holidays.get(first)),
+            changed=_parse_changes(changes, days),
+            ends=self._ends(),
+        )
+
+    def find(self, broker: str, market: str) -> Calendar | None:
+        """Return the calendar of a broker's market; None if the broker or its market is not installed."""
+        return self._by_market.get((broker, market))
+
+    def _ends(self) -> dict[str, date]:
+        return {
+            f"{broker}/{market}": calendar.known_until
+            for (broker, market), calendar in self._by_market.items()
+            if calendar.last < date.max
+        }
+
+
+def _table(table: HolidayTable | None) -> dict[str, Any]:
+    """Return the fields of a calendar. A market without a table trades on every weekday, for good."""
+    if table is None:
+        return {"holidays": frozenset(), "last": date.max}
+    return {"holidays": table.holidays, "last": table.last}
+
+
+def _read_file(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return {date.fromisoformat(day): _parse_hours(text) for day, text in found.items()}
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content.items()
     except (OSError, ValueError, AttributeError) as error:
+        raise CalendarUnreadable(f"{path}: {error}") from None
+    return content
+
+
+def _parse_changes(path: Path | None, days: Mapping[str, str]) -> dict[date, Hours | None]:
+    try:
+        return {date.fromisoformat(day): _parse_hours(text) for day, text in days.items()}
+    except (ValueError, AttributeError, TypeError) as error:
         raise CalendarUnreadable(f"{path}: {error}") from None
 
 

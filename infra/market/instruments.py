@@ -1,28 +1,13 @@
 """The symbols that exist, and the size of one lot of each."""
 
 import csv
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
+from worker_runtime.protocol.broker_record import MarketRule
 from worker_runtime.protocol.errors import BerthError
-
-#: Shares in one lot (TWSE).
-SHARES = Decimal(1000)
-#: TWD an index point of one contract (TAIFEX: TX, MTX, TMF, TE, TF).
-_FAMILIES = {
-    "TXF": Decimal(200),
-    "MXF": Decimal(50),
-    "TMF": Decimal(10),
-    "EXF": Decimal(4000),
-    "FXF": Decimal(1000),
-}
-#: A family with a month (`MXFA6`: letter of the month, digit of the year), or a rolling code (`MXFR1`).
-_CONTRACT = re.compile(r"([A-Z]{3})(?:[A-L]\d|R[12])")
-#: Shares have 4 digits; funds, warrants and preferred shares up to 6, some with a letter at the end.
-_SHARE = re.compile(r"\d{4,6}[A-Z]?")
 
 
 class InstrumentsUnreadable(BerthError, code="INSTRUMENTS_UNREADABLE"):
@@ -35,16 +20,20 @@ class Instruments:
 
     listed: Mapping[str, Decimal] = field(default_factory=dict)
 
-    def lot(self, symbol: str) -> Decimal | None:
-        """Returns the value of one lot at a price of 1, in TWD; None for an unknown symbol."""
+    def lot(self, symbol: str, markets: Mapping[str, MarketRule]) -> Decimal | None:
+        """Return the value of one lot at a price of 1, in the market's currency; None for an unknown symbol.
+
+        `markets`: those of the account's broker.
+        """
         if symbol in self.listed:
             return self.listed[symbol]
         if self.listed:
             return None
-        contract = _CONTRACT.fullmatch(symbol)
-        if contract is not None:
-            return _FAMILIES.get(contract[1])
-        return SHARES if _SHARE.fullmatch(symbol) else None
+        for market in markets.values():
+            rule = market.symbol_rule(symbol)
+            if rule is not None:
+                return rule.lot_value
+        return None
 
 
 def load_instruments(path: Path | None = None) -> Instruments:

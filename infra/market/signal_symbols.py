@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from datetime import date, datetime, time, timedelta
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 
-from infra.market.calendar import DAY, TAIPEI, Calendar, Market
+from infra.market.calendar import HOME_ZONE, Calendar, Market, home_broker
 from worker_runtime.protocol.errors import UnknownSymbol
 
 _EXCHANGES = frozenset({"TWSE", "TPEX", "TAIFEX"})
@@ -21,7 +21,6 @@ _DELAYED = re.compile(r"_DLY?$")
 _SUFFIX = re.compile(r"\.TWO?$")
 _CONTINUOUS = re.compile(r"([A-Z]{2}[A-Z0-9])([12])!")
 _DATED = re.compile(r"([A-Z]{2}[A-Z0-9])([FGHJKMNQUVXZ])(20\d\d)")
-_CONTRACT = re.compile(r"([A-Z]{2}[A-Z0-9])(?:[A-L]\d|R[12])")
 _SYMBOL = re.compile(r"[A-Z0-9][A-Z0-9./_-]{0,31}")
 _INTERNATIONAL_MONTHS = "FGHJKMNQUVXZ"
 _TAIFEX_MONTHS = "ABCDEFGHIJKL"
@@ -29,25 +28,6 @@ _TAIFEX_MONTHS = "ABCDEFGHIJKL"
 #: until 13:45.
 _LAST_CLOSE = time(13, 30)
 _WEDNESDAY = 2
-
-#: Ticks by the price below which they hold (TWSE, article 62 of the Operating Rules; TPEx has the same).
-#: Funds (symbols that begin with 00) have two steps.
-_SHARE_TICKS = (
-    (Decimal(10), Decimal("0.01")),
-    (Decimal(50), Decimal("0.05")),
-    (Decimal(100), Decimal("0.1")),
-    (Decimal(500), Decimal("0.5")),
-    (Decimal(1000), Decimal(1)),
-)
-_FUND_TICKS = ((Decimal(50), Decimal("0.01")),)
-#: Index points (TAIFEX, contract specifications of TX, MTX, TMF, TE, TF).
-_FUTURES_TICKS = {
-    "TXF": Decimal(1),
-    "MXF": Decimal(1),
-    "TMF": Decimal(1),
-    "EXF": Decimal("0.05"),
-    "FXF": Decimal("0.2"),
-}
 
 
 def is_share(symbol: str) -> bool:
@@ -99,7 +79,7 @@ def front_contract(product: str, calendar: Calendar, at: datetime, months_later:
 
     The front month is the one that ends first, until the close of its final settlement day.
     """
-    local = at.astimezone(TAIPEI)
+    local = at.astimezone(HOME_ZONE)
     year, month = local.year, local.month
     if local >= last_trade(year, month, calendar):
         months_later += 1
@@ -116,19 +96,15 @@ def last_trade(year: int, month: int, calendar: Calendar) -> datetime:
     day = first + timedelta(days=(_WEDNESDAY - first.weekday()) % 7 + 14)
     while not calendar.trades_on(day) and (day - first).days < 60:
         day += timedelta(days=1)
-    hours = calendar.changed.get(day) or DAY[Market.FUTURES]
-    return datetime.combine(day, min(hours.closes, _LAST_CLOSE), TAIPEI)
+    hours = calendar.changed.get(day) or calendar.day_hours(Market.FUTURES)
+    return datetime.combine(day, min(hours.closes, _LAST_CLOSE), HOME_ZONE)
 
 
 def tick_of(symbol: str, price: Decimal) -> Decimal | None:
-    """Return the smallest step of a price; None where it is not known (options, single stock futures)."""
-    if is_share(symbol):
-        steps, last = (
-            (_FUND_TICKS, Decimal("0.05")) if symbol.startswith("00") else (_SHARE_TICKS, Decimal(5))
-        )
-        return next((tick for below, tick in steps if price < below), last)
-    contract = _CONTRACT.fullmatch(symbol)
-    return _FUTURES_TICKS.get(contract[1]) if contract is not None else None
+    """Return the smallest step of a price, as the records of the home markets say; None where they do not
+    know it (options, single stock futures)."""
+    markets = home_broker().record.markets.values()
+    return next((market.tick(symbol, price) for market in markets if market.symbol_rule(symbol)), None)
 
 
 def round_to_tick(symbol: str, price: Decimal, *, buys: bool) -> Decimal:

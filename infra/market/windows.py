@@ -6,13 +6,11 @@ from datetime import UTC, date, datetime, time, timedelta, tzinfo
 from enum import StrEnum
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from infra.market.calendar import DAY, Calendar, Market
+from infra.market.calendar import Calendar, Market
 from worker_runtime.protocol.errors import BerthError
 
-#: Days searched for the next change; the exchange's longest closure (lunar new year) is 11 days.
+#: Days searched for the next change; the longest closure of a home market (lunar new year) is 11 days.
 AHEAD = 14
-#: The exchange's usual hours, with which changed hours are compared.
-_USUAL = DAY[Market.STOCK]
 
 
 class ZoneUnknown(BerthError, code="ZONE_UNKNOWN", status=422):
@@ -63,16 +61,17 @@ class Window:
             ends += timedelta(days=1)
         hours = calendar.changed.get(day) if self.days is Days.TRADING else None
         if hours is not None:
-            if self.begins >= _USUAL.closes:
+            usual = calendar.day_hours(Market.STOCK)
+            if self.begins >= usual.closes:
                 return None
             late = timedelta()
             if self.begins < hours.opens:
-                late = max(late, _between(_USUAL.opens, hours.opens))
+                late = max(late, _between(usual.opens, hours.opens))
             begins += late
-            if ends < datetime.combine(day, _USUAL.closes):
+            if ends < datetime.combine(day, usual.closes):
                 ends = min(ends + late, datetime.combine(day, hours.closes))
             else:
-                ends -= max(timedelta(), _between(hours.closes, _USUAL.closes))
+                ends -= max(timedelta(), _between(hours.closes, usual.closes))
         first, last = (at.replace(tzinfo=self.zone).timestamp() for at in (begins, ends))
         return (first, last) if first < last else None
 

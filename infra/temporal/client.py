@@ -64,7 +64,7 @@ async def read_pollers(client: Client, queue: str, kind: TaskQueueType.ValueType
         ),
         timeout=CALL,
     )
-    return {one.identity: one.last_access_time.ToMicroseconds() / 1e6 for one in answer.pollers}
+    return {poller.identity: poller.last_access_time.ToMicroseconds() / 1e6 for poller in answer.pollers}
 
 
 async def unless_missing(call: Awaitable[T]) -> T | None:

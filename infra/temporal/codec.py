@@ -203,10 +203,10 @@ class PayloadEncryption(PayloadCodec, WithSerializationContext):
                 return payload
             raise PayloadNotDecrypted("it is not encrypted")
         key_id = payload.metadata.get(_KEY_ID, b"")
-        found = self._keys.find(key_id)
-        if found is None:
+        key = self._keys.find(key_id)
+        if key is None:
             raise PayloadNotDecrypted(f"no key {key_id.decode('ascii', 'replace')[:20]!r} in the key file")
-        cipher, bound = found
+        cipher, bound = key
         authenticated = key_id
         if bound:
             made_for = PayloadScope(

@@ -43,7 +43,7 @@ def create_codec_app(keys: SecretVersionFile, origins: Sequence[str]) -> FastAPI
     codec = PayloadEncryption(keys)
 
     def admit(token: str) -> None:
-        if not any([hmac.compare_digest(token.encode(), token_of(one).encode()) for one in keys.present()]):
+        if not any([hmac.compare_digest(token.encode(), token_of(key).encode()) for key in keys.present()]):
             raise HTTPException(404)
 
     @app.post("/{token}/encode", dependencies=[Depends(admit)])

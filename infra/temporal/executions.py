@@ -129,7 +129,7 @@ async def explain_end(client: Client, workflow_id: str, state: ExecutionState | 
     if state is None:
         return "deleted"
     handle = client.get_workflow_handle(workflow_id, run_id=state.run_id)
-    who = why = ""
+    identity = why = ""
     try:
         events = handle.fetch_history_events(
             event_filter_type=WorkflowHistoryEventFilterType.CLOSE_EVENT, rpc_timeout=CALL
@@ -137,11 +137,11 @@ async def explain_end(client: Client, workflow_id: str, state: ExecutionState | 
         async for event in events:
             if event.HasField("workflow_execution_terminated_event_attributes"):
                 ended = event.workflow_execution_terminated_event_attributes
-                who, why = ended.identity, ended.reason
+                identity, why = ended.identity, ended.reason
     except RPCError as error:
         if error.status != RPCStatusCode.NOT_FOUND:
             raise
-    return state.end + (f" by {who}" if who else "") + (f": {why}" if why else "")
+    return state.end + (f" by {identity}" if identity else "") + (f": {why}" if why else "")
 
 
 async def terminate_workflows(client: Client, reason: str) -> int:

@@ -160,17 +160,17 @@ async def ensure_schedules(client: Client, settings: Settings, *ids: str, keep: 
         await _ensure(client, schedule_id, SCHEDULES[schedule_id](settings), keep)
 
 
-async def _ensure(client: Client, schedule_id: str, wanted: Schedule | None, keep: bool) -> None:
+async def _ensure(client: Client, schedule_id: str, schedule: Schedule | None, keep: bool) -> None:
     present = client.get_schedule_handle(schedule_id)
-    if wanted is None:
+    if schedule is None:
         return None if keep else await unless_missing(present.delete(rpc_timeout=CALL))
 
     def updated(known: ScheduleUpdateInput) -> ScheduleUpdate:
-        wanted.state = known.description.schedule.state
-        return ScheduleUpdate(schedule=wanted)
+        schedule.state = known.description.schedule.state
+        return ScheduleUpdate(schedule=schedule)
 
     try:
-        await client.create_schedule(schedule_id, wanted, rpc_timeout=CALL)
+        await client.create_schedule(schedule_id, schedule, rpc_timeout=CALL)
         log.info("schedule_made", schedule=schedule_id)
     except ScheduleAlreadyRunningError:
         if not keep:

@@ -126,14 +126,14 @@ class WorkerStarter:
         down_since: float | None = None
         pause = 0.02
         reason: BerthError = WorkerUnavailable()
-        while (left := began + self._deadline - time.monotonic()) > 0:
+        while (seconds_left := began + self._deadline - time.monotonic()) > 0:
             asked = time.monotonic()
             try:
-                async with asyncio.timeout(left):
-                    found = await self._call(user_id, mark_missing, stay_until)
+                async with asyncio.timeout(seconds_left):
+                    active = await self._call(user_id, mark_missing, stay_until)
                 ms = round((time.monotonic() - began) * 1000, 1)
-                log.info("ensure_active", user=user_id, worker=found.worker.worker_id, ms=ms)
-                return found
+                log.info("ensure_active", user=user_id, worker=active.worker.worker_id, ms=ms)
+                return active
             except TimeoutError:
                 break
             except _RetryStart as again:
@@ -161,7 +161,7 @@ class WorkerStarter:
         # A new update id each time: idempotence comes from the user's state (ids dedupe within a run only).
         request_id = uuid4().hex
         try:
-            found: ActiveWorker = await self._client.execute_update_with_start_workflow(
+            active: ActiveWorker = await self._client.execute_update_with_start_workflow(
                 "ensure_active",
                 EnsureActive(request_id=request_id, mark_missing=mark_missing, stay_until=stay_until),
                 start_workflow_operation=start,
@@ -184,7 +184,7 @@ class WorkerStarter:
             raise _TemporalOutage(under_way=False) from None
         finally:
             await _retrieve_start_result(start)
-        return found
+        return active
 
 
 def _log_failure(user_id: str, error: BaseException) -> None:

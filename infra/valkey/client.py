@@ -138,11 +138,11 @@ def seconds_of(milliseconds: Any) -> float:
 async def replies_of(pipe: Pipeline) -> list[Any]:
     """The replies of a pipeline that reads what workers write; None for a key of another kind than was asked
     for. Whoever may write a key may change its kind, too, and must not fail the reads of all others."""
-    found = await pipe.execute(raise_on_error=False)
-    for reply in found:
+    replies = await pipe.execute(raise_on_error=False)
+    for reply in replies:
         if isinstance(reply, ResponseError) and not str(reply).startswith("WRONGTYPE"):
             raise reply
-    return [None if isinstance(reply, ResponseError) else reply for reply in found]
+    return [None if isinstance(reply, ResponseError) else reply for reply in replies]
 
 
 async def run_script(client: Redis, script: Script, key_names: list[str], args: list[Any]) -> Any:
@@ -155,20 +155,20 @@ async def run_script(client: Redis, script: Script, key_names: list[str], args: 
 
 async def read_strings(client: Redis, names: list[str]) -> list[bytes | None]:
     """The first 256 bytes of strings that workers write."""
-    found: list[bytes | None] = await run_script(client, READ_BOUNDED, names, ["string"])
-    return found
+    values: list[bytes | None] = await run_script(client, READ_BOUNDED, names, ["string"])
+    return values
 
 
 async def read_hashes(client: Redis, names: list[str]) -> list[dict[bytes, bytes]]:
     """Hashes that workers write; empty for a missing one, and for one that is too large to be true."""
-    found = await run_script(client, READ_BOUNDED, names, ["hash"])
-    return [dict(zip(flat[::2], flat[1::2], strict=True)) if flat else {} for flat in found]
+    hashes = await run_script(client, READ_BOUNDED, names, ["hash"])
+    return [dict(zip(flat[::2], flat[1::2], strict=True)) if flat else {} for flat in hashes]
 
 
 async def read_answer(client: Redis, user_id: str, request_id: str) -> bytes:
     """Returns the answer in a response key, cut where none of ours is as long; empty if there is none."""
-    found: bytes = await reply_of(client.getrange(keys.response(user_id, request_id), 0, 2 * MAX_MESSAGE))
-    return found
+    data: bytes = await reply_of(client.getrange(keys.response(user_id, request_id), 0, 2 * MAX_MESSAGE))
+    return data
 
 
 async def read_mark(client: Redis, user_id: str) -> tuple[bytes | None, dict[bytes, bytes], int]:
@@ -194,8 +194,8 @@ async def check_writable(client: Redis) -> None:
 
 async def read_server_id(client: Redis) -> str:
     """Returns the server's run id, which is new after a restart and differs on a promoted replica."""
-    found: dict[str, Any] = await client.info("server")
-    return str(found.get("run_id", ""))
+    info: dict[str, Any] = await client.info("server")
+    return str(info.get("run_id", ""))
 
 
 async def read_generation_and_server(client: Redis, fresh: str) -> tuple[str, str]:
@@ -204,8 +204,8 @@ async def read_generation_and_server(client: Redis, fresh: str) -> tuple[str, st
         pipe.set(keys.GENERATION, fresh, nx=True)
         pipe.get(keys.GENERATION)
         pipe.info("server")
-        created, generation, found = await pipe.execute()
-    server = str(found.get("run_id", ""))
+        created, generation, info = await pipe.execute()
+    server = str(info.get("run_id", ""))
     if created:
         await note_server(client, server)
     return text_of(generation), server
@@ -244,10 +244,10 @@ async def server_known_since(client: Redis) -> float:
     async with client.pipeline(transaction=False) as pipe:
         pipe.hmget(keys.SERVER_SINCE, "server", "at_ms")
         pipe.info("server")
-        (noted, at_ms), found = await pipe.execute()
+        (noted, at_ms), info = await pipe.execute()
     if noted is None:
         return 0.0
-    same = noted == str(found.get("run_id", "")).encode() and at_ms is not None
+    same = noted == str(info.get("run_id", "")).encode() and at_ms is not None
     return number_of(at_ms) / 1000 if same else math.inf
 
 
@@ -259,9 +259,9 @@ async def has_lapsed(client: Redis, user_id: str, mark: str, seconds: float) -> 
         pipe.hmget(keys.SERVER_SINCE, "server", "noted_ms")
         pipe.info("server")
         pipe.time()
-        found, (noted, noted_ms), running, (now, _) = await replies_of(pipe)
+        value, (noted, noted_ms), running, (now, _) = await replies_of(pipe)
     same = noted == str(running.get("run_id", "")).encode() and noted_ms is not None
-    return bool(same and found != mark.encode() and now - number_of(noted_ms) / 1000 >= seconds)
+    return bool(same and value != mark.encode() and now - number_of(noted_ms) / 1000 >= seconds)
 
 
 async def ensure_generation(client: Redis, fresh: str) -> str:

@@ -64,14 +64,14 @@ def code_of(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, ConnectionError):
         # The connection that orders use ends with its server's last reply.
-        code = found.group(1) if (found := _CODE.search(text)) else ""
+        code = match.group(1) if (match := _CODE.search(text)) else ""
         return "CLIENTS" if "max number of clients" in text else code if code in _MEANINGS else ""
     if isinstance(error, ExecAbortError):
         return "EXECABORT"
     if not isinstance(error, ResponseError):
         return ""
-    found = _CODE.search(text)
-    return found.group(1) if found else "ERR"
+    match = _CODE.search(text)
+    return match.group(1) if match else "ERR"
 
 
 def explain_failure(error: BaseException) -> str:

@@ -185,16 +185,16 @@ class ValkeyLink(asyncio.Protocol):
         if not self._replies:
             return
         deadline = self._replies[0][1]
-        left = deadline - self._loop.time()
-        if left <= 0:
+        seconds_left = deadline - self._loop.time()
+        if seconds_left <= 0:
             self._lose(TimeoutError("Valkey did not answer in time"))
             return
-        silent_in = left - self._timeout + SILENT_AFTER_S
+        silent_in = seconds_left - self._timeout + SILENT_AFTER_S
         if silent_in > 0:
-            left = min(left, silent_in)
+            seconds_left = min(seconds_left, silent_in)
         elif self._connect_again is not None and self._look is None:
             self._look = self._loop.create_task(self._look_into(deadline), name="silent link to Valkey")
-        self._loop.call_later(left, self._check_deadline)
+        self._loop.call_later(seconds_left, self._check_deadline)
 
     async def _look_into(self, deadline: float) -> None:
         """Drops this connection if the server answers another one while the reply with this deadline is

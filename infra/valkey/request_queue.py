@@ -44,7 +44,7 @@ class QueuedRequest:
 
 
 class ClientOrderIdTaken(Exception):
-    """Another order was enqueued under this client order id, and PostgreSQL knows nothing of it any more.
+    """Another order was queued under this client order id, but PostgreSQL has lost it.
 
     What became of it the broker knows, by its `tag`.
     """
@@ -56,7 +56,7 @@ class ClientOrderIdTaken(Exception):
 
 
 class RequestFate(StrEnum):
-    """What became of a request that is overdue or to be cancelled."""
+    """Says what happened to a request that is overdue or to be cancelled."""
 
     ANSWERED = "answered"  # by a worker, or by the process that withdrew it
     JOURNALED = "journaled"  # a worker was about to call the broker: it may have

@@ -80,10 +80,10 @@ async def write_switches(
         async with client.pipeline(transaction=False) as pipe:
             pipe.script_load(scripts.WRITE_SWITCH.source)
             for user_id, switch in listed[start : start + CHUNK]:
-                found = (seen or {}).get(user_id)
-                forged = found is not None and found.version > switch.version
+                seen_switch = (seen or {}).get(user_id)
+                forged = seen_switch is not None and seen_switch.version > switch.version
                 version, *words = signer.words(user_id, switch, server)
-                may_go = found.mac if found is not None and forged else _NOT_FORGED
+                may_go = seen_switch.mac if seen_switch is not None and forged else _NOT_FORGED
                 pipe.evalsha(scripts.WRITE_SWITCH.sha, 1, keys.switch(user_id), version, may_go, *words)
             _, *replies = await pipe.execute(raise_on_error=False)
         chunk = zip(listed[start : start + CHUNK], replies, strict=True)
@@ -104,16 +104,16 @@ async def users_behind(
             (user_id, _fields(signer, snapshot, user_id, server)) for user_id in users[start : start + CHUNK]
         ]
         async with client.pipeline(transaction=False) as pipe:
-            for user_id, wanted in chunk:
+            for user_id, field_names in chunk:
                 pipe.hlen(keys.switch(user_id))
-                pipe.hmget(keys.switch(user_id), list(wanted))
+                pipe.hmget(keys.switch(user_id), list(field_names))
             there = await replies_of(pipe)
-        for (user_id, wanted), count, values in zip(chunk, there[::2], there[1::2], strict=True):
+        for (user_id, field_names), count, values in zip(chunk, there[::2], there[1::2], strict=True):
             if values is None:  # somebody made another kind of key of it
                 behind[user_id] = SeenSwitch(0, b"")
-            elif count != len(wanted) or values != [value.encode() for value in wanted.values()]:
-                found = dict(zip(wanted, values, strict=True))
-                behind[user_id] = SeenSwitch(_version(found[SWITCH_VERSION]), found[SWITCH_MAC] or b"")
+            elif count != len(field_names) or values != [value.encode() for value in field_names.values()]:
+                fields = dict(zip(field_names, values, strict=True))
+                behind[user_id] = SeenSwitch(_version(fields[SWITCH_VERSION]), fields[SWITCH_MAC] or b"")
     return behind
 
 

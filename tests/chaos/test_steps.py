@@ -30,7 +30,7 @@ from infra.lab.chaos.orders.judge import OrderVerdict, judge_orders
 from infra.local.process import HOST, ServerFailed
 from infra.local.servers import PostgresServer
 from infra.local.stack import DATABASE, LocalStack
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from tests.chaos.steps import BRIEF, STEPS, KillStep, Mine, Way
 from tests.chaos.traps import KillTrap, ServerLine, Traps
 from tests.e2e.conftest import House, Trader, until
@@ -251,7 +251,7 @@ class Play:
             time_in_force="IOC",
             generation=generation.decode(),
             lifetime_s=90.0 if step.way is Way.LEFT else 0.01,
-            trading_day=now.astimezone(TAIPEI).date(),
+            trading_day=now.astimezone(HOME_ZONE).date(),
         )
 
         async def accepted(database: Database) -> tuple[KillTrap, uuid.UUID]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from worker_runtime.__main__ import load_brokers, main
-from worker_runtime.brokers.port import Broker, BrokerFactory, ConnectionKey, OnOrderChanged, OrderTerms
+from worker_runtime.brokers.port import Broker, BrokerFactory, BrokerOrderTerms, ConnectionKey, OnOrderChanged
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.launch import WorkerConfig
 
@@ -30,7 +30,7 @@ def hungry(config: WorkerConfig) -> BrokerFactory:
         broker = create(key, client, on_order)
         place = broker.place
 
-        def place_or_eat(order: OrderTerms, timeout: float) -> BrokerOrder:
+        def place_or_eat(order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
             if order.symbol == SYMBOL:
                 _eat()
             return place(order, timeout)

@@ -12,7 +12,7 @@ from sqlalchemy import text
 from infra.database.engine import Database
 from infra.database.orders import acceptance
 from infra.exchange.behaviour import Behaviour, FaultPoint
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from tests.e2e.conftest import House, Trader, until
 
 
@@ -95,7 +95,7 @@ def test_an_order_whose_api_died_before_it_was_queued_is_placed_once(house: Hous
         time_in_force="IOC",
         generation=generation.decode(),
         lifetime_s=60.0,
-        trading_day=now.astimezone(TAIPEI).date(),
+        trading_day=now.astimezone(HOME_ZONE).date(),
     )
 
     async def accepted() -> str:

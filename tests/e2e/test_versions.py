@@ -19,7 +19,7 @@ from infra.local.stack import LocalStack
 from infra.temporal.connection import open_client
 from tests.e2e.conftest import POOL, House, Trader, house_of, until
 from workflows import names
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import ReloadResult
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(180)]
 
@@ -95,11 +95,11 @@ class VersionedFleet:
 
         return self.ask(describe)
 
-    def reload(self, trader: Trader) -> m.ReloadResult:
-        async def update(client: Client) -> m.ReloadResult:
-            result: m.ReloadResult = await client.get_workflow_handle(
+    def reload(self, trader: Trader) -> ReloadResult:
+        async def update(client: Client) -> ReloadResult:
+            result: ReloadResult = await client.get_workflow_handle(
                 names.user_worker_id(trader.user_id)
-            ).execute_update("reload_credentials_now", result_type=m.ReloadResult)
+            ).execute_update("reload_credentials_now", result_type=ReloadResult)
             return result
 
         return self.ask(update)

@@ -20,7 +20,7 @@ from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from tests.integration.api.conftest import ServedApi, StartWorker, an_order, make_key, running_api
 from workflows.rollout.messages import Release
-from workflows.worker_pool import messages as pm
+from workflows.worker_pool.messages import LaunchPoolWorker
 
 CREDENTIALS = {"broker": "paper", "api_key": "evil", "secret_key": "evil"}
 IMAGE = "registry.example/worker@sha256:" + "ab" * 32
@@ -203,9 +203,9 @@ async def rollout(client: httpx.AsyncClient) -> httpx.Response:
 
 
 async def test_whoever_reaches_temporal_launches_no_image_that_is_not_allowed(yard: Yard) -> None:
-    def launch(token: str) -> pm.LaunchPoolWorker:
+    def launch(token: str) -> LaunchPoolWorker:
         release = Release(version="2", image=IMAGE)
-        return pm.LaunchPoolWorker(pool=POOL, token=token, timeout=5.0, release=release)
+        return LaunchPoolWorker(pool=POOL, token=token, timeout=5.0, release=release)
 
     with pytest.raises(ApplicationError) as refused:
         await yard.run(yard.launching.launch_pool_worker, launch("t1"))

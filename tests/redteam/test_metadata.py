@@ -20,13 +20,13 @@ from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.worker_reports import VALID_UNTIL, sign_metadata
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import CheckWorker, WorkerRef
 
 #: Seconds. The worker was used a minute ago; the forger says an hour.
 USED, FORGED = 60.0, 3600.0
 
 
-async def victim(yard: Yard) -> tuple[str, m.WorkerRef]:
+async def victim(yard: Yard) -> tuple[str, WorkerRef]:
     """A user with an Active worker, which was used a minute ago."""
     user, worker = await yard.user(), await yard.worker()
     result, _ = await asyncio.gather(
@@ -44,7 +44,7 @@ async def victim(yard: Yard) -> tuple[str, m.WorkerRef]:
     return user, ref
 
 
-def shown(ref: m.WorkerRef, state: str = "Draining") -> dict[str, str | int]:
+def shown(ref: WorkerRef, state: str = "Draining") -> dict[str, str | int]:
     return {
         "epoch": ref.epoch,
         "worker": ref.worker_id,
@@ -54,7 +54,7 @@ def shown(ref: m.WorkerRef, state: str = "Draining") -> dict[str, str | int]:
     }
 
 
-async def forge(yard: Yard, user: str, ref: m.WorkerRef, how: str) -> None:
+async def forge(yard: Yard, user: str, ref: WorkerRef, how: str) -> None:
     """Says that the worker drains, and was last used an hour ago."""
     fields, own = shown(ref), yard.secrets.assignment_keys(user, ref.epoch)
     match how:
@@ -83,7 +83,7 @@ HOW = ("altered", "by another user", "of another epoch", "of another secret", "a
 async def test_forged_metadata_make_no_used_worker_idle(yard: Yard, how: str) -> None:
     """What cannot be believed counts as used right now: only the worker itself can say that it is idle."""
     user, ref = await victim(yard)
-    check = m.CheckWorker(user_id=user, worker=ref)
+    check = CheckWorker(user_id=user, worker=ref)
     before = await yard.run(yard.checking.check_worker, check)
     assert (before.marked, before.worker_state) == (True, "Active")
     assert USED - 30 < time.time() - before.last_activity < USED + 30

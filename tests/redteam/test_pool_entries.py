@@ -11,8 +11,8 @@ from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.messages import Claim
-from workflows.user_worker import messages as m
-from workflows.worker_pool import messages as pm
+from workflows.user_worker.messages import ClaimResult, ClaimStatus, StopWorker
+from workflows.worker_pool.messages import CountPool, StopPoolWorkers
 
 
 async def write_entry(yard: Yard, worker_id: str, **fields: str | bytes) -> None:
@@ -23,7 +23,7 @@ async def write_entry(yard: Yard, worker_id: str, **fields: str | bytes) -> None
     await yard.client.zadd(keys.pool_ready(POOL), {worker_id: 0})
 
 
-async def served(yard: Yard, user: str, claim_id: str, worker: ScriptedPoolWorker) -> m.ClaimResult:
+async def served(yard: Yard, user: str, claim_id: str, worker: ScriptedPoolWorker) -> ClaimResult:
     """The result of the user's claim, which this worker answers."""
     claimed = yard.run(yard.claiming.claim_worker, yard.claim(user, claim_id))
     result, _ = await asyncio.gather(claimed, worker.serve())
@@ -36,7 +36,7 @@ async def test_a_worker_that_announces_itself_again_gets_no_second_user(yard: Ya
     honest = await yard.worker()
     await write_entry(yard, hostile.worker_id)
     result = await served(yard, bob, "c2", honest)
-    assert result.status == m.ClaimStatus.ACTIVE
+    assert result.status == ClaimStatus.ACTIVE
     assert result.worker is not None
     assert result.worker.worker_id == honest.worker_id
     assert not await reply_of(yard.client.llen(keys.pool_inbox(POOL, hostile.worker_id)))
@@ -49,10 +49,10 @@ async def test_a_worker_that_goes_on_announcing_itself_blocks_nobody(yard: Yard)
     async with tasks.running(_write_for_ever(yard, hostile.worker_id)):
         for number in range(3):
             empty = await yard.run(yard.claiming.claim_worker, yard.claim(await yard.user(), f"e{number}"))
-            assert empty.status == m.ClaimStatus.EMPTY  # so that the workflow launches one
+            assert empty.status == ClaimStatus.EMPTY  # so that the workflow launches one
             honest = await yard.worker()
             result = await served(yard, await yard.user(), f"n{number}", honest)
-            assert result.status == m.ClaimStatus.ACTIVE
+            assert result.status == ClaimStatus.ACTIVE
     assert len(hostile.received) == 1
 
 
@@ -74,7 +74,7 @@ async def test_two_claims_at_once_cannot_both_get_the_worker_that_frees_itself_i
         )
     sealed = await reply_of(yard.client.llen(keys.pool_inbox(POOL, hostile.worker_id)))
     assert sealed == 1
-    assert sum(result.status == m.ClaimStatus.CONNECTING for result in results) == 1
+    assert sum(result.status == ClaimStatus.CONNECTING for result in results) == 1
 
 
 async def test_a_claims_note_that_names_a_used_worker_does_not_give_it_the_claim(yard: Yard) -> None:
@@ -124,7 +124,7 @@ async def test_an_entry_that_names_another_workers_task_ends_only_its_own(yard: 
     result = await served(yard, bob, "c2", hostile)
     assert result.worker is not None
     assert (result.worker.task_id, result.worker.version) == (hostile.task_id, "")
-    await yard.run(yard.stopping.stop_worker, m.StopWorker(user_id=bob, worker=result.worker, reason="test"))
+    await yard.run(yard.stopping.stop_worker, StopWorker(user_id=bob, worker=result.worker, reason="test"))
     assert [task for task, _ in yard.launcher.stops] == [hostile.task_id]
 
 
@@ -134,7 +134,7 @@ async def test_shrinking_stops_neither_a_used_worker_nor_the_task_that_an_entry_
     free = await yard.worker()
     await write_entry(yard, victim.worker_id)
     await write_entry(yard, free.worker_id, task=victim.task_id)
-    shrink = pm.StopPoolWorkers(pool=POOL, count=2, token="t")
+    shrink = StopPoolWorkers(pool=POOL, count=2, token="t")
     assert await yard.run(yard.pool.shrink_pool, shrink) == 1
     assert [task for task, _ in yard.launcher.stops] == [free.task_id]
 
@@ -148,7 +148,7 @@ async def test_forged_entries_are_not_counted_as_free_and_are_removed(yard: Yard
             pipe.hset(keys.pool_worker(POOL, f"p-forged-{number}"), "state", "ready")
             pipe.zadd(keys.pool_ready(POOL), {f"p-forged-{number}": 0})
         await pipe.execute()
-    request = pm.CountPool(pool=POOL, launching=(), launch_timeout=30.0)
+    request = CountPool(pool=POOL, launching=(), launch_timeout=30.0)
     for _ in range(4):
         counted = await yard.run(yard.pool.count_pool, request)
         assert (counted.ready, counted.starting) == (1, 0)

@@ -10,27 +10,27 @@ from temporalio.client import Client, WorkflowHandle, WorkflowHistory
 from tests.workflow.bulk_fakes import DAY, FakeMaintenance, FakeMorning, FakeRollout
 from tests.workflow.fakes import until
 from workflows import names
-from workflows.maintenance import messages as mm
+from workflows.maintenance.messages import MaintenanceInput, Scanned
 from workflows.maintenance.workflow import MaintenanceWorkflow
-from workflows.morning import messages as mo
+from workflows.morning.messages import Connected, MorningInput
 from workflows.morning.workflow import MorningWorkflow
-from workflows.rollout import messages as rm
+from workflows.rollout.messages import AbortRollout, Release, RolloutInput, RolloutView
 from workflows.rollout.workflow import RolloutWorkflow
 
 #: Histories by name: one scene may be of several runs.
 Histories = dict[str, WorkflowHistory]
 Scene = Callable[[Client], Awaitable[Histories]]
-Rolling = WorkflowHandle[RolloutWorkflow, rm.RolloutView]
+Rolling = WorkflowHandle[RolloutWorkflow, RolloutView]
 
 
 async def maintenance(client: Client) -> Histories:
     """Two batches, of which one fails; and a pass that may not act."""
-    fake = FakeMaintenance(mm.Scanned(number=7, workers=900, found=150, confirmed=150))
+    fake = FakeMaintenance(Scanned(number=7, workers=900, found=150, confirmed=150))
     fake.failing = {100}
 
     async def one_pass(id: str) -> WorkflowHistory:
         handle = await client.start_workflow(
-            MaintenanceWorkflow.run, mm.MaintenanceInput(), id=id, task_queue=names.BULK_QUEUE
+            MaintenanceWorkflow.run, MaintenanceInput(), id=id, task_queue=names.BULK_QUEUE
         )
         await handle.result()
         return await handle.fetch_history()
@@ -39,7 +39,7 @@ async def maintenance(client: Client) -> Histories:
         found = {"maintenance_cleans_up": await one_pass("replay-maintenance")}
         batch = client.get_workflow_handle("replay-maintenance-0")
         found["maintenance_batch"] = await batch.fetch_history()
-        fake.scanned = mm.Scanned(number=8, found=9, guarded="an outage")
+        fake.scanned = Scanned(number=8, found=9, guarded="an outage")
         found["maintenance_held_still"] = await one_pass("replay-maintenance-guarded")
     return found
 
@@ -47,11 +47,11 @@ async def maintenance(client: Client) -> Histories:
 async def morning(client: Client) -> Histories:
     """Three users in two pages, one of whom fails twice; started by the clock, and once more."""
     fake = FakeMorning(3, bell_in=-1.0)
-    later = mo.Connected(ok=False, code="WORKER_UNAVAILABLE", retryable=True)
+    later = Connected(ok=False, code="WORKER_UNAVAILABLE", retryable=True)
     fake.script = {"u0001": [later, later]}
-    given = mo.MorningInput(page=2, rate=50.0)
+    given = MorningInput(page=2, rate=50.0)
 
-    async def started(id: str, given: mo.MorningInput = given) -> tuple[str, WorkflowHistory]:
+    async def started(id: str, given: MorningInput = given) -> tuple[str, WorkflowHistory]:
         handle = await client.start_workflow(MorningWorkflow.run, given, id=id, task_queue=names.BULK_QUEUE)
         await handle.result()
         run_id = handle.first_execution_run_id or ""
@@ -60,7 +60,7 @@ async def morning(client: Client) -> Histories:
     async with fake.serving(client):
         _, by_the_clock = await started("replay-morning")
         _, again = await started("replay-morning-again")
-        _, first_page = await started("replay-morning-by-hand", mo.MorningInput(day=DAY, page=2, rate=50.0))
+        _, first_page = await started("replay-morning-by-hand", MorningInput(day=DAY, page=2, rate=50.0))
         last_page = await client.get_workflow_handle("replay-morning-by-hand").fetch_history()
         fake.holiday = f"{DAY} is not a trading day"
         _, holiday = await started("replay-morning-holiday")
@@ -86,9 +86,7 @@ async def rollout(client: Client) -> Histories:
         async with fake.worker(client):
             handle = await client.start_workflow(
                 RolloutWorkflow.run,
-                rm.RolloutInput(
-                    pool=name, release=rm.Release(version="2"), batch=1, pause=0.02, moving_pause=0.02
-                ),
+                RolloutInput(pool=name, release=Release(version="2"), batch=1, pause=0.02, moving_pause=0.02),
                 id=names.rollout_id(f"replay-{name}"),
                 task_queue=names.BULK_QUEUE,
             )
@@ -111,7 +109,7 @@ async def _rolled_back(client: Client, handle: Rolling, fake: FakeRollout) -> Wo
 async def _aborted(client: Client, handle: Rolling, fake: FakeRollout) -> WorkflowHistory:
     fake.quiet.clear()
     await fake.asked.wait()
-    await handle.signal(RolloutWorkflow.abort, rm.AbortRollout(reason="not today"))
+    await handle.signal(RolloutWorkflow.abort, AbortRollout(reason="not today"))
     await until(lambda: "is rolled back" in fake.recorded)
     fake.quiet.set()
     await handle.result()

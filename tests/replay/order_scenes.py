@@ -10,7 +10,7 @@ from temporalio.client import Client, WorkflowHandle, WorkflowHistory
 from tests.workflow.fakes import until
 from tests.workflow.order_fakes import FILLED, LISTED, UNREACHABLE, FakeBook, following
 from workflows import names
-from workflows.order import messages as om
+from workflows.order.messages import FollowOrder, FollowSettings, VerificationFinding, Verified
 from workflows.order.workflow import OrderWorkflow
 
 Handle = WorkflowHandle[OrderWorkflow, str]
@@ -18,10 +18,10 @@ Scene = Callable[[Client, FakeBook], Awaitable[WorkflowHistory]]
 
 
 async def start(client: Client, scene: str, *, day: float = 1000.0, first_pause: float = 0.05) -> Handle:
-    settings = om.FollowSettings(first_pause=first_pause, longest_pause=60.0, absent_after=0.0, patience=0.1)
+    settings = FollowSettings(first_pause=first_pause, longest_pause=60.0, absent_after=0.0, patience=0.1)
     return await client.start_workflow(
         OrderWorkflow.run,
-        om.FollowOrder(
+        FollowOrder(
             order_id=f"replay-{scene}", user_id="replay", day_end=time.time() + day, settings=settings
         ),
         id=names.order_id(f"replay-{scene}"),
@@ -30,8 +30,8 @@ async def start(client: Client, scene: str, *, day: float = 1000.0, first_pause:
 
 
 async def order_absent_is_settled(client: Client, book: FakeBook) -> WorkflowHistory:
-    finding = om.VerificationFinding.MISSING
-    book.checks = [om.Verified(finding=finding, state="unknown", complete=True, certain=True, dead=True)]
+    finding = VerificationFinding.MISSING
+    book.checks = [Verified(finding=finding, state="unknown", complete=True, certain=True, dead=True)]
     handle = await start(client, "absent")
     await handle.result()
     return await handle.fetch_history()

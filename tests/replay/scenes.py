@@ -12,17 +12,27 @@ from temporalio.client import Client, WorkflowHistory, WorkflowUpdateFailedError
 
 from tests.workflow.fakes import FakeFleet, FakePool, ensure_active, handle, serving, tell, until, until_state
 from workflows import names
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import (
+    ActiveWorker,
+    ClaimResult,
+    ClaimStatus,
+    ReloadResult,
+    UserWorkerSettings,
+    WorkerHealth,
+    WorkerLostSignal,
+    WorkerState,
+    WorkerUnmarked,
+)
 from workflows.user_worker.workflow import UserWorkerWorkflow
-from workflows.worker_pool import messages as pm
+from workflows.worker_pool.messages import PoolInput, PoolView, SetTarget, WorkerLeft
 from workflows.worker_pool.policy import PoolPolicy
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
-UNREACHABLE = m.ClaimResult(
-    status=m.ClaimStatus.FAILED, failure_code="BROKER_UNREACHABLE", failure_detail="no route"
+UNREACHABLE = ClaimResult(
+    status=ClaimStatus.FAILED, failure_code="BROKER_UNREACHABLE", failure_detail="no route"
 )
-SILENT = m.ReloadResult(ok=False, failure_code="WORKER_UNAVAILABLE", failure_detail="no answer in time")
-REJECTED = m.ClaimResult(status=m.ClaimStatus.FAILED, failure_code="LOGIN_REJECTED", retryable=False)
+SILENT = ReloadResult(ok=False, failure_code="WORKER_UNAVAILABLE", failure_detail="no answer in time")
+REJECTED = ClaimResult(status=ClaimStatus.FAILED, failure_code="LOGIN_REJECTED", retryable=False)
 
 
 @dataclass
@@ -33,8 +43,8 @@ class ReplayStage:
     fleet: FakeFleet
     user: str
 
-    async def ensure(self, *, idle_timeout: float = 1800.0, mark_missing: bool = False) -> m.ActiveWorker:
-        settings = m.UserWorkerSettings(idle_timeout=idle_timeout)
+    async def ensure(self, *, idle_timeout: float = 1800.0, mark_missing: bool = False) -> ActiveWorker:
+        settings = UserWorkerSettings(idle_timeout=idle_timeout)
         return await ensure_active(self.client, self.user, settings, mark_missing=mark_missing)
 
     async def shut_down(self) -> None:
@@ -56,14 +66,14 @@ async def warm_then_idle(stage: ReplayStage) -> WorkflowHistory:
 
 
 async def cold_then_shut_down(stage: ReplayStage) -> WorkflowHistory:
-    stage.fleet.claim_script = [m.ClaimStatus.EMPTY, m.ClaimStatus.CONNECTING]
+    stage.fleet.claim_script = [ClaimStatus.EMPTY, ClaimStatus.CONNECTING]
     await stage.ensure()
     await stage.shut_down()
     return await stage.history()
 
 
 async def second_login(stage: ReplayStage) -> WorkflowHistory:
-    stage.fleet.claim_script = [m.ClaimStatus.FAILED]
+    stage.fleet.claim_script = [ClaimStatus.FAILED]
     stage.fleet.connect_script = [UNREACHABLE]
     await stage.ensure()
     await stage.shut_down()
@@ -71,7 +81,7 @@ async def second_login(stage: ReplayStage) -> WorkflowHistory:
 
 
 async def rejected_login(stage: ReplayStage) -> WorkflowHistory:
-    stage.fleet.claim_script = [m.ClaimStatus.FAILED]
+    stage.fleet.claim_script = [ClaimStatus.FAILED]
     stage.fleet.connect_script = [REJECTED]
     try:
         await stage.ensure()
@@ -81,22 +91,22 @@ async def rejected_login(stage: ReplayStage) -> WorkflowHistory:
 
 
 async def dead_worker_then_unconfirmed_stop(stage: ReplayStage) -> WorkflowHistory:
-    stage.fleet.claim_script = [m.ClaimStatus.GONE]
+    stage.fleet.claim_script = [ClaimStatus.GONE]
     stage.fleet.stop_failures = 1
     try:
         await stage.ensure()
     except WorkflowUpdateFailedError:
-        await until_state(stage.client, stage.user, m.WorkerState.ACTIVE)
+        await until_state(stage.client, stage.user, WorkerState.ACTIVE)
     await stage.shut_down()
     return await stage.history()
 
 
 async def lost_while_connecting(stage: ReplayStage) -> WorkflowHistory:
-    stage.fleet.claim_script = [m.ClaimStatus.CONNECTING]
+    stage.fleet.claim_script = [ClaimStatus.CONNECTING]
     stage.fleet.hold_connect.clear()
     call = asyncio.create_task(stage.ensure())
     await stage.fleet.connect_started.wait()
-    lost = m.WorkerLostSignal(task_id="t1", worker_id="w1")
+    lost = WorkerLostSignal(task_id="t1", worker_id="w1")
     await handle(stage.client, stage.user).signal(UserWorkerWorkflow.worker_lost, lost)
     await call
     stage.fleet.hold_connect.set()
@@ -107,39 +117,37 @@ async def lost_while_connecting(stage: ReplayStage) -> WorkflowHistory:
 async def crashes_reload_and_check(stage: ReplayStage) -> WorkflowHistory:
     await stage.ensure()
     for number in (1, 2):
-        lost = m.WorkerLostSignal(task_id=f"t{number}", worker_id=f"w{number}")
+        lost = WorkerLostSignal(task_id=f"t{number}", worker_id=f"w{number}")
         await handle(stage.client, stage.user).signal(UserWorkerWorkflow.worker_lost, lost)
         await until(lambda number=number: len(stage.fleet.claims) == number + 1)  # type: ignore[misc]
-        await until_state(stage.client, stage.user, m.WorkerState.ACTIVE)
-    await handle(stage.client, stage.user).execute_update(
-        "reload_credentials_now", result_type=m.ReloadResult
-    )
+        await until_state(stage.client, stage.user, WorkerState.ACTIVE)
+    await handle(stage.client, stage.user).execute_update("reload_credentials_now", result_type=ReloadResult)
     await stage.ensure(mark_missing=True)
     await stage.shut_down()
     return await stage.history()
 
 
 async def session_replaced_then_broker_lost(stage: ReplayStage) -> WorkflowHistory:
-    stage.fleet.reload_script = [SILENT, m.ReloadResult(ok=True)]
+    stage.fleet.reload_script = [SILENT, ReloadResult(ok=True)]
     await stage.ensure()
     await tell(stage.client, stage.user, "session_replaced", 3, "frozen")
     await until(lambda: len(stage.fleet.reloads) == 2)
-    await until_state(stage.client, stage.user, m.WorkerState.ACTIVE)
+    await until_state(stage.client, stage.user, WorkerState.ACTIVE)
     await tell(stage.client, stage.user, "degraded", 4, "refused")
-    await until_state(stage.client, stage.user, m.WorkerState.RECONNECTING)
+    await until_state(stage.client, stage.user, WorkerState.RECONNECTING)
     await tell(stage.client, stage.user, "failed", 6, "SESSION_DOWN: the SDK does not come back")
     await stage.ended()
     return await stage.history()
 
 
 async def mark_expired(stage: ReplayStage) -> WorkflowHistory:
-    stage.fleet.health = [m.WorkerHealth(marked=False, running=True, generation="g1")]
+    stage.fleet.health = [WorkerHealth(marked=False, running=True, generation="g1")]
     stage.fleet.stop_failures = 1
     await stage.ensure()
-    unmarked = m.WorkerUnmarked(worker_id="w1", epoch=1, generation="g1")
+    unmarked = WorkerUnmarked(worker_id="w1", epoch=1, generation="g1")
     await handle(stage.client, stage.user).signal(UserWorkerWorkflow.worker_unmarked, unmarked)
     await until(lambda: len(stage.fleet.claims) == 2)
-    await until_state(stage.client, stage.user, m.WorkerState.ACTIVE)
+    await until_state(stage.client, stage.user, WorkerState.ACTIVE)
     await stage.shut_down()
     return await stage.history()
 
@@ -155,9 +163,9 @@ async def parked_and_resumed(stage: ReplayStage) -> WorkflowHistory:
     stage.fleet.crashes = tuple(time.time() - ago for ago in range(5))
     with contextlib.suppress(WorkflowUpdateFailedError):
         await stage.ensure()
-    await until_state(stage.client, stage.user, m.WorkerState.PARKED)
+    await until_state(stage.client, stage.user, WorkerState.PARKED)
     await handle(stage.client, stage.user).signal(UserWorkerWorkflow.resume)
-    await until_state(stage.client, stage.user, m.WorkerState.POOL_IDLE)
+    await until_state(stage.client, stage.user, WorkerState.POOL_IDLE)
     await stage.ensure()
     await stage.shut_down()
     return await stage.history()
@@ -200,15 +208,15 @@ async def pool_filled_and_refilled(client: Client, pool: FakePool) -> WorkflowHi
     pool.failures = 1
     running = await client.start_workflow(
         WorkerPoolWorkflow.run,
-        pm.PoolInput(policy=PoolPolicy(target=2), pool="replay"),
+        PoolInput(policy=PoolPolicy(target=2), pool="replay"),
         id=names.worker_pool_id("replay"),
         task_queue=names.LIFECYCLE_QUEUE,
     )
     await until(lambda: len(pool.ready) == 2)
     pool.ready.pop()
-    await running.signal(WorkerPoolWorkflow.claimed, pm.WorkerLeft())
+    await running.signal(WorkerPoolWorkflow.claimed, WorkerLeft())
     await until(lambda: len(pool.ready) == 2)
-    await running.execute_update("set_target", pm.SetTarget(target=1), result_type=pm.PoolView)
+    await running.execute_update("set_target", SetTarget(target=1), result_type=PoolView)
     await until(lambda: len(pool.ready) == 1)
     history = await running.fetch_history()
     await running.terminate()

@@ -6,7 +6,7 @@ from temporalio.client import Client, WorkflowHistory
 
 from tests.workflow.statement_fakes import DAY, FakeStatements
 from workflows import names
-from workflows.reports import messages as sm
+from workflows.reports.messages import DailyReportInput, StatementsInput
 from workflows.reports.workflow import DailyReportWorkflow, StatementsWorkflow
 
 #: Names of what `play_statements` gives.
@@ -24,9 +24,9 @@ STATEMENTS = {
 async def play_statements(client: Client) -> dict[str, WorkflowHistory]:
     """Five users in pages of two, in two runs; started by the clock, once more, and on a holiday."""
     fake = FakeStatements(5)
-    given = sm.StatementsInput(page=2, pages=2, rate=100.0)
+    given = StatementsInput(page=2, pages=2, rate=100.0)
 
-    async def started(id: str, given: sm.StatementsInput = given) -> WorkflowHistory:
+    async def started(id: str, given: StatementsInput = given) -> WorkflowHistory:
         handle = await client.start_workflow(
             StatementsWorkflow.run, given, id=id, task_queue=names.BULK_QUEUE
         )
@@ -36,7 +36,7 @@ async def play_statements(client: Client) -> dict[str, WorkflowHistory]:
 
     async def reported(id: str) -> WorkflowHistory:
         handle = await client.start_workflow(
-            DailyReportWorkflow.run, sm.DailyReportInput(), id=id, task_queue=names.BULK_QUEUE
+            DailyReportWorkflow.run, DailyReportInput(), id=id, task_queue=names.BULK_QUEUE
         )
         await handle.result()
         return await handle.fetch_history()
@@ -44,7 +44,7 @@ async def play_statements(client: Client) -> dict[str, WorkflowHistory]:
     async with fake.serving(client):
         by_the_clock = await started("replay-statements")
         again = await started("replay-statements-again")
-        by_hand = sm.StatementsInput(day=DAY, page=2, pages=2, rate=100.0)
+        by_hand = StatementsInput(day=DAY, page=2, pages=2, rate=100.0)
         first_pages = await started("replay-statements-by-hand", by_hand)
         last_pages = await client.get_workflow_handle("replay-statements-by-hand").fetch_history()
         report = await reported("replay-daily-report")

@@ -14,11 +14,25 @@ from temporalio.exceptions import ApplicationError
 from temporalio.worker import Worker
 
 from workflows import names
-from workflows.maintenance import messages as mm
+from workflows.maintenance.messages import Batch, Cleaned, FinishPass, MaintenanceInput, Scanned
 from workflows.maintenance.workflow import MaintenanceBatchWorkflow, MaintenanceWorkflow
-from workflows.morning import messages as mo
+from workflows.morning.messages import (
+    BellGroup,
+    Connected,
+    ConnectUser,
+    MorningPlan,
+    PlanMorning,
+    RecentUsers,
+)
 from workflows.morning.workflow import MorningWorkflow
-from workflows.rollout import messages as rm
+from workflows.rollout.messages import (
+    AskToMove,
+    CheckRelease,
+    Release,
+    ReleaseSnapshot,
+    RetireWorkers,
+    TellRollout,
+)
 from workflows.rollout.workflow import RolloutWorkflow
 from workflows.sandbox import workflow_runner
 
@@ -28,26 +42,26 @@ DAY = "2026-11-23"
 class FakeMaintenance:
     """Finds what a test tells it to find."""
 
-    def __init__(self, scanned: mm.Scanned) -> None:
+    def __init__(self, scanned: Scanned) -> None:
         self.scanned = scanned
-        self.batches: list[mm.Batch] = []
-        self.finished: list[mm.FinishPass] = []
+        self.batches: list[Batch] = []
+        self.finished: list[FinishPass] = []
         #: First anomalies of the batches that fail.
         self.failing: set[int] = set()
 
     @activity.defn(name="scan_fleet")
-    async def scan_fleet(self, request: mm.MaintenanceInput) -> mm.Scanned:
+    async def scan_fleet(self, request: MaintenanceInput) -> Scanned:
         return self.scanned
 
     @activity.defn(name="clean_up")
-    async def clean_up(self, batch: mm.Batch) -> mm.Cleaned:
+    async def clean_up(self, batch: Batch) -> Cleaned:
         if batch.first in self.failing:
             raise ApplicationError("told to fail", non_retryable=True)
         self.batches.append(batch)
-        return mm.Cleaned(outcomes={"stopped": batch.count})
+        return Cleaned(outcomes={"stopped": batch.count})
 
     @activity.defn(name="finish_pass")
-    async def finish_pass(self, request: mm.FinishPass) -> float:
+    async def finish_pass(self, request: FinishPass) -> float:
         self.finished.append(request)
         return 0.1
 
@@ -79,7 +93,7 @@ class FakeMorning:
         self.bell_in = bell_in
         self.holiday = holiday
         #: User → what each try gives; a user who is not named is connected.
-        self.script: dict[str, list[mo.Connected]] = {}
+        self.script: dict[str, list[Connected]] = {}
         #: User and time (Unix seconds) of each try.
         self.tries: list[tuple[str, float]] = []
         #: Until when each is to stay.
@@ -91,24 +105,24 @@ class FakeMorning:
         self.held: dict[str, asyncio.Event] = {}
 
     @activity.defn
-    async def plan_morning(self, request: mo.PlanMorning) -> mo.MorningPlan:
+    async def plan_morning(self, request: PlanMorning) -> MorningPlan:
         self.plans += 1
         day = request.day or DAY
         if self.holiday:
-            return mo.MorningPlan(day=day, reason=self.holiday)
+            return MorningPlan(day=day, reason=self.holiday)
         first = activity.info().current_attempt_scheduled_time.timestamp() + self.bell_in
         groups = tuple(
-            mo.BellGroup(bell=first + 900.0 * number, users=len(users), market=market)
+            BellGroup(bell=first + 900.0 * number, users=len(users), market=market)
             for number, (market, users) in enumerate(self.groups.items())
         )
-        return mo.MorningPlan(day=day, users=len(self.users), since=1.0, bell=groups[-1].bell, groups=groups)
+        return MorningPlan(day=day, users=len(self.users), since=1.0, bell=groups[-1].bell, groups=groups)
 
     @activity.defn
-    async def recent_users(self, request: mo.RecentUsers) -> list[str]:
+    async def recent_users(self, request: RecentUsers) -> list[str]:
         return [user for user in self.groups[request.market] if user > request.after][: request.limit]
 
     @activity.defn
-    async def connect_user(self, request: mo.ConnectUser) -> mo.Connected:
+    async def connect_user(self, request: ConnectUser) -> Connected:
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         self.stays[request.user_id] = request.stay_until
@@ -119,7 +133,7 @@ class FakeMorning:
             await self.held[request.user_id].wait()
         self.at_once -= 1
         script = self.script.get(request.user_id)
-        return script.pop(0) if script else mo.Connected(ok=True)
+        return script.pop(0) if script else Connected(ok=True)
 
     @asynccontextmanager
     async def serving(self, client: Client) -> AsyncIterator[None]:
@@ -138,7 +152,7 @@ class FakeRollout:
 
     def __init__(self, wanted: int, *, version: str = "1", users: int = 0) -> None:
         self.wanted = wanted
-        self.before = rm.Release(version=version)
+        self.before = Release(version=version)
         #: Version → free workers.
         self.free = {version: wanted}
         self.users = users
@@ -163,7 +177,7 @@ class FakeRollout:
         self.may_check.set()
 
     @activity.defn
-    async def check_release(self, request: rm.CheckRelease) -> rm.ReleaseSnapshot:
+    async def check_release(self, request: CheckRelease) -> ReleaseSnapshot:
         self.checks += 1
         await self.may_check.wait()
         if self.blind:
@@ -179,7 +193,7 @@ class FakeRollout:
             else:
                 self.free[version] = self.free.get(version, 0) + max(gap, 0)
         new = self.free.get(version, 0)
-        return rm.ReleaseSnapshot(
+        return ReleaseSnapshot(
             before=self.before,
             new=new,
             old=sum(self.free.values()) - new,
@@ -190,7 +204,7 @@ class FakeRollout:
         )
 
     @activity.defn
-    async def retire_workers(self, request: rm.RetireWorkers) -> int:
+    async def retire_workers(self, request: RetireWorkers) -> int:
         ended = 0
         for version in self.free.keys() - {request.version}:
             some = min(request.count - ended, self.free[version])
@@ -199,7 +213,7 @@ class FakeRollout:
         return ended
 
     @activity.defn
-    async def ask_to_move(self, request: rm.AskToMove) -> int:
+    async def ask_to_move(self, request: AskToMove) -> int:
         asked = self.users
         self.asked.set()
         if self.quiet.is_set():
@@ -207,7 +221,7 @@ class FakeRollout:
         return asked
 
     @activity.defn
-    async def tell_rollout(self, request: rm.TellRollout) -> None:
+    async def tell_rollout(self, request: TellRollout) -> None:
         await self.may_tell.wait()
         self.recorded.append(request.event)
 

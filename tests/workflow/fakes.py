@@ -21,12 +21,21 @@ from temporalio.worker import Worker
 from activities.orchestrator.queues import FAIL_ON
 from workflows import names
 from workflows.sandbox import workflow_runner
-from workflows.user_worker import messages as m
+from workflows.user_worker import messages as worker_messages
 from workflows.user_worker.workflow import UserWorkerWorkflow
-from workflows.worker_pool import messages as pm
+from workflows.worker_pool.messages import (
+    NOTHING_RUNS,
+    CountPool,
+    KeepPool,
+    KeptPool,
+    LaunchPoolWorker,
+    PoolCount,
+    StopPoolWorkers,
+    WindowNow,
+)
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
-Answer = m.ClaimResult | Exception
+Answer = worker_messages.ClaimResult | Exception
 #: How often an activity that is held tells the server that it lives. The SDK's own pause would be 4 of the
 #: 5 s that it has: where the machine stands still for more than a second, it would be begun a second time.
 BEAT = timedelta(seconds=1)
@@ -46,21 +55,21 @@ class FakeFleet:
     def __init__(self) -> None:
         self.claims: list[str] = []
         self.launches: list[str] = []
-        self.stops: list[m.StopWorker] = []
+        self.stops: list[worker_messages.StopWorker] = []
         self.connects: list[int] = []
         self.checks = 0
-        self.reloads: list[m.ReloadRequest] = []
-        self.reload_script: list[m.ReloadResult] = []
+        self.reloads: list[worker_messages.ReloadRequest] = []
+        self.reload_script: list[worker_messages.ReloadResult] = []
         self.reload_failures = 0
         self.hold_reload = asyncio.Event()
         self.hold_reload.set()
         self.crashes_known: list[bool] = []
         self.crashes: tuple[float, ...] = ()
         #: Batches that were written to the timeline, by chain of runs.
-        self.written: list[m.RecordTimeline] = []
+        self.written: list[worker_messages.RecordTimeline] = []
         self.record_failures = 0
         self.claim_script: list[str] = []
-        self.connect_script: list[m.ClaimResult] = []
+        self.connect_script: list[worker_messages.ClaimResult] = []
         self.launch_failures = 0
         #: What a launch takes.
         self.launch_seconds = 0.0
@@ -73,7 +82,7 @@ class FakeFleet:
         self.hold_stop = asyncio.Event()
         self.hold_stop.set()
         self.waiting_orders = 0
-        self.health: list[m.WorkerHealth] = []
+        self.health: list[worker_messages.WorkerHealth] = []
         #: When the worker was last used, seen from the time of a check (both Unix seconds).
         self.last_use: Callable[[float], float] = lambda _now: 0.0
         self.hold_connect = asyncio.Event()
@@ -85,9 +94,9 @@ class FakeFleet:
         self.hold_claim = asyncio.Event()
         self.hold_claim.set()
 
-    def worker(self, claim_id: str, warm: bool = True) -> m.WorkerRef:
+    def worker(self, claim_id: str, warm: bool = True) -> worker_messages.WorkerRef:
         number = 1 + list(dict.fromkeys(self.claims)).index(claim_id)
-        return m.WorkerRef(
+        return worker_messages.WorkerRef(
             worker_id=f"w{number}",
             task_id=f"t{number}",
             epoch=number,
@@ -97,7 +106,7 @@ class FakeFleet:
         )
 
     @activity.defn
-    async def claim_worker(self, request: m.ClaimRequest) -> m.ClaimResult:
+    async def claim_worker(self, request: worker_messages.ClaimRequest) -> worker_messages.ClaimResult:
         self.claims.append(request.claim_id)
         self.claim_started.set()
         await self.hold_claim.wait()
@@ -106,27 +115,29 @@ class FakeFleet:
             raise ApplicationError("no database", type=self.claim_failure, non_retryable=True)
         self.crashes_known.append(request.check_crashes)
         if request.check_crashes and self.crashes:
-            return m.ClaimResult(status=m.ClaimStatus.BACK_OFF, crashes=self.crashes)
-        status = self.claim_script.pop(0) if self.claim_script else m.ClaimStatus.ACTIVE
+            return worker_messages.ClaimResult(
+                status=worker_messages.ClaimStatus.BACK_OFF, crashes=self.crashes
+            )
+        status = self.claim_script.pop(0) if self.claim_script else worker_messages.ClaimStatus.ACTIVE
         warm = request.claim_id not in self.launches
-        worker = None if status == m.ClaimStatus.EMPTY else self.worker(request.claim_id, warm)
-        result = m.ClaimResult(status=status, worker=worker, claimed_at=1.0, connected_at=2.0)
-        if status == m.ClaimStatus.FAILED:
+        worker = None if status == worker_messages.ClaimStatus.EMPTY else self.worker(request.claim_id, warm)
+        result = worker_messages.ClaimResult(status=status, worker=worker, claimed_at=1.0, connected_at=2.0)
+        if status == worker_messages.ClaimStatus.FAILED:
             failed = self.connect_script.pop(0)
             result = replace(failed, worker=worker)
         return result
 
     @activity.defn
-    async def launch_for_claim(self, request: m.LaunchForClaim) -> m.Launched:
+    async def launch_for_claim(self, request: worker_messages.LaunchForClaim) -> worker_messages.Launched:
         self.launches.append(request.claim_id)
         async with asyncio.timeout(request.timeout):
             await asyncio.sleep(self.launch_seconds)
         if self.launch_failures:
             self.launch_failures -= 1
             raise ApplicationError("no host", type=self.launch_failure, non_retryable=True)
-        return m.Launched(worker_id="w", task_id="t")
+        return worker_messages.Launched(worker_id="w", task_id="t")
 
-    async def _connected(self, request: m.ConnectRequest) -> m.ClaimResult:
+    async def _connected(self, request: worker_messages.ConnectRequest) -> worker_messages.ClaimResult:
         self.connects.append(request.attempt)
         self.connect_started.set()
         while not self.hold_connect.is_set() and request.worker.worker_id not in self.gone:
@@ -134,18 +145,20 @@ class FakeFleet:
             await asyncio.sleep(0.02)
         if self.connect_script:
             return replace(self.connect_script.pop(0), worker=request.worker)
-        return m.ClaimResult(status=m.ClaimStatus.ACTIVE, worker=request.worker, connected_at=3.0)
+        return worker_messages.ClaimResult(
+            status=worker_messages.ClaimStatus.ACTIVE, worker=request.worker, connected_at=3.0
+        )
 
     @activity.defn
-    async def await_connected(self, request: m.ConnectRequest) -> m.ClaimResult:
+    async def await_connected(self, request: worker_messages.ConnectRequest) -> worker_messages.ClaimResult:
         return await self._connected(request)
 
     @activity.defn
-    async def connect_again(self, request: m.ConnectRequest) -> m.ClaimResult:
+    async def connect_again(self, request: worker_messages.ConnectRequest) -> worker_messages.ClaimResult:
         return await self._connected(request)
 
     @activity.defn
-    async def stop_worker(self, request: m.StopWorker) -> m.Stopped:
+    async def stop_worker(self, request: worker_messages.StopWorker) -> worker_messages.Stopped:
         self.stop_started.set()
         while not self.hold_stop.is_set():
             activity.heartbeat()
@@ -155,10 +168,10 @@ class FakeFleet:
             raise ApplicationError("node down", type="LAUNCHER_UNREACHABLE", non_retryable=True)
         self.stops.append(request)
         waiting, self.waiting_orders = self.waiting_orders, 0
-        return m.Stopped(waiting=waiting)
+        return worker_messages.Stopped(waiting=waiting)
 
     @activity.defn
-    async def check_worker(self, request: m.CheckWorker) -> m.WorkerHealth:
+    async def check_worker(self, request: worker_messages.CheckWorker) -> worker_messages.WorkerHealth:
         self.checks += 1
         if self.check_failures:
             self.check_failures -= 1
@@ -166,10 +179,12 @@ class FakeFleet:
         if self.health:
             return self.health.pop(0)
         now = activity.info().current_attempt_scheduled_time.timestamp()
-        return m.WorkerHealth(marked=True, running=True, last_activity=self.last_use(now))
+        return worker_messages.WorkerHealth(marked=True, running=True, last_activity=self.last_use(now))
 
     @activity.defn
-    async def reload_credentials(self, request: m.ReloadRequest) -> m.ReloadResult:
+    async def reload_credentials(
+        self, request: worker_messages.ReloadRequest
+    ) -> worker_messages.ReloadResult:
         self.reloads.append(request)
         while not self.hold_reload.is_set():
             activity.heartbeat()
@@ -177,17 +192,17 @@ class FakeFleet:
         if self.reload_failures:
             self.reload_failures -= 1
             raise ApplicationError("no database", type="DATABASE_UNAVAILABLE", non_retryable=True)
-        return self.reload_script.pop(0) if self.reload_script else m.ReloadResult(ok=True)
+        return self.reload_script.pop(0) if self.reload_script else worker_messages.ReloadResult(ok=True)
 
     @activity.defn
-    async def record_timeline(self, request: m.RecordTimeline) -> None:
+    async def record_timeline(self, request: worker_messages.RecordTimeline) -> None:
         if self.record_failures:
             self.record_failures -= 1
             raise ApplicationError("no database", type="DATABASE_UNAVAILABLE")
         self.written.append(request)
 
     @property
-    def timeline(self) -> list[m.Transition]:
+    def timeline(self) -> list[worker_messages.Transition]:
         """Every transition that was written, in the order of writing."""
         return [transition for batch in self.written for transition in batch.transitions]
 
@@ -219,7 +234,7 @@ class FakePool:
         self.lost_replies = 0
         self.counts = 0
         #: What PostgreSQL keeps of the pool.
-        self.kept: pm.KeptPool | None = None
+        self.kept: KeptPool | None = None
         #: No count ends until it is set.
         self.may_count = asyncio.Event()
         self.may_count.set()
@@ -230,48 +245,48 @@ class FakePool:
         self.in_use = 0
         self.claims: int | None = 0
         #: The window that holds now.
-        self.window: Callable[[], Awaitable[pm.WindowNow]] | None = None
+        self.window: Callable[[], Awaitable[WindowNow]] | None = None
 
     @activity.defn
-    async def count_pool(self, request: pm.CountPool) -> pm.PoolCount:
+    async def count_pool(self, request: CountPool) -> PoolCount:
         self.counts += 1
         await self.may_count.wait()
         if self.uncounted:
             self.uncounted -= 1
             raise ApplicationError("node down", type="LAUNCHER_UNREACHABLE")
         known = self.ready - set(request.launching)
-        return pm.PoolCount(
+        return PoolCount(
             ready=len(known),
             starting=self.starting,
             in_use=self.in_use,
             claims=self.claims,
-            window=await self.window() if self.window else pm.WindowNow(),
+            window=await self.window() if self.window else WindowNow(),
         )
 
     @activity.defn
-    async def launch_pool_worker(self, request: pm.LaunchPoolWorker) -> m.Launched:
+    async def launch_pool_worker(self, request: LaunchPoolWorker) -> worker_messages.Launched:
         while not self.may_launch.is_set():
             activity.heartbeat()
             await asyncio.sleep(0.02)
         if self.failures:
             self.failures -= 1
-            raise ApplicationError("no room", pm.NOTHING_RUNS, type=self.failure)
+            raise ApplicationError("no room", NOTHING_RUNS, type=self.failure)
         self.launched.append(request.token)
         self.ready.add(request.token)
         self.highest = max(self.highest, len(self.ready))
         if self.lost_replies:
             self.lost_replies -= 1
             raise ApplicationError("the answer was lost", type="LauncherUnreachable")
-        return m.Launched(worker_id=request.token, task_id=request.token)
+        return worker_messages.Launched(worker_id=request.token, task_id=request.token)
 
     @activity.defn
-    async def shrink_pool(self, request: pm.StopPoolWorkers) -> int:
+    async def shrink_pool(self, request: StopPoolWorkers) -> int:
         for _ in range(request.count):
             self.ready.pop()
         return request.count
 
     @activity.defn
-    async def keep_pool(self, request: pm.KeepPool) -> pm.KeptPool:
+    async def keep_pool(self, request: KeepPool) -> KeptPool:
         if self.kept is None or request.kept.number > self.kept.number:
             self.kept = request.kept
         return self.kept
@@ -308,23 +323,25 @@ async def serving(client: Client, activities: list[Callable[..., Any]]) -> Async
 async def ensure_active(
     client: Client,
     user_id: str,
-    settings: m.UserWorkerSettings | None = None,
+    settings: worker_messages.UserWorkerSettings | None = None,
     *,
     mark_missing: bool = False,
     stay_until: float = 0.0,
-) -> m.ActiveWorker:
+) -> worker_messages.ActiveWorker:
     """What the API does, in two calls: the time-skipping server does not know update-with-start."""
     await client.start_workflow(
         UserWorkerWorkflow.run,
-        m.UserWorkerInput(user_id=user_id, settings=settings or m.UserWorkerSettings()),
+        worker_messages.UserWorkerInput(
+            user_id=user_id, settings=settings or worker_messages.UserWorkerSettings()
+        ),
         id=names.user_worker_id(user_id),
         task_queue=names.LIFECYCLE_QUEUE,
         id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
     )
-    answer: m.ActiveWorker = await handle(client, user_id).execute_update(
+    answer: worker_messages.ActiveWorker = await handle(client, user_id).execute_update(
         "ensure_active",
-        m.EnsureActive(mark_missing=mark_missing, stay_until=stay_until),
-        result_type=m.ActiveWorker,
+        worker_messages.EnsureActive(mark_missing=mark_missing, stay_until=stay_until),
+        result_type=worker_messages.ActiveWorker,
     )
     return answer
 
@@ -333,13 +350,13 @@ def handle(client: Client, user_id: str) -> WorkflowHandle[UserWorkerWorkflow, N
     return client.get_workflow_handle_for(UserWorkerWorkflow.run, names.user_worker_id(user_id))
 
 
-async def until_state(client: Client, user_id: str, *states: str) -> m.UserWorkerView:
+async def until_state(client: Client, user_id: str, *states: str) -> worker_messages.UserWorkerView:
     """Waits until the workflow shows one of these states."""
     while True:
         view = await handle(client, user_id).query(UserWorkerWorkflow.view)
         if view.state in states:
             return view
-        assert view.state != m.WorkerState.TERMINATED, view.reason
+        assert view.state != worker_messages.WorkerState.TERMINATED, view.reason
         await asyncio.sleep(0.02)
 
 
@@ -351,7 +368,9 @@ def skipped(env: WorkflowEnvironment) -> AbstractAsyncContextManager[None]:
 
 async def tell(client: Client, user_id: str, kind: str, sequence: int, detail: str = "") -> None:
     """Signals an event of the user's first worker, as the relay does."""
-    event = m.WorkerEventSignal(worker_id="w1", epoch=1, sequence=sequence, kind=kind, at=0.0, detail=detail)
+    event = worker_messages.WorkerEventSignal(
+        worker_id="w1", epoch=1, sequence=sequence, kind=kind, at=0.0, detail=detail
+    )
     await handle(client, user_id).signal(UserWorkerWorkflow.worker_event, event)
 
 

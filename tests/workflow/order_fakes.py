@@ -14,20 +14,27 @@ from temporalio.worker import Worker
 
 from tests.workflow.fakes import patient
 from workflows import names
-from workflows.order import messages as om
+from workflows.order.messages import (
+    FollowOrder,
+    FollowSettings,
+    UnresolvedOrder,
+    VerificationFinding,
+    Verified,
+    VerifyOrder,
+)
 from workflows.order.workflow import OrderWorkflow
 from workflows.sandbox import workflow_runner
 
-FILLED = om.Verified(finding=om.VerificationFinding.FINAL, state="filled")
-LISTED = om.Verified(finding=om.VerificationFinding.LISTED, state="submitted")
-UNREACHABLE = om.Verified(finding=om.VerificationFinding.UNASKED, state="unknown", code="BROKER_UNREACHABLE")
+FILLED = Verified(finding=VerificationFinding.FINAL, state="filled")
+LISTED = Verified(finding=VerificationFinding.LISTED, state="submitted")
+UNREACHABLE = Verified(finding=VerificationFinding.UNASKED, state="unknown", code="BROKER_UNREACHABLE")
 FAR = 4_000_000_000.0
 
 
 class FakeBook:
     """PostgreSQL and the broker: `checks` in order, the last one again and again."""
 
-    def __init__(self, *checks: om.Verified) -> None:
+    def __init__(self, *checks: Verified) -> None:
         self.checks = list(checks)
         self.asked: list[int] = []
         self.settled: list[str] = []
@@ -35,7 +42,7 @@ class FakeBook:
         self.failures = 0
 
     @activity.defn
-    async def verify_order(self, request: om.VerifyOrder) -> om.Verified:
+    async def verify_order(self, request: VerifyOrder) -> Verified:
         self.asked.append(request.check)
         if self.failures:
             self.failures -= 1
@@ -43,13 +50,13 @@ class FakeBook:
         return self.checks.pop(0) if len(self.checks) > 1 else self.checks[0]
 
     @activity.defn
-    async def settle_absent(self, request: om.UnresolvedOrder) -> bool:
+    async def settle_absent(self, request: UnresolvedOrder) -> bool:
         self.settled.append(request.reason)
-        self.checks = [om.Verified(finding=om.VerificationFinding.FINAL, state="rejected")]
+        self.checks = [Verified(finding=VerificationFinding.FINAL, state="rejected")]
         return True
 
     @activity.defn
-    async def demand_attention(self, request: om.UnresolvedOrder) -> bool:
+    async def demand_attention(self, request: UnresolvedOrder) -> bool:
         self.demands.append(request.reason)
         return True
 
@@ -75,11 +82,11 @@ async def follow(
 ) -> WorkflowHandle[OrderWorkflow, str]:
     return await client.start_workflow(
         OrderWorkflow.run,
-        om.FollowOrder(
+        FollowOrder(
             order_id=order,
             user_id="u",
             day_end=day_end,
-            settings=om.FollowSettings(first_pause=first_pause),
+            settings=FollowSettings(first_pause=first_pause),
         ),
         id=names.order_id(order),
         task_queue=names.ORDERS_QUEUE,

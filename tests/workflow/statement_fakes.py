@@ -10,7 +10,14 @@ from temporalio.client import Client
 from temporalio.worker import Worker
 
 from workflows import names
-from workflows.reports import messages as sm
+from workflows.reports.messages import (
+    EnqueueStatements,
+    MakeReport,
+    PlanStatements,
+    ReportResult,
+    StatementsPage,
+    StatementsPlan,
+)
 from workflows.reports.workflow import DailyReportWorkflow, StatementsWorkflow
 from workflows.sandbox import workflow_runner
 
@@ -28,17 +35,17 @@ class FakeStatements:
         self.pages: list[tuple[str, float]] = []
 
     @activity.defn
-    async def plan_statements(self, request: sm.PlanStatements) -> sm.StatementsPlan:
-        return sm.StatementsPlan(day=request.day or DAY, reason=self.reason, users=len(self.users))
+    async def plan_statements(self, request: PlanStatements) -> StatementsPlan:
+        return StatementsPlan(day=request.day or DAY, reason=self.reason, users=len(self.users))
 
     @activity.defn
-    async def enqueue_statements(self, request: sm.EnqueueStatements) -> sm.StatementsPage:
+    async def enqueue_statements(self, request: EnqueueStatements) -> StatementsPage:
         at = activity.info().current_attempt_scheduled_time.timestamp()
         self.pages.append((request.after, at))
         page = [user for user in self.users if user > request.after][: request.limit]
         new = set(page) - self.sent
         self.sent |= new
-        return sm.StatementsPage(
+        return StatementsPage(
             users=len(page),
             after=page[-1] if page else "",
             enqueued=len(new),
@@ -46,8 +53,8 @@ class FakeStatements:
         )
 
     @activity.defn
-    async def make_report(self, request: sm.MakeReport) -> sm.ReportResult:
-        return sm.ReportResult(day=request.day or DAY, reason=self.reason, mails=0 if self.reason else 2)
+    async def make_report(self, request: MakeReport) -> ReportResult:
+        return ReportResult(day=request.day or DAY, reason=self.reason, mails=0 if self.reason else 2)
 
     @asynccontextmanager
     async def serving(self, client: Client) -> AsyncIterator[None]:

@@ -20,9 +20,17 @@ from temporalio.common import WorkflowIDConflictPolicy
 
 from tests.workflow.fakes import FakeFleet, FakePool, failed_tasks, handle, serving, tell, until
 from workflows import names
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import (
+    ActiveWorker,
+    ClaimResult,
+    ClaimStatus,
+    EnsureActive,
+    ReloadResult,
+    UserWorkerInput,
+    WorkerState,
+)
 from workflows.user_worker.workflow import UserWorkerWorkflow
-from workflows.worker_pool import messages as pm
+from workflows.worker_pool.messages import PoolInput
 from workflows.worker_pool.policy import PoolPolicy
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
@@ -35,16 +43,16 @@ def user() -> str:
     return f"dev-{os.getpid()}-{next(_numbers)}"
 
 
-async def ensure(client: Client, user: str, *, pool: str = "default") -> m.ActiveWorker:
+async def ensure(client: Client, user: str, *, pool: str = "default") -> ActiveWorker:
     operation: WithStartWorkflowOperation[object, object] = WithStartWorkflowOperation(
         names.USER_WORKER,
-        m.UserWorkerInput(user_id=user, pool=pool),
+        UserWorkerInput(user_id=user, pool=pool),
         id=names.user_worker_id(user),
         task_queue=names.LIFECYCLE_QUEUE,
         id_conflict_policy=WorkflowIDConflictPolicy.USE_EXISTING,
     )
-    answer: m.ActiveWorker = await client.execute_update_with_start_workflow(
-        "ensure_active", m.EnsureActive(), start_workflow_operation=operation, result_type=m.ActiveWorker
+    answer: ActiveWorker = await client.execute_update_with_start_workflow(
+        "ensure_active", EnsureActive(), start_workflow_operation=operation, result_type=ActiveWorker
     )
     return answer
 
@@ -94,13 +102,11 @@ async def test_operators_find_a_user_by_search_attributes_and_read_details(
 async def test_the_details_tell_an_operator_what_is_what(
     temporal: Client, fleet: FakeFleet, user: str
 ) -> None:
-    fleet.reload_script = [
-        m.ReloadResult(ok=False, failure_code="LOGIN_REJECTED", failure_detail="wrong key")
-    ]
+    fleet.reload_script = [ReloadResult(ok=False, failure_code="LOGIN_REJECTED", failure_detail="wrong key")]
     async with serving(temporal, fleet.activities()):
         await ensure(temporal, user)
         await tell(temporal, user, "degraded", 2, "connection refused")
-        await handle(temporal, user).execute_update("reload_credentials_now", result_type=m.ReloadResult)
+        await handle(temporal, user).execute_update("reload_credentials_now", result_type=ReloadResult)
         details = str(await handle(temporal, user).query("__temporal_workflow_metadata"))
         await handle(temporal, user).signal("shutdown")
         await handle(temporal, user).result()
@@ -166,7 +172,7 @@ async def test_signals_with_garbage_are_dropped_with_a_line_in_the_log(
         await handle(temporal, user).signal("shutdown")
         await handle(temporal, user).result()
     assert failed_tasks(history) == []
-    assert again.state == m.WorkerState.ACTIVE
+    assert again.state == WorkerState.ACTIVE
     assert not fleet.reloads
     dropped = [record for record in caplog.records if record.getMessage().startswith("signal_dropped")]
     assert {getattr(record, "signal", "") for record in dropped} == set(unharmed)
@@ -175,9 +181,9 @@ async def test_signals_with_garbage_are_dropped_with_a_line_in_the_log(
 async def test_a_failed_start_reaches_the_caller_with_its_code(
     temporal: Client, fleet: FakeFleet, user: str
 ) -> None:
-    fleet.claim_script = [m.ClaimStatus.FAILED]
+    fleet.claim_script = [ClaimStatus.FAILED]
     fleet.connect_script = [
-        m.ClaimResult(status=m.ClaimStatus.FAILED, failure_code="LOGIN_REJECTED", retryable=False)
+        ClaimResult(status=ClaimStatus.FAILED, failure_code="LOGIN_REJECTED", retryable=False)
     ]
     async with serving(temporal, fleet.activities()):
         with pytest.raises(WorkflowUpdateFailedError) as failed:
@@ -192,7 +198,7 @@ async def test_the_view_stays_readable_after_the_end(temporal: Client, fleet: Fa
         await handle(temporal, user).signal("shutdown")
         await handle(temporal, user).result()
         view = await handle(temporal, user).query(UserWorkerWorkflow.view)
-        assert (view.state, view.worker) == (m.WorkerState.TERMINATED, None)
+        assert (view.state, view.worker) == (WorkerState.TERMINATED, None)
         with pytest.raises(WorkflowQueryFailedError):
             await handle(temporal, user).query("no_such_query")
 
@@ -203,7 +209,7 @@ async def test_a_warm_claim_tells_its_pool(
     async with serving(temporal, [*fleet.activities(), *pool.activities()]):
         running = await temporal.start_workflow(
             WorkerPoolWorkflow.run,
-            pm.PoolInput(pool="default", policy=PoolPolicy(target=1)),
+            PoolInput(pool="default", policy=PoolPolicy(target=1)),
             id=names.worker_pool_id("default"),
             task_queue=names.LIFECYCLE_QUEUE,
         )

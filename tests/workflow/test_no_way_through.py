@@ -14,7 +14,7 @@ from activities.pool.sizing import ensure_pool
 from infra.settings import Settings
 from tests.workflow.fakes import FakePool, serving, until
 from workflows import names
-from workflows.worker_pool import messages as pm
+from workflows.worker_pool.messages import PoolInput
 
 
 @workflow.defn(name=names.WORKER_POOL)
@@ -22,7 +22,7 @@ class AnotherPool:
     """Does something else than the pool, under its name."""
 
     @workflow.run
-    async def run(self, given: pm.PoolInput) -> None:
+    async def run(self, given: PoolInput) -> None:
         await workflow.sleep(3600)
 
 
@@ -39,7 +39,7 @@ async def test_a_pool_whose_history_fits_nothing_is_started_anew(
     ):
         stuck = await temporal.start_workflow(
             AnotherPool.run,
-            pm.PoolInput(pool="unfitting"),
+            PoolInput(pool="unfitting"),
             id=names.worker_pool_id("unfitting"),
             task_queue=names.LIFECYCLE_QUEUE,
         )

@@ -16,12 +16,15 @@ from typing import Any
 import msgspec
 
 from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
+from worker_runtime.brokers.registry import load_adapter
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.brokers.shioaji.probe import ShioajiProbe
 from worker_runtime.process.clock import clock_is_synchronised
+from worker_runtime.process.log import silence_libraries
 from worker_runtime.protocol.broker_check import CheckOutcome, CheckRequest, CheckStep, SeenMeaning
 from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
 from worker_runtime.protocol.errors import BerthError, OrderRejected
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, OrderState, PlaceOrder, PriceType, Side
 from worker_runtime.protocol.order_terms import OrderLot, TimeInForce
 from worker_runtime.protocol.requests import QuantityMeaning
@@ -408,20 +411,17 @@ class BrokerCheck:
 
 def main() -> int:
     """Makes the check that standard input asks for. Returns 0; what came of it is in the lines."""
-    from worker_runtime.brokers.paper.broker import PaperBroker
-    from worker_runtime.process.log import silence_libraries
-
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=CheckRequest)
     output = os.dup(1)
-    silence_libraries()  # the SDK prints, once the first characters of an API key
+    plugin = installed_brokers()[request.broker]
+    silence_libraries()  # an SDK may print, and once the first characters of an API key
     key = ConnectionKey(
         request.broker, request.broker_type, request.simulation, request.account, request.account
     )
 
     def open_broker(on_order: OnOrderChanged) -> Broker:
-        if request.broker == "paper":
-            return PaperBroker(request.paper_exchange, request.account, "broker check", on_order)
-        return ShioajiBroker(key, on_order)
+        options = {"paper_exchange": request.paper_exchange, **request.options}
+        return load_adapter(plugin.record.adapter)(key, "broker check", on_order, options)
 
     def report(step: CheckStep) -> None:
         os.write(output, msgspec.json.encode(step) + b"\n")

@@ -4,7 +4,7 @@ An adapter imports from here and from `worker_runtime/protocol/errors.py`, and n
 broker sends stays in the adapter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -22,10 +22,12 @@ from worker_runtime.protocol.requests import ConfirmedQuantityChange, QuantityMe
 
 __all__ = [
     "FINAL_ORDER_STATES",
+    "AdapterFactory",
     "Balance",
     "Broker",
     "BrokerFactory",
     "BrokerOrder",
+    "BrokerOrderTerms",
     "ConfirmedQuantityChange",
     "ConnectionKey",
     "Credentials",
@@ -37,7 +39,6 @@ __all__ = [
     "OrderCondition",
     "OrderLot",
     "OrderState",
-    "OrderTerms",
     "Position",
     "PriceType",
     "QuantityMeaning",
@@ -62,7 +63,7 @@ class ConnectionKey(NamedTuple):
         return self.number or self.account_id
 
 
-class OrderTerms(Protocol):
+class BrokerOrderTerms(Protocol):
     """A new order as an adapter gets it. It has more fields, which are none of the broker's business."""
 
     @property
@@ -130,7 +131,7 @@ class Broker(Protocol):
 
     def login(self, credentials: Credentials, timeout: float) -> None: ...
 
-    def place(self, order: OrderTerms, timeout: float) -> BrokerOrder:
+    def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         """Submits once. Never retries."""
 
     def queries_before_change(self, broker_order_id: str, *, quantity: bool = False) -> bool:
@@ -182,6 +183,20 @@ class UsesCertificate(Protocol):
 
     def certificate_ends_ms(self) -> int:
         """Unix ms at which the session's certificate expires; 0: there is none, or that is not known."""
+
+
+class AdapterFactory(Protocol):
+    """What a record's `adapter` names. Called in a session process, in any thread; no I/O."""
+
+    def __call__(
+        self,
+        key: ConnectionKey,
+        client: str,
+        on_order: OnOrderChanged,
+        options: Mapping[str, str],
+    ) -> Broker:
+        """Return an unconnected session. `client` names the worker, for a broker's own log; `options` are
+        the operator's for this broker (`BERTH_BROKER_OPTIONS`). Raises `BrokerError`."""
 
 
 #: Makes an unconnected `Broker` for a connection and a client (see `create_broker`).

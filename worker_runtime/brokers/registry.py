@@ -1,26 +1,40 @@
-"""All brokers by their name. An adapter is imported when its first connection is made."""
+"""Makes broker sessions of the adapters that the records name. Runs in session processes only."""
 
-from worker_runtime.brokers.port import Broker, ConnectionKey, OnOrderChanged
+from functools import cache
+from importlib import import_module
+
+from worker_runtime.brokers.port import AdapterFactory, Broker, ConnectionKey, OnOrderChanged
+from worker_runtime.process.log import silence_libraries
 from worker_runtime.protocol.errors import BrokerError
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.launch import WorkerConfig
 
 
 def create_broker(config: WorkerConfig, key: ConnectionKey, client: str, on_order: OnOrderChanged) -> Broker:
-    """An unconnected broker session for `key`.
+    """Return an unconnected broker session for `key`.
 
-    `client` names this worker in the exchange's ledger; `on_order` is called from any thread. Raises
-    `BrokerError` for a broker that this release does not know.
+    `client` names this worker in an exchange's ledger; `on_order` is called from any thread. Raises
+    `BrokerError` for a broker that this worker does not have, and for an adapter that cannot be imported.
     """
-    if key.broker == "paper":
-        from worker_runtime.brokers.paper.broker import PaperBroker
-
-        if not config.paper_exchange:
-            raise BrokerError("this worker does not know where the paper exchange is")
-        return PaperBroker(config.paper_exchange, key.at_broker, client, on_order)
-    if key.broker == "shioaji":
-        from worker_runtime.brokers.shioaji.broker import ShioajiBroker
-        from worker_runtime.process.log import silence_libraries
-
+    plugin = installed_brokers().get(key.broker)
+    if plugin is None:
+        known = ", ".join(sorted(installed_brokers()))
+        raise BrokerError(f"This worker has no broker {key.broker!r}; it has {known}.")
+    options = {"paper_exchange": config.paper_exchange, **config.broker_options.get(key.broker, {})}
+    if plugin.record.adapter_prints:
         silence_libraries()
-        return ShioajiBroker(key, on_order)
-    raise BrokerError(f"unknown broker {key.broker!r}; known: paper, shioaji")
+    return load_adapter(plugin.record.adapter)(key, client, on_order, options)
+
+
+@cache
+def load_adapter(path: str) -> AdapterFactory:
+    """Import an adapter, once a process, by its path `package.module:name`. Raises `BrokerError`."""
+    module, _, name = path.partition(":")
+    try:
+        factory: AdapterFactory = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise BrokerError(
+            f"The adapter {path} cannot be imported where this worker runs: {type(error).__name__}."
+            " Install its distribution there."
+        ) from None
+    return factory

@@ -8,6 +8,7 @@ from worker_runtime.process.clock import NS_PER_MS, SECOND, boot_ns, wall_ms
 from worker_runtime.process.shared_state import SharedState, WorkerActivity, health_text, lease_end_of
 from worker_runtime.process.valkey import Argument, Valkey, ValkeyFailed
 from worker_runtime.protocol import keys
+from worker_runtime.protocol.installed_brokers import announced_brokers
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import WorkerEvent, WorkerEventKind
 from worker_runtime.protocol.scripts import ANNOUNCE_WORKER, REMOVE_MARK, RENEW_MARK
@@ -65,6 +66,8 @@ class WorkerMark:
                 config.task_id,
                 "version",
                 config.version,
+                "brokers",
+                announced_brokers(),
             ],
         )
         if not state:
@@ -87,6 +90,7 @@ class WorkerMark:
             "worker": config.worker_id,
             "epoch": shared_state.epoch,
             "version": config.version,
+            "brokers": announced_brokers(),
             "state": WorkerActivity(shared_state.state).name,
             "launched_at": shared_state.launched_at_ms,
             "last_activity_ms": shared_state.last_activity_ms,

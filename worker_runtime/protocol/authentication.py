@@ -91,7 +91,7 @@ def sign_payload(keys: MessageKeys, use: bytes, payload: bytes) -> bytes:
 
 def read_payload(keys: MessageKeys, use: bytes, entry: bytes, subject: str) -> bytes:
     """The payload of `sign_payload`. Raises `InvalidSignature` if nobody with these keys signed it, and
-    `NewerKeyNeeded` if that cannot be told yet, both with `what` as the reason."""
+    `NewerKeyNeeded` if that cannot be told yet, both with `subject` as the reason."""
     head, _, payload = entry.partition(b" ")
     mac = head.decode("ascii", "replace")
     if not verify(keys, mac, use, payload):

@@ -40,6 +40,8 @@ class CheckRequest(msgspec.Struct, frozen=True, kw_only=True):
     #: Seconds in which the broker has to confirm an order, a cancel or a change.
     patience_s: float = 15.0
     paper_exchange: str = ""
+    #: The operator's options for this broker.
+    options: dict[str, str] = {}
 
 
 class CheckStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -211,6 +211,10 @@ class OrderTermsRule(CheckFailed, code="ORDER_TERMS_RULE"):
     """The market does not accept this combination of lot, condition and open/close type."""
 
 
+class BrokerNotInstalled(CheckFailed, code="BROKER_NOT_INSTALLED", status=409):
+    """This installation does not have the broker of this account any more. Ask an operator to install it."""
+
+
 class DuplicateOrder(CheckFailed, code="DUPLICATE_ORDER", status=409):
     """The same order was placed a moment ago under another client order id."""
 

@@ -20,14 +20,14 @@ def memory_prefix(main_pid: int) -> str:
 
 
 class BrokerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """A broker's limits for one person id. The defaults are Shioaji's (its documentation, "limit").
+    """A broker's limits for one person id. Its record has the numbers; the defaults are for others.
 
     A person who exceeds them is banned, and in the end the address, too. One connection too many is only
     refused.
     """
 
     connections: int = 5
-    #: From midnight to midnight in Taipei.
+    #: From midnight to midnight where the broker is.
     logins_per_day: int = 1000
     #: Place, replace and cancel; updates of status count as well.
     orders_per_10s: int = 250
@@ -46,8 +46,10 @@ class Allowance(msgspec.Struct, frozen=True, kw_only=True):
     egress: tuple[str, ...] = ()
     #: How many persons' calls an address may make: no broker publishes its limit for an address.
     egress_persons: int = 10
-    #: The paper exchange's limits.
+    #: The limits of the paper exchange, for workers of 0.1.0.
     paper: BrokerLimits = BrokerLimits()
+    #: Limits by broker, where they differ from those of its record.
+    limits: dict[str, BrokerLimits] = {}
 
 
 class ExitCode(IntEnum):
@@ -95,6 +97,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     reserved_claim: str = ""
     #: `host:port` of the paper exchange, for accounts of the broker `paper`.
     paper_exchange: str = ""
+    #: The operator's options by broker, such as its address; they come to its adapter.
+    broker_options: dict[str, dict[str, str]] = {}
     #: How the limits of brokers are kept.
     allowance: Allowance = Allowance()
     mark_ttl: float = 30.0

@@ -390,7 +390,7 @@ def encode(message: msgspec.Struct) -> bytes:
 
 
 def decode(data: bytes | str, message_type: type[T] | Any, *, limit: int = MAX_MESSAGE) -> T:
-    """Decodes one message of the `wanted` type (a class or a union of classes), of at most `limit` bytes.
+    """Decodes a message of at most `limit` bytes. `message_type`: a class or a union of classes.
     Raises `MalformedMessage` for anything else, `UnsupportedSchema` for a later schema version."""
     if len(data) > limit:
         raise MalformedMessage(f"{len(data)} bytes are more than {limit}")

@@ -1,5 +1,4 @@
-"""Takes the user's work out of Valkey with `pop.lua`, one item at a time, and puts an order back that has to
-wait.
+"""Pops the user's work from Valkey with `pop.lua`, one item at a time, and puts back an order that must wait.
 
 Every pop has a number. A pop whose reply was lost is repeated with the same number, and the server returns
 the same item, so no order is lost between the queue and the session. A pop that a broken connection delivers
@@ -34,7 +33,7 @@ class RequestQueueReader:
         self._since_ns = 0
 
     def is_switch_current(self) -> bool:
-        """Whether the switch was written to the server that answers now. If not, it may be an older one, and
+        """Returns True if the switch was written to the present server. If not, it may be an older one, and
         requests stay in their queue until the watcher has written it again. Raises `ValkeyFailed`."""
         server = self._client.server()
         if server != self._current_server:
@@ -46,7 +45,7 @@ class RequestQueueReader:
         return True
 
     def _known_since(self, server: str) -> int:
-        """CLOCK_MONOTONIC ns since which this server is known; now if only another one was noted."""
+        """Returns the CLOCK_MONOTONIC ns since which this server is known; now if another one is noted."""
         noted, at_ms = self._client.execute("HMGET", keys.SERVER_SINCE, "server", "at_ms")
         if noted is None:
             return 0
@@ -102,7 +101,7 @@ class RequestQueueReader:
         )
 
     def put_back(self, item: bytes, order_id: str) -> str:
-        """Puts the item of the last pop, which nobody has begun, back to its place in the queue. Returns what
+        """Puts the last popped item, on which no work has begun, back to its place in the queue. Returns what
         `put_back.lua` says: queued, gone or left. Raises `ValkeyFailed`; then call again."""
         shared_state = self._shared_state
         user_id = shared_state.user_id
@@ -118,7 +117,7 @@ class RequestQueueReader:
         return result.decode()
 
     def read_leftovers(self) -> tuple[list[bytes], str, int]:
-        """Items that a former worker of this user popped and never answered, the generation, as the owner key
+        """Returns the items that a former worker popped and never answered, the generation, as the owner key
         holds it, and Unix ms by Valkey's clock."""
         user_id = self._shared_state.user_id
         items: list[bytes] = self._client.execute("LRANGE", keys.processing(user_id), 0, -1)
@@ -143,7 +142,7 @@ class PostponedOrder:
         self._log = log
         self._account_id = ""
         self._deadline_ns: int | None = None
-        #: What is still to be put back.
+        #: The item that is still to be put back, and its order's id.
         self._item: tuple[bytes, str] | None = None
 
     @property
@@ -171,15 +170,18 @@ class PostponedOrder:
         return item if result == "left" else None
 
     def take_end(self) -> bool:
-        """True once when the wait is over: there is a session or will be none, orders of another account come
-        first, or the deadline has passed."""
+        """Returns True once, when the wait is over.
+
+        It is over when there is a session or will be none, when orders of another account come first, or
+        when the deadline has passed.
+        """
         if self._deadline_ns is None or self.left() > 0:
             return False
         self._deadline_ns = None
         return True
 
     def left(self) -> float:
-        """Seconds until the wait is over, if nothing changes."""
+        """Returns the seconds until the wait is over, if nothing changes."""
         broker_sessions = self._broker_sessions
         if self._deadline_ns is None:
             return 0.0

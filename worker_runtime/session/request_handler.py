@@ -1,4 +1,4 @@
-"""Decodes each request, has it executed, and answers it, after its events.
+"""Decodes and executes each request, then sends its events and its answer.
 
 Forged, replayed and late requests are discarded without an answer.
 """
@@ -130,10 +130,10 @@ class RequestHandler:
         self.send_buffer.add_answer(item, answer, request.reply_to)
 
     def _authenticate(self, item: bytes) -> Frame | None:
-        """The parts of an item that a service or the user's own job made for this user; discards others.
+        """Returns the parts of an item that a service or the user's own job signed; discards any other.
 
-        What is discarded is never answered: the answer would be a genuine one about whichever order the item
-        names. The order's deadline and the sweeper settle it, if it is one.
+        A discarded item gets no answer, because that would be a genuine answer about the order that a forger
+        named. If it is an order, its deadline and the sweeper settle it.
         """
         try:
             frame = parse_frame(item)
@@ -193,7 +193,7 @@ class RequestHandler:
 
 
 def _find_replay(request: Request, generation: str, *, late: bool) -> str:
-    """Why the request must not be executed any more, or ''."""
+    """Returns why the request must not be executed, or ''."""
     other = isinstance(request, PlaceOrder) and request.generation != generation
     return "late" if late else "another generation" if other else ""
 
@@ -207,7 +207,7 @@ class _ReplyTo(msgspec.Struct):
 
 
 def _find_reply_channel(payload: bytes) -> str:
-    """The reply channel of a request that cannot be decoded as a whole; '' if there is none."""
+    """Returns the reply channel of a request that cannot be decoded as a whole; '' if it names none."""
     try:
         return msgspec.json.decode(payload, type=_ReplyTo).reply_to
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -30,7 +30,7 @@ from worker_runtime.trading.session_recovery import SessionRecovery
 
 
 class RequestLoop:
-    """Serves one user from the claim on. The session's loop calls `step` when anything happened."""
+    """Serves one user after the claim. The session's loop calls `step` after each event."""
 
     def __init__(self, parts: SessionParts) -> None:
         self._config, self._stopping, self._wake = parts.config, parts.stopping, parts.wake
@@ -102,7 +102,7 @@ class RequestLoop:
         self._control = ControlHandler(parts, self.broker_sessions, self._recovery, self.load_open_orders)
         self._retry = Backoff(0.05, 2.0)
         self._may_have_work = True
-        #: Until the next check whether the switch was written to this server of Valkey.
+        #: Paces the checks of whether the switch was written to this server of Valkey.
         self._switch_check = Backoff(0.05, 1.0)
         self._switch_is_current = True
         self._leftovers_due = True
@@ -120,11 +120,11 @@ class RequestLoop:
         self.broker_sessions.connect_all(timeout)
 
     def queue_changed(self) -> None:
-        """Says that there may be something to pop."""
+        """Notes that the queue may have an item."""
         self._may_have_work = True
 
     def step(self) -> None:
-        """Does all that is due. Raises `WorkerExit` when this worker has to go."""
+        """Does all that is due. Raises `WorkerExit` when this worker must end."""
         self._check_lease()  # before anything that may wait for Valkey
         self._apply_order_changes()
         if self.broker_sessions.collect_logins() and not self._parked:
@@ -147,7 +147,7 @@ class RequestLoop:
             self._recovery.run_due(self._config.health_period)
 
     def left(self) -> float:
-        """Seconds until `step` is due again, at most one."""
+        """Returns the seconds until `step` is due again, at most one."""
         if self._changes:
             return 0.0
         waits: list[float | None] = [0.2] if self._parked else [1.0, max(0.0, self._lease.usable())]
@@ -234,8 +234,7 @@ class RequestLoop:
         return True
 
     def _answer_leftovers(self) -> None:
-        """Answers what a former worker or session left in the processing list, which is never executed
-        again."""
+        """Answers the items that a former worker or session left in processing; none is executed again."""
         items, generation, now_ms = self._queue_reader.read_leftovers()
         for item in items:
             self._request_handler.answer_leftover(item, generation, now_ms)
@@ -243,7 +242,7 @@ class RequestLoop:
         self._leftovers_due = False
 
     def _check_lease(self) -> bool:
-        """Whether the lease lets this session act; closes its broker sessions if not."""
+        """Returns True if the lease lets this session act; closes its broker sessions if not."""
         if self._shared_state.fenced:
             raise WorkerExit(ExitCode.FENCED, "another epoch owns the user")
         if self._lease.usable() > 0:

@@ -34,9 +34,9 @@ from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import CallKind, SharedRateLimiter
 
-#: Errors of a changing call after which it certainly changed nothing (see `brokers/port.py`).
+#: Errors which say that a call changed nothing at the broker (see `brokers/port.py`).
 _NO_EFFECT_ERRORS = (OrderRejected, SessionDown, LoginRejected, LoginLimited, RateLimited, BrokerMaintenance)
-#: Those that do not cast doubt on the session: another login would only make it worse.
+#: Errors after which the session is still good; another login would only use up the login limit.
 _SESSION_KEEPING_ERRORS = (OrderRejected, RateLimited)
 
 #: Seconds between two checks of the switch.
@@ -70,7 +70,7 @@ class BrokerCalls:
         return self.broker_sessions.has_other_session(account_id)
 
     def session(self, account_id: str) -> AccountSession:
-        """Call it only for an account that has had a session."""
+        """Returns the state of an account that has had a session."""
         return self.broker_sessions.session(account_id)
 
     def call_timeout(self, item: QueueItem) -> float:
@@ -146,7 +146,7 @@ class BrokerCalls:
             self._spent_ns += time.monotonic_ns() - began
 
     def query(self, account_id: str, item: QueueItem, call: Callable[[float], T]) -> T:
-        """Makes a call that changes nothing, after the wait for room. Raises the broker's error."""
+        """Waits for room within the limits, then makes a read-only call. Raises the broker's error."""
         self.spend_budget(account_id, CallKind.QUERY, item)
         timeout = self.call_timeout(item)
         try:

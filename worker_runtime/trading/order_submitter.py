@@ -8,10 +8,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass
 
-from worker_runtime.brokers.port import Broker
+from worker_runtime.brokers.port import Broker, ConnectionKey
 from worker_runtime.process.clock import NS_PER_MS, SECOND, wall_ms
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
+from worker_runtime.protocol.broker_record import terms_of
 from worker_runtime.protocol.broker_reports import BrokerOrder
 from worker_runtime.protocol.errors import (
     AccountBlocked,
@@ -29,6 +30,7 @@ from worker_runtime.protocol.errors import (
     TradingHalted,
     WorkerUnavailable,
 )
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.messages import Failure, OrderEvent, OrderOutcome, OrderState, PlaceOrder
 from worker_runtime.protocol.order_terms import may_be_same_contract
 from worker_runtime.protocol.requests import ReplaceOrder, SwitchState, UserSwitch
@@ -38,12 +40,12 @@ from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import CallKind, CountUnavailable
 from worker_runtime.trading.send_buffer import SendBuffer
 
-#: Reasons for which there is no broker session now but may be one in a moment. (Maintenance takes longer.)
+#: Errors after which a broker session may be back in a moment. (Maintenance takes longer.)
 _TRANSIENT_ERRORS = (BrokerUnreachable, LoginLimited, LeaseLost)
 #: Nanoseconds by which the clocks of two Valkey servers may differ: one sets a deadline, the other reads it.
 _MAX_CLOCK_SKEW_NS = SECOND
-#: Seconds that an order in hand waits until a new Valkey server knows who may trade. The watcher writes
-#: the switch within two seconds.
+#: Seconds that a popped order waits until a new Valkey server has the switch. The watcher writes it within
+#: two seconds.
 SWITCH_WAIT_S = 10.0
 #: Deadlines are whole milliseconds.
 _DEADLINE_ROUNDING_NS = SECOND // 100
@@ -53,7 +55,7 @@ _RECORDED_AFTER_NS = 5 * SECOND
 
 
 class OrderPostponed(Exception):
-    """Nothing of the order was begun, and it can wait in its queue until there is a broker session, a current
+    """The order was not begun and can wait in its queue until there is a broker session, a current
     switch or a Valkey that counts."""
 
     def __init__(self, order: PlaceOrder) -> None:
@@ -91,6 +93,16 @@ def check_price(request: PlaceOrder | ReplaceOrder, broker: Broker) -> None:
         )
 
 
+def check_terms(order: PlaceOrder, key: ConnectionKey) -> None:
+    """Raises `PriceTypeRule` or `OrderTermsRule` for terms that this worker's record of the broker does not
+    have, as when the API has a newer record: nothing is sent then. A look-up in memory."""
+    plugin = installed_brokers().get(key.broker)
+    if plugin is not None:
+        refusal = plugin.record.market(key.broker_type).refusal(*terms_of(order))
+        if refusal is not None:
+            raise refusal
+
+
 def flush_and_check_switch(
     request: PlaceOrder | ReplaceOrder,
     item: QueueItem,
@@ -100,8 +112,11 @@ def flush_and_check_switch(
     send_buffer: SendBuffer,
     wait: float = SWITCH_WAIT_S,
 ) -> None:
-    """Sends what is buffered (an order's journal entry) and reads the switch in the same round trip, right
-    before the broker is called. Raises what forbids the call. `wait`: seconds for a switch that is stale."""
+    """Flushes the send buffer (an order's journal entry) and reads the switch, in one round trip.
+
+    Call it right before the broker call. Raises the error that forbids the call. `wait`: seconds to wait for
+    a switch that is stale.
+    """
     until = time.monotonic() + wait
     while True:
         send_buffer.read_switch()
@@ -131,7 +146,7 @@ def flush_and_check_switch(
 
 
 class UnknownOutcomes:
-    """Tracks orders of unknown outcome. Each blocks orders that were accepted before PostgreSQL knew of it.
+    """Tracks orders of unknown outcome. Each blocks orders that PostgreSQL accepted before it knew of it.
 
     PostgreSQL refuses new orders in a symbol with an unknown order, but cannot refuse those that were in the
     queue by then: the worker does, by the same rule and under the same code. It leaves later orders alone,
@@ -144,7 +159,7 @@ class UnknownOutcomes:
         self._unknown: dict[str, tuple[PlaceOrder, int]] = {}
 
     def load_open_orders(self, orders: Iterable[PlaceOrder]) -> None:
-        """Adds orders of former sessions that were begun and of which our books do not know the outcome."""
+        """Adds the orders that a former session began and whose outcome our books do not have."""
         for order in orders:
             if order.begun and order.broker_order_id is None:
                 self.add(order)
@@ -153,7 +168,7 @@ class UnknownOutcomes:
         self._unknown.setdefault(order.order_id, (order, time.monotonic_ns()))
 
     def check_order(self, order: PlaceOrder, item: QueueItem) -> None:
-        """Raises `SymbolBlocked` for an order that was accepted before an order in its way became unknown."""
+        """Raises `SymbolBlocked` if an earlier order of unknown outcome blocks this one."""
         if order.unknown_blocks == "off":
             return
         accepted = item.deadline_ns - order.lifetime_ms * NS_PER_MS
@@ -174,7 +189,7 @@ def _blocks(other: PlaceOrder, order: PlaceOrder) -> bool:
 
 @dataclass(eq=False, repr=False)
 class OrderSubmitter:
-    """Carries out `PlaceOrder` for one user."""
+    """Submits orders for one user."""
 
     broker_calls: BrokerCalls
     tracker: OrderTracker
@@ -194,8 +209,7 @@ class OrderSubmitter:
         return order_id in self.tracker or order_id in self.shared_state.submissions
 
     def submit_order(self, order: PlaceOrder, item: QueueItem) -> OrderResult:
-        """Submits the order, unless something forbids it, and returns what became of it. Raises nothing but
-        `OrderPostponed`."""
+        """Submits the order unless something forbids it. Raises nothing but `OrderPostponed`."""
         known = self.tracker.known_outcome(order.order_id)
         if known is not None:  # submit-once: this session or a former one has taken it
             return known
@@ -204,6 +218,7 @@ class OrderSubmitter:
                 raise OutcomeUnknown("an earlier session process had begun to submit the order")
             self._check_item(order, item)
             broker = self._ensure_session(order, item)
+            check_terms(order, self.broker_calls.session(order.account_id).account.key)
             self._check_books(order, item)
             known = self.tracker.known_outcome(order.order_id)
             if known is not None:  # the new session's list of orders has it

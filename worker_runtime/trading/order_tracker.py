@@ -54,7 +54,7 @@ class _TrackedOrder:
     terms: tuple[int, Decimal | None] | None = None
 
     def merge_report(self, reported: BrokerOrder) -> None:
-        """Takes the broker's view as the outcome, unless it is older than what is known."""
+        """Takes the broker's report as the outcome, unless the known outcome is newer."""
         is_older = sum(fill.quantity for fill in reported.fills) < self.outcome.filled_quantity
         if not is_older and self.outcome.state not in FINAL_ORDER_STATES:
             self.outcome = order_outcome_of(self.order.order_id, reported)
@@ -231,7 +231,7 @@ class OrderTracker:
         fill: Fill | None = None,
         reason: str | None = None,
     ) -> None:
-        """Sends one event, once. `fills` are those until then."""
+        """Sends an event unless it was sent before. `fills`: all fills up to this event."""
         event_id = f"{entry.order.order_id}:{event_kind}"
         if event_id in self._sent_ids:
             return
@@ -269,7 +269,7 @@ class OrderTracker:
 
 
 def average_fill_price(fills: list[Fill]) -> Decimal | None:
-    """The average price of the fills, weighted by quantity; None without fills."""
+    """Returns the average price of the fills, weighted by quantity; None without fills."""
     quantity = sum(fill.quantity for fill in fills)
     if quantity <= 0:
         return None
@@ -280,7 +280,7 @@ def average_fill_price(fills: list[Fill]) -> Decimal | None:
 
 
 def order_outcome_of(order_id: str, reported: BrokerOrder) -> OrderOutcome:
-    """The broker's view of an order as an outcome."""
+    """Returns the outcome that a broker's report of an order shows."""
     return OrderOutcome(
         order_id=order_id,
         state=reported.state,

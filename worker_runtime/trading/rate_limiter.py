@@ -21,6 +21,7 @@ from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.valkey import Argument, Valkey, ValkeyFailed, ValkeyUnreachable
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import BerthError, LoginLimited, RateLimited
+from worker_runtime.protocol.installed_brokers import installed_brokers
 from worker_runtime.protocol.launch import BrokerLimits, WorkerConfig
 from worker_runtime.protocol.scripts import (
     RENEW_CONNECTIONS,
@@ -130,6 +131,7 @@ class SharedRateLimiter:
         self._log = log
         self._holder = f"{config.worker_id}:{shared_state.session_number}"
         self._calls = 0
+        self._record_limits: dict[str, BrokerLimits] = {}
         #: Permille of the fullest limit that were in use after the last granted call.
         self.limit_used: int | None = None
         #: The count id under which a window was granted last, and the first count id of each owner.
@@ -281,8 +283,16 @@ class SharedRateLimiter:
         return [_BudgetOwner(name, persons, counted_before=number > 0) for number, name in enumerate(names)]
 
     def _limits(self, account: OpenedAccount) -> BrokerLimits:
-        # Shioaji's numbers for any other broker: facts of one that bans are a safe start for the next.
-        return self._allowance.paper if account.key.broker == "paper" else BrokerLimits()
+        """Return the broker's limits: an operator's, else those of its record."""
+        broker = account.key.broker
+        limits = self._record_limits.get(broker)
+        if limits is None:
+            plugin = installed_brokers().get(broker)
+            limits = self._allowance.limits.get(broker) or (
+                plugin.record.limits.as_limits() if plugin is not None else BrokerLimits()
+            )
+            self._record_limits[broker] = limits
+        return limits
 
     def _connection(self, account: OpenedAccount) -> str:
         """The connection's name: the same for a user's successive workers, another one for new credentials,

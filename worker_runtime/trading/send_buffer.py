@@ -34,7 +34,7 @@ from worker_runtime.protocol.sealing import prove_reply
 from worker_runtime.protocol.worker_reports import sign_event
 from worker_runtime.trading.switch_reader import SwitchReader
 
-#: Entries. Without Valkey no order is taken, so only late fills gather here, of about 400 bytes each.
+#: Without Valkey no order is popped, so only late fills gather here, of about 400 bytes each.
 MAX_ENTRIES = 10_000
 #: Seconds a journal entry is kept. It is needed for a day, to know whether an order may have been submitted.
 JOURNAL_TTL = 2 * 86_400
@@ -55,7 +55,7 @@ class SendBuffer:
         self._backoff = Backoff(0.05, 2.0)
         #: Whether the last journal entry is in Valkey and was written by this session.
         self.journaled = False
-        #: Whether there may be more to pop. If the last answer said no, the doorbell rings for what comes.
+        #: False if the last answer emptied the queue; the doorbell rings for the next item.
         self.more_to_pop = True
         #: What `read_switch` last read, and whether that was written to another server.
         self.switch = HALTED_SWITCH
@@ -89,7 +89,7 @@ class SendBuffer:
     def add_worker_event(
         self, kind: WorkerEventKind, detail: str = "", logins: Sequence[AccountLogin] = ()
     ) -> None:
-        """Adds an event in this worker's life, unless it belongs to nobody yet."""
+        """Adds an event about this worker, unless it has no user yet."""
         state = self._shared_state
         if state.assigned:
             self._log.info("worker_changed", kind=kind.value, detail=detail)
@@ -113,7 +113,7 @@ class SendBuffer:
         self._put("HGETALL", keys.switch(self._shared_state.user_id))
 
     def discard_item(self, item: bytes) -> None:
-        """Ends the processing of an item that names nobody to answer."""
+        """Ends the processing of an item without an answer."""
         self.more_to_pop = True
         self._put("LREM", keys.processing(self._shared_state.user_id), 1, item)
 
@@ -142,7 +142,7 @@ class SendBuffer:
         return False
 
     def flush_if_due(self) -> None:
-        """Tries once, if the last failure is long enough ago."""
+        """Tries to flush once, unless the pause after the last failure is not over."""
         if self._waiting and self._backoff.due():
             self.flush(attempts=1)
 

@@ -376,7 +376,7 @@ class UserWorkerState(UserWorkerFacts):
         return replace(longer, deadline=max(self.deadline, longer.idle_at(self.last_activity)))
 
     def checked(self, check_at: float, now: float) -> UserWorkerState:
-        """A check is over; the next is at `wanted`, or later if that were one too many (`CHECKS_MAX`)."""
+        """A check is over; the next is at `check_at`, or later if that were one too many (`CHECKS_MAX`)."""
         window = 2 * self.settings.idle_timeout
         checks = (*(at for at in self.checks if now - at < window), now)[-CHECKS_MAX:]
         earliest = checks[0] + window if len(checks) == CHECKS_MAX else now

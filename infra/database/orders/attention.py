@@ -102,13 +102,13 @@ async def orders_for_a_person(
     `unknown`: with the orders of unknown outcome about which Berth still asks the broker by itself.
     """
     # The index by state serves this: few orders are open.
-    wanted = select(Order).where(Order.state.in_(OPEN_STATES))
+    query = select(Order).where(Order.state.in_(OPEN_STATES))
     listed = Order.attention.is_not(None)
-    wanted = wanted.where(or_(listed, Order.state == OrderState.UNKNOWN.value) if unknown else listed)
+    query = query.where(or_(listed, Order.state == OrderState.UNKNOWN.value) if unknown else listed)
     since = func.coalesce(Order.attention_at, Order.created_at)
     if after is not None:
-        wanted = wanted.where(tuple_(since, Order.id) > after)
-    return (await session.scalars(wanted.order_by(since, Order.id).limit(limit))).all()
+        query = query.where(tuple_(since, Order.id) > after)
+    return (await session.scalars(query.order_by(since, Order.id).limit(limit))).all()
 
 
 def next_step(order: Order) -> str:
@@ -131,7 +131,7 @@ async def recheck_order(session: AsyncSession, order_id: uuid.UUID, *, actor: st
 
 
 async def resolve_order(
-    session: AsyncSession, order_id: uuid.UUID, found: Resolution, *, actor: str
+    session: AsyncSession, order_id: uuid.UUID, resolution: Resolution, *, actor: str
 ) -> Order:
     """Makes an order final as a person found it at the broker.
 
@@ -145,36 +145,36 @@ async def resolve_order(
         raise OrderSettled
     if rank(order.state) <= rank(OrderState.SUBMITTING) and await database_clock(session) < order.deadline_at:
         raise ResolutionInvalid("it may still be sent to the broker, until its deadline: cancel it")
-    _check_resolution(order, found)
+    _check_resolution(order, resolution)
     before = order.state
-    order.state = found.state.value
-    order.filled_quantity = found.filled_quantity
-    order.average_price = found.average_price
+    order.state = resolution.state.value
+    order.filled_quantity = resolution.filled_quantity
+    order.average_price = resolution.average_price
     order.reason_code = None
-    order.reason = found.reason[:REASON_LIMIT]
+    order.reason = resolution.reason[:REASON_LIMIT]
     order.verify_at = order.attention = order.attention_at = None
     order.updated_at = datetime.now(UTC)
-    _note_step(session, order_id, found.state, f"resolved by {actor}: {found.reason}")
-    entry = msgspec.to_builtins(found) | {"before": before, "reason": order.reason}
+    _note_step(session, order_id, resolution.state, f"resolved by {actor}: {resolution.reason}")
+    entry = msgspec.to_builtins(resolution) | {"before": before, "reason": order.reason}
     audit.append_entry(session, actor, "order.resolved", f"order:{order_id}", **entry)
     await session.flush()
     return order
 
 
-def _check_resolution(order: Order, found: Resolution) -> None:
-    filled = found.filled_quantity
-    if found.state not in FINAL_ORDER_STATES:
-        raise ResolutionInvalid(f"{found.state.value} is not the end of an order")
+def _check_resolution(order: Order, resolution: Resolution) -> None:
+    filled = resolution.filled_quantity
+    if resolution.state not in FINAL_ORDER_STATES:
+        raise ResolutionInvalid(f"{resolution.state.value} is not the end of an order")
     if filled > order.quantity:
         raise ResolutionInvalid(f"{filled} lots filled of {order.quantity}")
     if filled < order.filled_quantity:
         raise ResolutionInvalid(f"the broker has reported {order.filled_quantity} filled lots")
-    if (found.state == OrderState.FILLED) != (filled == order.quantity):
+    if (resolution.state == OrderState.FILLED) != (filled == order.quantity):
         needed = f"`filled` needs all its lots: `--filled {order.quantity} --price …` (their average price)"
         raise ResolutionInvalid(f"{filled} of {order.quantity} lots are filled; {needed}")
-    if found.state == OrderState.REJECTED and filled:
+    if resolution.state == OrderState.REJECTED and filled:
         raise ResolutionInvalid("a rejected order has no fills")
-    if (filled > 0) != (found.average_price is not None):
+    if (filled > 0) != (resolution.average_price is not None):
         pass_both = f"--filled {filled or 1} --price …"
         raise ResolutionInvalid(f"filled lots and their average price go together: pass `{pass_both}`")
 

@@ -85,13 +85,13 @@ async def confirm_changes(
         .where(OrderEventRow.order_id == order_id, OrderEventRow.event_id.startswith(prefix, autoescape=True))
         .order_by(OrderEventRow.at.desc())
     )
-    found = {event_id: data for event_id, data in events}
+    by_event = {event_id: data for event_id, data in events}
     price_confirmed = False
-    for event_id, data in found.items():
+    for event_id, data in by_event.items():
         if event_id.endswith(_CONFIRMED):
             continue
         change = msgspec.convert(data, OrderChange)
-        confirmed = f"{event_id}{_CONFIRMED}" in found
+        confirmed = f"{event_id}{_CONFIRMED}" in by_event
         if not confirmed:
             shown = replace(
                 change,

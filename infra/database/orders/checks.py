@@ -95,8 +95,8 @@ async def find_refusal(session: AsyncSession, order: CheckedTerms, unknown_block
         return TradingHalted(f"{switches.described(held)}; cancels still pass")
     if held is not None and not order.reduce_only:
         return ReducingOnly(f"{switches.described(held)}; orders that make a position smaller still pass")
-    wanted = {"user_id": user_id, "account_id": account_id, "symbol": order.symbol}
-    blocking = await session.scalar(FIRST_UNSETTLED, wanted | {"unknown_blocks": unknown_blocks})
+    terms = {"user_id": user_id, "account_id": account_id, "symbol": order.symbol}
+    blocking = await session.scalar(FIRST_UNSETTLED, terms | {"unknown_blocks": unknown_blocks})
     if blocking is not None:
         return SymbolBlocked(
             f"The outcome of order {blocking} in this account is unknown. Berth asks the broker about it."
@@ -150,10 +150,10 @@ async def conflicting_order(
     orders = select(Order).filter_by(user_id=user_id, account_id=account_id)
     orders = orders.where(Order.client_order_id.not_in(but), or_(is_open, filled_since))
     orders = orders.where(func.left(Order.symbol, 3) == symbol[:3]).order_by(Order.created_at.desc())
-    found = await session.scalars(orders)
-    return next((order for order in found if may_be_same_contract(order.symbol, symbol)), None)
+    rows = await session.scalars(orders)
+    return next((order for order in rows if may_be_same_contract(order.symbol, symbol)), None)
 
 
 async def orders_by_client_ids(session: AsyncSession, user_id: str, ids: Collection[str]) -> dict[str, Order]:
-    found = select(Order).filter_by(user_id=user_id).where(Order.client_order_id.in_(ids))
-    return {order.client_order_id: order for order in await session.scalars(found)}
+    query = select(Order).filter_by(user_id=user_id).where(Order.client_order_id.in_(ids))
+    return {order.client_order_id: order for order in await session.scalars(query)}

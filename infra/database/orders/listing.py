@@ -43,21 +43,21 @@ OrderPosition = tuple[datetime, uuid.UUID]
 
 
 async def page_of_orders(
-    session: AsyncSession, wanted: OrderSelection, *, behind: OrderPosition | None = None, limit: int = 100
+    session: AsyncSession, selection: OrderSelection, *, behind: OrderPosition | None = None, limit: int = 100
 ) -> Sequence[Order]:
     """Returns at most `limit` orders after a position, the newest first."""
     names = ("user_id", "account_id", "symbol", "side", "client_order_id")
-    equal = {name: value for name in names if (value := getattr(wanted, name)) is not None}
-    found = select(Order).filter_by(**equal).order_by(Order.created_at.desc(), Order.id.desc()).limit(limit)
+    equal = {name: value for name in names if (value := getattr(selection, name)) is not None}
+    query = select(Order).filter_by(**equal).order_by(Order.created_at.desc(), Order.id.desc()).limit(limit)
     if behind is not None:
-        found = found.where(tuple_(Order.created_at, Order.id) < behind)
-    if wanted.since is not None:
-        found = found.where(Order.created_at >= wanted.since)
-    if wanted.until is not None:
-        found = found.where(Order.created_at < wanted.until)
-    if wanted.states:
-        found = found.where(or_(*(_in_state(state) for state in sorted(wanted.states))))
-    return (await session.scalars(found)).all()
+        query = query.where(tuple_(Order.created_at, Order.id) < behind)
+    if selection.since is not None:
+        query = query.where(Order.created_at >= selection.since)
+    if selection.until is not None:
+        query = query.where(Order.created_at < selection.until)
+    if selection.states:
+        query = query.where(or_(*(_in_state(state) for state in sorted(selection.states))))
+    return (await session.scalars(query)).all()
 
 
 _WAITS_FOR_A_PERSON = and_(Order.state.in_(OPEN_STATES), Order.attention.is_not(None))
@@ -163,8 +163,8 @@ def _recent_users(since: datetime, evening: bool) -> Select[str, str]:
 
 async def count_recent_users(session: AsyncSession, since: datetime, *, evening: bool) -> dict[str, int]:
     """Returns how many users have traded since then, by the market with the earliest bell."""
-    found = _recent_users(since, evening).subquery()
-    rows = await session.execute(select(found.c.market, func.count()).group_by(found.c.market))
+    users = _recent_users(since, evening).subquery()
+    rows = await session.execute(select(users.c.market, func.count()).group_by(users.c.market))
     return {market: count for market, count in rows}
 
 
@@ -172,7 +172,7 @@ async def recent_users_after(
     session: AsyncSession, since: datetime, *, evening: bool, market: str, after: str, limit: int
 ) -> list[str]:
     """Returns the next `limit` such users after the id `after`, by id; an empty `market` means all."""
-    wanted = _recent_users(since, evening).where(Order.user_id > after)
+    query = _recent_users(since, evening).where(Order.user_id > after)
     if market:
-        wanted = wanted.having(_first_market == market)
-    return list(await session.scalars(wanted.order_by(Order.user_id).limit(limit)))
+        query = query.having(_first_market == market)
+    return list(await session.scalars(query.order_by(Order.user_id).limit(limit)))

@@ -38,9 +38,9 @@ class DueOrder:
     remaining: float
 
 
-async def take_due_orders(session: AsyncSession, *, most: int, lease: float, grace: float) -> list[DueOrder]:
-    """Leases up to `most` orders whose `verify_at` has passed, for `lease` seconds."""
-    rows = await session.execute(_TAKE, {"most": most, "lease": lease, "grace": grace})
+async def take_due_orders(session: AsyncSession, *, limit: int, lease: float, grace: float) -> list[DueOrder]:
+    """Leases up to `limit` orders whose `verify_at` has passed, for `lease` seconds."""
+    rows = await session.execute(_TAKE, {"most": limit, "lease": lease, "grace": grace})
     return [
         DueOrder(order, bool(asked), order.verify_at, bool(overdue), float(remaining))
         for order, asked, overdue, remaining in rows
@@ -52,8 +52,8 @@ async def followed_orders(session: AsyncSession, seconds: float) -> list[str]:
     """Returns orders that are not final, and that nobody checks within the next `seconds`: their workflow
     follows them."""
     later = seconds_from_now(bindparam("seconds"))
-    wanted = select(Order.id).where(Order.verify_at > later, Order.state.not_in(_QUEUEABLE))
-    return [str(order) for order in await session.scalars(wanted, {"seconds": seconds})]
+    query = select(Order.id).where(Order.verify_at > later, Order.state.not_in(_QUEUEABLE))
+    return [str(order) for order in await session.scalars(query, {"seconds": seconds})]
 
 
 async def make_due(session: AsyncSession, orders: Collection[str]) -> int:

@@ -37,13 +37,13 @@ async def account_usage(
         & (OrderTag.account_id == account.account_id)
         & (OrderTag.trading_day == day)
     )
-    wanted = select(account, AccountLimits, func.coalesce(OrderTag.used, 0))
-    wanted = wanted.outerjoin(AccountLimits, of_account).outerjoin(OrderTag, of_day)
+    query = select(account, AccountLimits, func.coalesce(OrderTag.used, 0))
+    query = query.outerjoin(AccountLimits, of_account).outerjoin(OrderTag, of_day)
     this = account.user_id == user_id, account.account_id == account_id
-    found = (await session.execute(wanted.where(*this))).one_or_none()
-    if found is None:
+    usage_row = (await session.execute(query.where(*this))).one_or_none()
+    if usage_row is None:
         return None
-    row, limits, tags = found
+    row, limits, tags = usage_row
     return AccountUsage(
         broker=row.broker,
         broker_type=row.broker_type,

@@ -70,8 +70,8 @@ async def earlier_comparisons(session: AsyncSession, user_id: str, account_id: s
             continue
         if row.resolved_by == FIRST_COMPARISON:
             begun, odd_known = True, odd_known or ODD_SHARES in row.differences
-        for kind, found in row.differences.items():
-            closed.setdefault(kind, []).extend(found)
+        for kind, entries in row.differences.items():
+            closed.setdefault(kind, []).extend(entries)
         for kind, shares in (("positions", SHARES_PER_LOT), (ODD_SHARES, 1)):
             for held in row.differences.get(kind, ()):
                 base[held["symbol"]] += (held["broker"] - held["ours"]) * shares
@@ -134,13 +134,13 @@ async def filled_positions(
 
 async def unsettled_symbols(session: AsyncSession, user_id: str, account_id: str, at: datetime) -> set[str]:
     """Returns symbols whose fills may be on their way: with an open order or a recent change."""
-    found = await session.scalars(
+    symbols = await session.scalars(
         select(Order.symbol)
         .where(Order.user_id == user_id, Order.account_id == account_id)
         .where(or_(Order.state.in_(OPEN_STATES), Order.updated_at > at - FILL_MARGIN))
         .distinct()
     )
-    return set(found)
+    return set(symbols)
 
 
 async def note_differences(
@@ -158,11 +158,11 @@ async def note_differences(
     """
     unresolved = select(Reconciliation).filter_by(user_id=user_id, account_id=account_id, resolved_at=None)
     open_ones = (await session.scalars(unresolved.with_for_update())).all()
-    if differences and any(one.differences == differences for one in open_ones):
+    if differences and any(open_row.differences == differences for open_row in open_ones):
         return None
-    for one in open_ones:
-        one.resolved_at = func.clock_timestamp()
-        one.resolved_by = CLOSED_BY_COMPARISON
+    for open_row in open_ones:
+        open_row.resolved_at = func.clock_timestamp()
+        open_row.resolved_by = CLOSED_BY_COMPARISON
     if not differences:
         return None
     row = Reconciliation(
@@ -174,26 +174,26 @@ async def note_differences(
 
 async def blocking_difference(session: AsyncSession, user_id: str, account_id: str) -> int | None:
     """The number of a difference for which the account takes no orders until a person has looked."""
-    found = select(Reconciliation.id).filter_by(user_id=user_id, account_id=account_id, resolved_at=None)
-    return await session.scalar(found.where(Reconciliation.blocks).limit(1))
+    query = select(Reconciliation.id).filter_by(user_id=user_id, account_id=account_id, resolved_at=None)
+    return await session.scalar(query.where(Reconciliation.blocks).limit(1))
 
 
 async def reconciliations_of_user(
     session: AsyncSession, user_id: str, *, limit: int = 100
 ) -> Sequence[Reconciliation]:
     """Returns the user's reconciliations: open ones first, then the newest."""
-    found = select(Reconciliation).filter_by(user_id=user_id).limit(limit)
-    found = found.where(Reconciliation.resolved_by.is_distinct_from(FIRST_COMPARISON))
+    query = select(Reconciliation).filter_by(user_id=user_id).limit(limit)
+    query = query.where(Reconciliation.resolved_by.is_distinct_from(FIRST_COMPARISON))
     open_first = Reconciliation.resolved_at.is_not(None), Reconciliation.id.desc()
-    return (await session.scalars(found.order_by(*open_first))).all()
+    return (await session.scalars(query.order_by(*open_first))).all()
 
 
 async def open_reconciliations(
     session: AsyncSession, *, after: int = 0, limit: int = 100
 ) -> Sequence[Reconciliation]:
     """Returns open reconciliations of all users after the number `after`, the oldest first."""
-    found = select(Reconciliation).filter_by(resolved_at=None).where(Reconciliation.id > after)
-    return (await session.scalars(found.order_by(Reconciliation.id).limit(limit))).all()
+    query = select(Reconciliation).filter_by(resolved_at=None).where(Reconciliation.id > after)
+    return (await session.scalars(query.order_by(Reconciliation.id).limit(limit))).all()
 
 
 async def resolve_reconciliation(

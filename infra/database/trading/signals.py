@@ -220,12 +220,12 @@ async def take_head(session: AsyncSession, lane: Lane, holder: uuid.UUID, lease:
     row = (await session.execute(taken)).one_or_none()
     if row is None:
         return None
-    call, left, state = row
+    call, seconds_left, state = row
     webhook = await session.get(Webhook, call.webhook_id)
     if webhook is None:  # it went with its user
         await session.execute(delete(WebhookCall).filter_by(id=call.id))
         return None
-    return HeldSignal(call, webhook, float(left), taken_over=state == RUNNING)
+    return HeldSignal(call, webhook, float(seconds_left), taken_over=state == RUNNING)
 
 
 async def require_lease(session: AsyncSession, call_id: int, holder: uuid.UUID) -> None:
@@ -250,8 +250,8 @@ async def find_predecessor(session: AsyncSession, call: WebhookCall) -> WebhookC
 async def is_revoked(session: AsyncSession, webhook_id: uuid.UUID) -> bool:
     """Returns True if the webhook was revoked; a revocation waits until the transaction ends."""
     row = select(Webhook.revoked_at).filter_by(id=webhook_id).with_for_update(read=True)
-    found = (await session.execute(row)).one_or_none()
-    return found is None or found[0] is not None
+    revoked = (await session.execute(row)).one_or_none()
+    return revoked is None or revoked[0] is not None
 
 
 async def renew_leases(session: AsyncSession, holders: Collection[uuid.UUID], lease: float) -> None:
@@ -411,13 +411,13 @@ async def take_promised_delivery(session: AsyncSession) -> PromisedDelivery | No
         .with_for_update(skip_locked=True)
     )
     while (row := (await session.execute(abandoned)).one_or_none()) is not None:
-        delivery, left = row
+        delivery, seconds_left = row
         delivery.held_until, delivery.refused = None, BARRED
         await session.flush()
         webhook = await session.get(Webhook, delivery.webhook_id)
         if webhook is not None:
             return PromisedDelivery(
-                webhook, delivery.digest, delivery.alert, 0.0 if left is None else float(left)
+                webhook, delivery.digest, delivery.alert, 0.0 if seconds_left is None else float(seconds_left)
             )
     return None
 
@@ -426,7 +426,7 @@ async def latest_calls(
     session: AsyncSession, webhook_id: uuid.UUID, limit: int = 200, before: int | None = None
 ) -> Sequence[WebhookCall]:
     """Returns a webhook's last calls, the latest first; `before`: those with a smaller id."""
-    wanted = select(WebhookCall).filter_by(webhook_id=webhook_id).order_by(WebhookCall.id.desc())
+    query = select(WebhookCall).filter_by(webhook_id=webhook_id).order_by(WebhookCall.id.desc())
     if before is not None:
-        wanted = wanted.where(WebhookCall.id < before)
-    return (await session.scalars(wanted.limit(limit))).all()
+        query = query.where(WebhookCall.id < before)
+    return (await session.scalars(query.limit(limit))).all()

@@ -85,16 +85,16 @@ async def list_switches(
 ) -> Sequence[Switch]:
     """Returns switches, the newest first: with `user_id`, those that can apply to this user; with `prefix`,
     those of users whose ids begin with it; with `before`, those that are older than this version."""
-    wanted, whose = select(Switch).order_by(Switch.version.desc()).limit(limit), _USER_OF_SCOPE
+    query, whose = select(Switch).order_by(Switch.version.desc()).limit(limit), _USER_OF_SCOPE
     if user_id is not None:
-        wanted = wanted.where(whose.in_(("", user_id)))
+        query = query.where(whose.in_(("", user_id)))
     if prefix is not None:
-        wanted = wanted.where(whose.startswith(prefix, autoescape=True))
+        query = query.where(whose.startswith(prefix, autoescape=True))
     if state is not None:
-        wanted = wanted.where(Switch.state == state)
+        query = query.where(Switch.state == state)
     if before is not None:
-        wanted = wanted.where(Switch.version < before)
-    return (await session.scalars(wanted)).all()
+        query = query.where(Switch.version < before)
+    return (await session.scalars(query)).all()
 
 
 async def holding_switch(
@@ -118,14 +118,14 @@ def described(row: Switch) -> str:
     """Whom a switch closes, who set it, when (UTC) and why, in words."""
     scope = TradingScope.parse(row.scope)
     whom = " ".join(filter(None, (scope.user_id, scope.account_id))) or "everybody"
-    who = "the user" if scope.by_user else audit.person_of(row.actor)
-    return f"{whom} is {row.state} by {who} since {row.at:%Y-%m-%d %H:%M:%S} UTC: {row.reason}"
+    person = "the user" if scope.by_user else audit.person_of(row.actor)
+    return f"{whom} is {row.state} by {person} since {row.at:%Y-%m-%d %H:%M:%S} UTC: {row.reason}"
 
 
 async def switch_of_user(session: AsyncSession, user_id: str) -> UserSwitch:
     """Returns a user's effective switch. A claim reads it after its commit (see `users_in_scope`)."""
-    found = await session.execute(_OF_USER, {"user": user_id})
-    return effective_switch(HeldSwitch(*row) for row in found)
+    rows = await session.execute(_OF_USER, {"user": user_id})
+    return effective_switch(HeldSwitch(*row) for row in rows)
 
 
 async def read_switches(connection: AsyncConnection | AsyncSession) -> SwitchSnapshot:
@@ -143,10 +143,10 @@ async def users_in_scope(session: AsyncSession, scope: TradingScope) -> list[str
     return list(await session.scalars(users.filter_by(ended_at=None, **whose)))
 
 
-def effective_switch(found: Iterable[HeldSwitch]) -> UserSwitch:
+def effective_switch(held: Iterable[HeldSwitch]) -> UserSwitch:
     """Combines all switches that apply to one user; the strictest counts."""
     version, every, accounts = 0, SwitchState.OPEN, dict[str, SwitchState]()
-    for row in found:
+    for row in held:
         version, state = max(version, row.version), SwitchState(row.state)
         account_id = TradingScope.parse(row.scope).account_id
         if account_id:
@@ -160,10 +160,10 @@ def effective_switch(found: Iterable[HeldSwitch]) -> UserSwitch:
 class SwitchSnapshot:
     """All switches at one moment."""
 
-    def __init__(self, found: Collection[HeldSwitch]) -> None:
-        self._of_all = [row for row in found if row.scope == EVERYBODY]
+    def __init__(self, held: Collection[HeldSwitch]) -> None:
+        self._of_all = [row for row in held if row.scope == EVERYBODY]
         self._by_user: dict[str, list[HeldSwitch]] = {}
-        for row in found:
+        for row in held:
             if user_id := TradingScope.parse(row.scope).user_id:
                 self._by_user.setdefault(user_id, []).append(row)
         self._others = effective_switch(self._of_all) if self._of_all else OPEN_SWITCH

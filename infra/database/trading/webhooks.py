@@ -83,12 +83,12 @@ async def find_webhook(session: AsyncSession, token: str) -> Webhook | None:
     """Returns the webhook of this token, unless it is unknown or revoked. Raises `UserDisabled`."""
     plain = _hash(token)
     hashes = plain, mark_hash(plain)
-    found = await session.scalar(
+    webhook = await session.scalar(
         select(Webhook).where(Webhook.token_hash.in_(hashes), Webhook.revoked_at.is_(None))
     )
-    if found is not None and await is_disabled(session, found.user_id):
-        raise UserDisabled(f"user {found.user_id} is disabled")
-    return found
+    if webhook is not None and await is_disabled(session, webhook.user_id):
+        raise UserDisabled(f"user {webhook.user_id} is disabled")
+    return webhook
 
 
 def has_secret(webhook: Webhook, secret: str) -> bool:
@@ -131,8 +131,8 @@ async def require_room(session: AsyncSession, user_id: str) -> None:
 
 async def has_expired(session: AsyncSession, user_id: str, webhook_id: uuid.UUID) -> bool:
     ended = Webhook.revoked_at.is_(None) & (Webhook.expires_at <= func.clock_timestamp())
-    found = select(Webhook.id).where(Webhook.id == webhook_id, Webhook.user_id == user_id, ended)
-    return await session.scalar(found) is not None
+    query = select(Webhook.id).where(Webhook.id == webhook_id, Webhook.user_id == user_id, ended)
+    return await session.scalar(query) is not None
 
 
 async def rotate_secret(

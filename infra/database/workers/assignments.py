@@ -64,16 +64,16 @@ async def open_assignments(session: AsyncSession) -> list[AssignmentRow]:
 async def open_assignments_of(
     session: AsyncSession, users: Collection[str], workers: Collection[str], claims: Collection[str]
 ) -> list[AssignmentRow]:
-    wanted = {"users": list(users), "workers": list(workers), "claims": list(claims)}
-    return [AssignmentRow(*row) for row in await session.execute(_OPEN_OF, wanted)]
+    arguments = {"users": list(users), "workers": list(workers), "claims": list(claims)}
+    return [AssignmentRow(*row) for row in await session.execute(_OPEN_OF, arguments)]
 
 
 async def assignments_of_workers(session: AsyncSession, workers: Collection[str]) -> dict[str, AssignmentRow]:
     """Maps each worker that ever had one to its only assignment, open or ended."""
     if not workers:
         return {}
-    found = await session.execute(_OF_WORKERS, {"workers": list(workers)})
-    return {row[2]: AssignmentRow(*row) for row in found}
+    rows = await session.execute(_OF_WORKERS, {"workers": list(workers)})
+    return {row[2]: AssignmentRow(*row) for row in rows}
 
 
 async def unanswered_orders(session: AsyncSession, users: Collection[str]) -> list[tuple[str, str]]:
@@ -102,8 +102,8 @@ async def leave_epoch(session: AsyncSession, claim_id: str) -> tuple[int, float 
     Returns the epoch that follows it (0: a later assignment has it), and the seconds since `set_fenced`; for
     a claim without an assignment, these are endless.
     """
-    found = (await session.execute(_LEAVE_EPOCH, {"claim_id": claim_id})).one_or_none()
-    return (int(found[0]), found[1]) if found else (0, math.inf)
+    row = (await session.execute(_LEAVE_EPOCH, {"claim_id": claim_id})).one_or_none()
+    return (int(row[0]), row[1]) if row else (0, math.inf)
 
 
 async def set_fenced(session: AsyncSession, claim_id: str) -> None:

@@ -86,8 +86,8 @@ async def purge_ended(session: AsyncSession, days: int, running: Collection[str]
 async def assigned_workers(session: AsyncSession, worker_ids: Collection[str]) -> set[str]:
     """Returns those of these workers that have an open assignment."""
     asked = WorkerSession.worker_id == any_(literal(list(worker_ids), ARRAY(Text)))
-    found = select(WorkerSession.worker_id).where(asked, WorkerSession.ended_at.is_(None))
-    return {worker_id for worker_id in await session.scalars(found) if worker_id is not None}
+    query = select(WorkerSession.worker_id).where(asked, WorkerSession.ended_at.is_(None))
+    return {worker_id for worker_id in await session.scalars(query) if worker_id is not None}
 
 
 _LONG_UNASSIGNED = text(
@@ -113,7 +113,7 @@ async def keep_scripts(session: AsyncSession, present: Iterable[Script]) -> Sequ
     """Keeps the scripts of this release; returns the sources of all releases that workers may be of: those
     that an orchestrator had within 90 days."""
     now = func.clock_timestamp()
-    row = insert(WorkerScript).values([{"sha": one.sha, "source": one.source} for one in present])
+    row = insert(WorkerScript).values([{"sha": script.sha, "source": script.source} for script in present])
     await session.execute(row.on_conflict_do_update(index_elements=["sha"], set_={"seen_at": now}))
     lately = WorkerScript.seen_at > now - timedelta(days=90)
     return (await session.scalars(select(WorkerScript.source).where(lately))).all()

@@ -99,13 +99,13 @@ class PassRecord:
 async def latest_pass(session: AsyncSession, *, older_than: float = 0.0) -> PassRecord | None:
     """Returns the latest pass that began more than `older_than` seconds ago."""
     age = func.extract("epoch", func.clock_timestamp() - MaintenancePass.began_at)
-    wanted = select(MaintenancePass, age).order_by(MaintenancePass.id.desc()).limit(1)
+    query = select(MaintenancePass, age).order_by(MaintenancePass.id.desc()).limit(1)
     if older_than:
-        wanted = wanted.where(age > older_than)
-    found = (await session.execute(wanted)).one_or_none()
-    if found is None:
+        query = query.where(age > older_than)
+    latest = (await session.execute(query)).one_or_none()
+    if latest is None:
         return None
-    row, seconds = found
+    row, seconds = latest
     return PassRecord(
         id=row.id,
         place=PassBasis(generation=row.generation, server=row.server, tasks=row.tasks),
@@ -120,8 +120,8 @@ async def latest_pass(session: AsyncSession, *, older_than: float = 0.0) -> Pass
 async def basis_of_pass(session: AsyncSession, number: int) -> PassBasis | None:
     """Returns what the pass with this number was based on, without reading its lists of suspects."""
     columns = MaintenancePass.generation, MaintenancePass.server, MaintenancePass.tasks
-    found = (await session.execute(select(*columns).where(MaintenancePass.id == number))).one_or_none()
-    return None if found is None else PassBasis(**found._asdict())
+    row = (await session.execute(select(*columns).where(MaintenancePass.id == number))).one_or_none()
+    return None if row is None else PassBasis(**row._asdict())
 
 
 async def begin_pass(
@@ -156,7 +156,7 @@ async def begin_pass(
 
 async def confirmed_batch(session: AsyncSession, number: int, first: int, count: int) -> list[Suspect]:
     """Returns `count` confirmed suspects of a pass, from number `first` on."""
-    found = await session.scalar(
+    batch = await session.scalar(
         text(
             "select jsonb_path_query_array(confirmed, '$[$first to $last]', "
             "jsonb_build_object('first', cast(:first as int), 'last', cast(:last as int))) "
@@ -164,7 +164,7 @@ async def confirmed_batch(session: AsyncSession, number: int, first: int, count:
         ),
         {"id": number, "first": first, "last": first + count - 1},
     )
-    return msgspec.convert(found or [], list[Suspect])
+    return msgspec.convert(batch or [], list[Suspect])
 
 
 async def finish_pass(session: AsyncSession, number: int, outcomes: dict[str, int]) -> float:
@@ -186,7 +186,7 @@ async def list_passes(
     """Returns the latest passes, the newest first, without their lists of suspects; `odd`: only those that
     found something, or did nothing for want of trust."""
     lists = defer(MaintenancePass.suspects), defer(MaintenancePass.confirmed)
-    wanted = select(MaintenancePass).options(*lists).order_by(MaintenancePass.id.desc()).limit(limit)
+    query = select(MaintenancePass).options(*lists).order_by(MaintenancePass.id.desc()).limit(limit)
     if odd:
-        wanted = wanted.where(or_(MaintenancePass.found != text("'{}'"), MaintenancePass.guarded != ""))
-    return (await session.scalars(wanted.execution_options(populate_existing=True))).all()
+        query = query.where(or_(MaintenancePass.found != text("'{}'"), MaintenancePass.guarded != ""))
+    return (await session.scalars(query.execution_options(populate_existing=True))).all()

@@ -94,10 +94,10 @@ async def assign_epoch(
     # The row lock serialises the claims of one user.
     locked = _WITH_CRASHES if crash_limit else _WITHOUT_CRASHES
     given = {"user": user_id, "window": timedelta(seconds=crash_window)}
-    found = (await session.execute(locked, given)).one_or_none()
-    if found is None:
+    row = (await session.execute(locked, given)).one_or_none()
+    if row is None:
         raise UserNotFound(f"there is no user {user_id}")
-    user, times = found[0], tuple(float(at) for at in found[1] or ())
+    user, times = row[0], tuple(float(at) for at in row[1] or ())
     # A separate statement: only one that begins after the lock was taken sees its last holder's writes.
     running = and_(WorkerSession.user_id == user_id, *HAS_WORKER)
     own_and_running = select(WorkerSession).where(or_(WorkerSession.claim_id == claim_id, running))
@@ -195,12 +195,12 @@ async def assign_worker(
     """
     values = {"claim_id": claim_id, "worker_id": worker_id, "warm": warm}
     try:
-        found = (await session.execute(_ASSIGN, values)).one_or_none()
+        row = (await session.execute(_ASSIGN, values)).one_or_none()
     except IntegrityError:
         raise NotAssignable("it has or had another assignment") from None
-    if found is None:
+    if row is None:
         raise NotAssignable("no such worker was launched for this pool and claim")
-    return LaunchedWorker(*found)
+    return LaunchedWorker(*row)
 
 
 async def set_connected(session: AsyncSession, *, claim_id: str, at: float) -> None:
@@ -256,8 +256,8 @@ async def ended_before(session: AsyncSession, user_id: str, epoch: int, at: date
 async def session_at(session: AsyncSession, user_id: str, at: datetime) -> WorkerSession | None:
     """Returns the user's assignment at a time, for an order's timeline."""
     runs = or_(WorkerSession.ended_at.is_(None), WorkerSession.ended_at > at)
-    found = select(WorkerSession).filter_by(user_id=user_id).where(WorkerSession.worker_id.is_not(None), runs)
-    return await session.scalar(found.order_by(WorkerSession.epoch).limit(1))
+    query = select(WorkerSession).filter_by(user_id=user_id).where(WorkerSession.worker_id.is_not(None), runs)
+    return await session.scalar(query.order_by(WorkerSession.epoch).limit(1))
 
 
 class WorkerInService(NamedTuple):

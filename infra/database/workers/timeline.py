@@ -44,10 +44,10 @@ async def transitions_of_user(
     session: AsyncSession, user_id: str, *, after: int | None, limit: int
 ) -> list[WorkerTransition]:
     """Returns at most `limit` changes, oldest first: the next above the id `after`, or, without, the last."""
-    found, number = select(WorkerTransition).filter_by(user_id=user_id).limit(limit), WorkerTransition.id
+    query, number = select(WorkerTransition).filter_by(user_id=user_id).limit(limit), WorkerTransition.id
     if after is None:
-        return list(await session.scalars(found.order_by(number.desc())))[::-1]
-    return list(await session.scalars(found.where(number > after).order_by(number)))
+        return list(await session.scalars(query.order_by(number.desc())))[::-1]
+    return list(await session.scalars(query.where(number > after).order_by(number)))
 
 
 def _values(user_id: str, chain: str, transition: Mapping[str, Any]) -> dict[str, object]:

@@ -10,7 +10,7 @@ from decimal import Decimal
 
 from msgspec.structs import replace
 
-from worker_runtime.brokers.port import Listing, OnOrderChanged, OrderTerms
+from worker_runtime.brokers.port import BrokerOrderTerms, Listing, OnOrderChanged
 from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, OrderChanged, Position
 from worker_runtime.protocol.errors import (
     LoginLimited,
@@ -49,6 +49,8 @@ class FakeMarket:
         self.reject_next: dict[str, str] = {}
         #: Accounts whose session breaks right after their next order was taken.
         self.drop_next: set[str] = set()
+        #: Accounts whose next order is taken and never answered.
+        self.silence_next: set[str] = set()
         self._accounts: dict[str, Credentials] = {}
         self._prices: dict[str, Decimal] = {}
         self._lock = threading.RLock()
@@ -79,7 +81,7 @@ class FakeMarket:
         if sum(session.account == account for session in self.sessions) >= _CONNECTIONS:
             raise LoginLimited(f"{_CONNECTIONS} connections are open")
 
-    def take(self, account: str, order: OrderTerms) -> BrokerOrder:
+    def take(self, account: str, order: BrokerOrderTerms) -> BrokerOrder:
         with self._lock:
             new = BrokerOrder(
                 broker_order_id=f"K{len(self.taken) + 1}",
@@ -175,13 +177,19 @@ class FakeBroker:
         self._market.check(self.account, credentials)
         self._market.sessions.append(self)
 
-    def place(self, order: OrderTerms, timeout: float) -> BrokerOrder:
+    def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         self._check()
+        if timeout <= 0:
+            raise OrderRejected("no time was left to send the order; it was not sent")
         taken = self._market.take(self.account, order)
         if self.account in self._market.drop_next:
             self._market.drop_next.discard(self.account)
             self._market.sessions.remove(self)
             raise OutcomeUnknown("the connection was lost")
+        if self.account in self._market.silence_next:
+            self._market.silence_next.discard(self.account)
+            time.sleep(timeout)
+            raise OutcomeUnknown("no answer in time")
         if taken.state is OrderState.REJECTED:
             raise OrderRejected(taken.reason or "")
         return taken

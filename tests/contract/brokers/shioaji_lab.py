@@ -6,10 +6,13 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+from infra.berth_testing.harness import BookedOrder
 from infra.lab.shioaji.stand_in import StandInClient
 from tests.contract.brokers.shioaji_client import REAL, BoundToSdk
-from tests.contract.brokers.stages import BookedOrder, PaperStage
+from tests.contract.brokers.stages import PaperStage, taiwan_facts
 from worker_runtime.brokers.port import ConnectionKey, OnOrderChanged
+from worker_runtime.brokers.shioaji import broker as adapter
+from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.protocol.broker_reports import OrderChanged
 from worker_runtime.protocol.messages import Credentials
@@ -55,6 +58,8 @@ class ShioajiLabStage:
         self.register = self.paper.register
         self.reject_next = self.paper.reject_next
         self.drop_next = self.paper.drop_next
+        self.silence_next = self.paper.silence_next
+        self.facts = taiwan_facts(adapter, mapping, sdk)
 
     def broker(self, account: str, on_order: OnOrderChanged) -> CertifiedBroker:
         def make(simulation: bool) -> BoundStandIn:
@@ -63,14 +68,14 @@ class ShioajiLabStage:
             )
             return self.clients[-1]
 
-        sdk = SimpleNamespace(
+        loaded = SimpleNamespace(
             Shioaji=make,
             StockOrder=REAL.StockOrder,
             FuturesOrder=REAL.FuturesOrder,
             __version__=REAL.__version__,
         )
         key = ConnectionKey("shioaji", "stock", False, account, account)
-        return CertifiedBroker(key, on_order, lambda: sdk)
+        return CertifiedBroker(key, on_order, lambda: loaded)
 
     def taken(self, account: str) -> list[BookedOrder]:
         """Without our order ids: the real broker keeps the tag only."""

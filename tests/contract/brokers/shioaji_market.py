@@ -17,10 +17,12 @@ from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 
+from infra.berth_testing.harness import BookedOrder
 from tests.contract.brokers.shioaji_client import REAL, BoundToSdk, contracts_of, health
-from tests.contract.brokers.stages import BookedOrder
+from tests.contract.brokers.stages import taiwan_facts
 from worker_runtime.brokers.port import ConnectionKey, OnOrderChanged
-from worker_runtime.brokers.shioaji import mapping
+from worker_runtime.brokers.shioaji import broker as adapter
+from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.broker import ShioajiBroker
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.order_terms import OrderLot
@@ -112,6 +114,8 @@ class ShioajiMarket:
         self.rows: list[Row] = []
         self.reject_next: dict[str, str] = {}
         self.drop_next: set[str] = set()
+        #: Accounts whose next order is taken and not answered before its call's timeout.
+        self.silence_next: set[str] = set()
         self._keys: dict[str, tuple[str, str]] = {}
         self._prices: dict[str, Decimal] = {}
         self._events = 0
@@ -317,7 +321,7 @@ class MarketClient(BoundToSdk):
 
     def place_order(self, contract: Any, order: Any, timeout: int) -> Any:
         self._check()
-        market = self._market
+        market, silent = self._market, False
         with market.lock:
             row = Row(len(market.rows) + 1, self.account, self, contract, order, float(order.price))
             market.rows.append(row)
@@ -333,7 +337,13 @@ class MarketClient(BoundToSdk):
                 market.drop_next.discard(self.account)
                 self.end()
                 raise REAL.ShioajiConnectionError("place_order: connection reset")
-            return first
+            if self.account in market.silence_next:
+                market.silence_next.discard(self.account)
+                silent = True
+        if silent:
+            time.sleep(timeout / 1000)
+            raise REAL.ShioajiConnectionError("place_order: no answer")
+        return first
 
     def update_status(self, account: Any = None, *, timeout: int) -> None:
         self._check()
@@ -483,6 +493,7 @@ class ShioajiMarketStage:
         simulation: bool = False,
     ) -> None:
         self.market = ShioajiMarket(behaviour)
+        self.facts = taiwan_facts(adapter, mapping, sdk)
         self.kind, self.simulation = kind, simulation
         #: What the suite's quantity changes are known to mean.
         self.confirmed = tuple(
@@ -516,6 +527,9 @@ class ShioajiMarketStage:
 
     def drop_next(self, account: str) -> None:
         self.market.drop_next.add(account)
+
+    def silence_next(self, account: str) -> None:
+        self.market.silence_next.add(account)
 
     def taken(self, account: str) -> list[BookedOrder]:
         """Without our order ids: the real broker keeps the tag only."""

@@ -4,52 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from decimal import Decimal
-from typing import Protocol, TypeVar
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
 
+from infra.berth_testing.harness import BookedOrder, StageFacts
 from infra.exchange.behaviour import Behaviour, FaultPoint
 from infra.exchange.client import ExchangeAdmin
+from tests.contract.brokers import fake
 from tests.contract.brokers.fake import FakeBroker, FakeMarket
+from worker_runtime.brokers.paper import broker as paper
 from worker_runtime.brokers.paper.broker import PaperBroker
 from worker_runtime.brokers.port import Broker, OnOrderChanged
-from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.requests import ConfirmedQuantityChange
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class BookedOrder:
-    """One order as the other side has it in its ledger. `note`: our order id, if it keeps that."""
-
-    note: str
-    tag: str
-    state: OrderState
-
-
-class BrokerStage(Protocol):
-    @property
-    def confirmed(self) -> Sequence[ConfirmedQuantityChange]:
-        """What quantity changes are known to mean, for a broker that wants to know."""
-        ...
-
-    def register(self, account: str, api_key: str, secret_key: str) -> None: ...
-
-    def broker(self, account: str, on_order: OnOrderChanged) -> Broker: ...
-
-    def set_price(self, symbol: str, price: Decimal) -> None: ...
-
-    def reject_next(self, account: str, reason: str) -> None: ...
-
-    def drop_next(self, account: str) -> None:
-        """The next order is taken, and the connection lost before its answer."""
-        ...
-
-    def taken(self, account: str) -> list[BookedOrder]: ...
+def taiwan_facts(*sources: ModuleType) -> StageFacts:
+    """Orders of the home markets, to the brokers that trade them."""
+    return StageFacts(
+        symbols=("1101", "1102", "2317", "2412", "2303"),
+        tick=Decimal("0.5"),
+        currency="TWD",
+        connections=5,
+        sources=[Path(str(module.__file__)) for module in sources],
+    )
 
 
 class FakeStage:
+    facts = taiwan_facts(fake)
     confirmed: Sequence[ConfirmedQuantityChange] = ()
 
     def __init__(self) -> None:
@@ -70,6 +55,9 @@ class FakeStage:
     def drop_next(self, account: str) -> None:
         self._market.drop_next.add(account)
 
+    def silence_next(self, account: str) -> None:
+        self._market.silence_next.add(account)
+
     def taken(self, account: str) -> list[BookedOrder]:
         return [
             BookedOrder(note, order.tag, order.state)
@@ -81,6 +69,7 @@ class FakeStage:
 class PaperStage:
     """A real exchange process, set by its admin API."""
 
+    facts = taiwan_facts(paper)
     confirmed: Sequence[ConfirmedQuantityChange] = ()
 
     def __init__(self, address: str, admin_url: str) -> None:
@@ -111,6 +100,9 @@ class PaperStage:
 
     def drop_next(self, account: str) -> None:
         self.behave(account, Behaviour(faults={FaultPoint.DROP_BEFORE_ACK: 1}))
+
+    def silence_next(self, account: str) -> None:
+        self.behave(account, Behaviour(faults={FaultPoint.LOST_ACK: 1}))
 
     def taken(self, account: str) -> list[BookedOrder]:
         found = self.ask(lambda admin: admin.ledger(account))

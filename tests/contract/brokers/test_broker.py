@@ -1,265 +1,41 @@
-"""What every broker keeps: the contract of `worker_runtime/brokers/port.py`."""
+"""Berth's own brokers and the fake keep the contract that authors of other brokers run, too."""
 
 from __future__ import annotations
 
-import time
-from decimal import Decimal
+from pathlib import Path
 
 import pytest
 
-from tests.contract.brokers.conftest import (
-    API_KEY,
-    CREDENTIALS,
-    SECRET_KEY,
-    STANDSTILL,
-    HeardOrders,
-    order,
-    until,
-)
-from tests.contract.brokers.stages import BrokerStage
+from infra.berth_testing.harness import BrokerStage
+from infra.berth_testing.sources import find_faults
+from infra.berth_testing.suite import *  # noqa: F403 - its tests
 from worker_runtime.brokers.port import Broker
-from worker_runtime.protocol.broker_reports import OrderChanged
-from worker_runtime.protocol.errors import (
-    LoginLimited,
-    LoginRejected,
-    OrderRejected,
-    OutcomeUnknown,
-    SessionDown,
-)
-from worker_runtime.protocol.messages import Credentials, OrderState, Side, TimeInForce
 
 
-def booked(stage: BrokerStage, account: str) -> list[tuple[str, OrderState]]:
-    return [(taken.tag, taken.state) for taken in stage.taken(account)]
-
-
-def test_a_good_login_gives_a_session_that_answers_pings(broker: Broker) -> None:
-    broker.ping(5.0)
-    assert broker.orders(5.0).orders == []
-    assert broker.positions(5.0) == []
-
-
-def test_a_session_is_alive_until_it_is_closed(broker: Broker) -> None:
-    assert broker.alive()
-    broker.close()
-    assert not broker.alive()
-
-
-def test_a_wrong_key_is_rejected(stage: BrokerStage, account: str, heard: HeardOrders) -> None:
-    stage.register(account, API_KEY, SECRET_KEY)
-    stranger = stage.broker(account, heard)
-    with pytest.raises(LoginRejected):
-        stranger.login(Credentials(api_key=API_KEY, secret_key="another"), 5.0)
-    stranger.close()
-
-
-def test_an_unknown_account_is_rejected(stage: BrokerStage, account: str, heard: HeardOrders) -> None:
-    stranger = stage.broker(account, heard)
-    with pytest.raises(LoginRejected):
-        stranger.login(CREDENTIALS, 5.0)
-    stranger.close()
-
-
-def test_nothing_works_before_the_login(stage: BrokerStage, account: str, heard: HeardOrders) -> None:
-    stage.register(account, API_KEY, SECRET_KEY)
-    early = stage.broker(account, heard)
-    with pytest.raises(SessionDown):
-        early.place(order(), 5.0)
-    with pytest.raises(SessionDown):
-        early.ping(5.0)
-    early.close()
-    assert stage.taken(account) == []
-
-
-def test_a_market_order_is_filled_in_the_answer_or_soon_after(
-    stage: BrokerStage, broker: Broker, account: str, heard: HeardOrders
-) -> None:
-    stage.set_price("1101", Decimal("41.5"))
-    wanted = order(symbol="1101", quantity=3)
-    placed = heard.outcome(broker.place(wanted, 5.0), OrderState.FILLED)
-    assert [(fill.quantity, fill.price) for fill in placed.fills] == [(3, Decimal("41.5"))]
-    assert placed.tag == wanted.tag
-    assert booked(stage, account) == [(wanted.tag, OrderState.FILLED)]
-    [position] = broker.positions(5.0)
-    assert (position.symbol, position.quantity, position.average_price) == ("1101", 3, Decimal("41.5"))
-
-
-def test_a_sale_makes_the_position_smaller(stage: BrokerStage, broker: Broker) -> None:
-    broker.place(order(symbol="1102", quantity=3), 5.0)
-    broker.place(order(symbol="1102", quantity=1, side=Side.SELL), 5.0)
-    assert [(p.symbol, p.quantity) for p in broker.positions(5.0)] == [("1102", 2)]
-
-
-def test_a_limit_order_rests_and_is_filled_when_the_price_comes(
-    stage: BrokerStage, broker: Broker, heard: HeardOrders
-) -> None:
-    stage.set_price("2317", Decimal(100))
-    placed = broker.place(order(symbol="2317", price=Decimal(90)), 5.0)
-    assert heard.outcome(placed, OrderState.SUBMITTED).fills == []
-    stage.set_price("2317", Decimal("89.5"))
-    changes = heard.wait(lambda changes: any(change.fill for change in changes))
-    [change] = [change for change in changes if change.fill]
-    assert change.order.broker_order_id == placed.broker_order_id
-    assert change.order.state is OrderState.FILLED
-    assert change.fill is not None
-    assert change.fill.price == Decimal("89.5")
-    assert [known.state for known in broker.orders(5.0).orders] == [OrderState.FILLED]
-
-
-@pytest.mark.parametrize("kind", [TimeInForce.IOC, TimeInForce.FOK])
-def test_an_order_that_may_not_rest_is_cancelled(
-    stage: BrokerStage, broker: Broker, kind: TimeInForce, heard: HeardOrders
-) -> None:
-    stage.set_price("2412", Decimal(100))
-    placed = broker.place(order(symbol="2412", price=Decimal(90), time_in_force=kind), 5.0)
-    assert heard.outcome(placed, OrderState.CANCELLED).fills == []
-
-
-def test_a_rejection_comes_with_its_reason(
-    stage: BrokerStage, broker: Broker, account: str, heard: HeardOrders
-) -> None:
-    stage.reject_next(account, "no margin left")
-    with pytest.raises(OrderRejected, match="no margin left"):
-        broker.place(order(), 5.0)
-    assert heard.outcome(broker.place(order(), 5.0), OrderState.FILLED).fills
-
-
-def test_a_fill_is_told_once_with_the_id_of_the_answer_and_the_list(
-    broker: Broker, heard: HeardOrders
-) -> None:
-    placed = broker.place(order(), 5.0)
-    changes = heard.wait(lambda changes: any(change.fill for change in changes))
-    [change] = [change for change in changes if change.fill]
-    assert change.fill is not None
-    assert placed.fills in ([], [change.fill])
-    assert [known.fills for known in broker.orders(5.0).orders] == [[change.fill]]
-
-
-def test_a_connection_lost_in_the_middle_leaves_the_outcome_unknown(
-    stage: BrokerStage, broker: Broker, account: str
-) -> None:
-    stage.drop_next(account)
-    wanted = order()
-    with pytest.raises(OutcomeUnknown):
-        broker.place(wanted, 5.0)
-    assert booked(stage, account) == [(wanted.tag, OrderState.FILLED)]
-    with pytest.raises(SessionDown):  # nothing is sent on a dead session
-        broker.place(order(), 5.0)
-    with pytest.raises(SessionDown):
-        broker.ping(5.0)
-    assert len(stage.taken(account)) == 1
-
-
-def test_a_new_session_sees_the_orders_of_the_lost_one(
-    stage: BrokerStage, broker: Broker, account: str, heard: HeardOrders
-) -> None:
-    stage.drop_next(account)
-    wanted = order()
-    with pytest.raises(OutcomeUnknown):
-        broker.place(wanted, 5.0)
-    again = stage.broker(account, heard)
-    again.login(CREDENTIALS, 5.0)
-    assert [known.tag for known in again.orders(5.0).orders] == [wanted.tag]
-    again.close()
-
-
-def test_closing_is_quick_and_may_be_repeated(broker: Broker) -> None:
-    started = time.monotonic()
-    broker.close()
-    broker.close()
-    assert time.monotonic() - started < 1.0 + STANDSTILL
-    with pytest.raises(SessionDown):
-        broker.place(order(), 5.0)
-    with pytest.raises(SessionDown):
-        broker.login(CREDENTIALS, 5.0)
-
-
-def test_closing_without_a_login_is_no_error(stage: BrokerStage, account: str, heard: HeardOrders) -> None:
-    unused = stage.broker(account, heard)
-    unused.close()
-    with pytest.raises(SessionDown):
-        unused.ping(5.0)
-
-
-def test_the_sixth_connection_of_a_person_is_refused_until_one_is_closed(
-    stage: BrokerStage, broker: Broker, account: str, heard: HeardOrders
-) -> None:
-    others = [stage.broker(account, heard) for _ in range(4)]
-    for other in others:
-        other.login(CREDENTIALS, 5.0)
-    sixth = stage.broker(account, heard)
-    with pytest.raises(LoginLimited):
-        sixth.login(CREDENTIALS, 5.0)
-    others.pop().close()
-
-    def admitted() -> bool:
-        try:
-            sixth.login(CREDENTIALS, 5.0)
-        except LoginLimited:
-            return False
-        return True
-
-    until(admitted)
-    for other in [*others, sixth]:
-        other.close()
-
-
-def test_a_resting_order_is_cancelled_once(stage: BrokerStage, broker: Broker, heard: HeardOrders) -> None:
-    stage.set_price("2303", Decimal(50))
-    resting = broker.place(order(symbol="2303", price=Decimal(40)), 5.0)
-    cancelled = heard.outcome(broker.cancel(resting.broker_order_id, 5.0), OrderState.CANCELLED)
-    assert cancelled.broker_order_id == resting.broker_order_id
-
-    def ended(changes: list[OrderChanged]) -> list[OrderChanged]:
-        return [change for change in changes if change.order.state is OrderState.CANCELLED]
-
-    [change] = ended(heard.wait(lambda changes: bool(ended(changes))))
-    assert change.fill is None
-    with pytest.raises(OrderRejected):
-        broker.cancel(resting.broker_order_id, 5.0)
-
-
-def test_a_resting_order_gets_smaller_and_another_price(stage: BrokerStage, broker: Broker) -> None:
-    stage.set_price("2303", Decimal(50))
-    resting = broker.place(order(symbol="2303", price=Decimal(40), quantity=5), 5.0)
-
-    def shown() -> list[tuple[int, Decimal | None, OrderState]]:
-        return [(known.quantity, known.price, known.state) for known in broker.orders(5.0).orders]
-
-    broker.replace(resting.broker_order_id, 3, None, 5.0, stage.confirmed)
-    until(lambda: shown() == [(3, Decimal(40), OrderState.SUBMITTED)])
-    broker.replace(resting.broker_order_id, None, Decimal(41), 5.0)
-    until(lambda: shown() == [(3, Decimal(41), OrderState.SUBMITTED)])
-    with pytest.raises(OrderRejected):
-        broker.replace(resting.broker_order_id, 4, None, 5.0, stage.confirmed)
-
-
-def test_a_change_that_crosses_the_market_is_filled(
-    stage: BrokerStage, broker: Broker, heard: HeardOrders
-) -> None:
-    stage.set_price("2303", Decimal(50))
-    resting = broker.place(order(symbol="2303", price=Decimal(40)), 5.0)
-    changed = broker.replace(resting.broker_order_id, None, Decimal(50), 5.0)
-    filled = heard.outcome(changed, OrderState.FILLED)
-    assert sum(done.quantity for done in filled.fills) == 2
-
-
-def test_an_unknown_order_is_neither_cancelled_nor_changed(broker: Broker) -> None:
-    with pytest.raises(OrderRejected):
-        broker.cancel("nobody's", 5.0)
-    with pytest.raises(OrderRejected):
-        broker.replace("nobody's", 1, None, 5.0)
-
-
-def test_money_is_spent_by_fills(stage: BrokerStage, broker: Broker, heard: HeardOrders) -> None:
-    stage.set_price("1103", Decimal(10))
-    before = broker.balance(5.0)
-    heard.outcome(broker.place(order(symbol="1103", quantity=3), 5.0), OrderState.FILLED)
-    after = broker.balance(5.0)
-    assert (before.currency, before.cash - after.cash) == ("TWD", Decimal(30))
-
-
-def test_these_brokers_say_that_their_lists_leave_nothing_out(broker: Broker) -> None:
+def test_these_brokers_say_that_their_lists_leave_nothing_out(broker: Broker, stage: BrokerStage) -> None:
     listing = broker.orders(5.0)
     assert listing.behind == 0
     assert listing.reaches > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("import tenacity\n", "imports tenacity"),
+        ("from urllib3.util.retry import Retry\n", "imports urllib3.util.retry"),
+        ("httpx.HTTPTransport(retries=3)\n", "sets retries"),
+        ("requests.post(url, json=order)\n", "calls requests.post without `timeout`"),
+        ("import socket\nsocket.create_connection(address)\n", "source.py:2 calls socket.create_connection"),
+    ],
+)
+def test_a_source_that_could_submit_twice_is_found(tmp_path: Path, source: str, fault: str) -> None:
+    path = tmp_path / "source.py"
+    path.write_text(source)
+    [found] = find_faults([tmp_path])
+    assert fault in found
+
+
+def test_a_source_with_timeouts_and_without_retries_is_fine(tmp_path: Path) -> None:
+    path = tmp_path / "source.py"
+    path.write_text("httpx.HTTPTransport(retries=0)\nrequests.post(url, timeout=3)\n")
+    assert find_faults([path]) == []

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from worker_runtime.brokers.shioaji.files import private_folder, remove_stale_folders
+import pytest
+
+from worker_runtime.brokers.shioaji.files import SessionFiles, private_folder, remove_stale_folders
 from worker_runtime.protocol.launch import MEMORY
 
 ROOT = Path(__file__).parents[3]
@@ -73,3 +75,35 @@ def test_accounts_that_log_in_at_once_share_one_folder() -> None:
     # With two, the end of one account's session emptied the folder in which the other's had its token.
     done = subprocess.run([sys.executable, "-c", _FIRST_LOGINS], cwd=ROOT, check=False)
     assert done.returncode == 0
+
+
+def test_a_folder_that_was_cleaned_away_is_made_again_and_misses_nobody() -> None:
+    """Found by a chaos run: a sweep of /dev/shm took it from a session that lived on."""
+    files = SessionFiles()
+    folder = Path(files.folder)
+    try:
+        files.session_opened()
+        folder.rmdir()
+        files.session_closed()  # no error
+        files.session_opened()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "token").write_text("secret")
+        files.session_opened()
+        files.session_closed()
+        assert (folder / "token").exists()
+        files.session_closed()
+        assert list(folder.iterdir()) == []
+    finally:
+        folder.rmdir()
+
+
+def test_what_another_user_has_put_in_its_place_is_refused(tmp_path: Path) -> None:
+    files = SessionFiles()
+    folder = Path(files.folder)
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    try:
+        with pytest.raises(FileExistsError):
+            files.session_opened()
+    finally:
+        folder.unlink()

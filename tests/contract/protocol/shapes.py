@@ -31,7 +31,12 @@ STRUCT_MODULES = {
     "requests": "worker_runtime.protocol.requests",
 }
 #: Structs that are in another module now: the name under which releases have recorded them.
-_RECORDED_AS = {"requests.UserSwitch": "switches.UserSwitch"}
+_RECORDED_AS = {
+    "exchange.ExchangeBalance": "exchange.Balance",
+    "exchange.ExchangeOrderChanged": "exchange.OrderChanged",
+    "exchange.ExchangePosition": "exchange.Position",
+    "requests.UserSwitch": "switches.UserSwitch",
+}
 
 Shape = dict[str, Any]
 #: JSON of plain types; Decimal and bytes travel as text.

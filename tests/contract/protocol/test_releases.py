@@ -14,7 +14,7 @@ import pytest
 from temporalio.converter import value_to_type
 
 from tests.contract.protocol import record, shapes
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import ShutdownRequest
 
 RELEASES = sorted(path.stem for path in record.FOLDER.glob("*.json"))
 LAST = RELEASES[-1]
@@ -139,8 +139,8 @@ def test_the_comparison_notices_what_it_should() -> None:
 
 def test_temporal_s_converter_ignores_fields_that_it_does_not_know() -> None:
     """What the comparison of dataclasses rests on."""
-    read = value_to_type(m.ShutdownRequest, {"reason": "why", "of_a_later_release": True})
-    assert read == m.ShutdownRequest(reason="why")
+    read = value_to_type(ShutdownRequest, {"reason": "why", "of_a_later_release": True})
+    assert read == ShutdownRequest(reason="why")
 
 
 def _differences(written: dict[str, Any], read: dict[str, Any]) -> list[str]:

@@ -39,7 +39,7 @@ from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.launch import WorkerConfig
 from worker_runtime.protocol.messages import Credentials, Event
 from worker_runtime.protocol.worker_reports import EVENT, sign_event
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import ClaimRequest
 
 T = TypeVar("T")
 #: Seconds after which a fenced worker counts as ended.
@@ -138,8 +138,8 @@ class Yard:
         for stream in (keys.EVENTS, keys.CHANGES):
             await reply_of(self.client.xadd(stream, {EVENT: entry}))
 
-    def claim(self, user_id: str, claim_id: str = "c1", reply_wait: float = 10.0) -> m.ClaimRequest:
-        return m.ClaimRequest(
+    def claim(self, user_id: str, claim_id: str = "c1", reply_wait: float = 10.0) -> ClaimRequest:
+        return ClaimRequest(
             user_id=user_id, pool=POOL, claim_id=claim_id, connect_timeout=5.0, reply_wait=reply_wait
         )
 

@@ -29,7 +29,7 @@ from infra.database import api_keys
 from infra.database.engine import Database
 from infra.local.process import free_port
 from infra.local.servers import TemporalServer, ValkeyServer
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from infra.settings import Settings
 from infra.vault.api_tokens import ApiTokens
 from infra.vault.key_file import write_key_file
@@ -66,8 +66,8 @@ class ServedApi:
 
 async def on_one_day() -> None:
     """Waits while a day in Taipei is about to end: what a test counts for a day is of one then."""
-    now = datetime.now(TAIPEI)
-    left = datetime.combine(now.date() + timedelta(days=1), time(), TAIPEI) - now
+    now = datetime.now(HOME_ZONE)
+    left = datetime.combine(now.date() + timedelta(days=1), time(), HOME_ZONE) - now
     if left < timedelta(seconds=25):
         await asyncio.sleep(left.total_seconds() + 0.1)
 

@@ -12,15 +12,21 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from redis.exceptions import AuthenticationError
 from sqlalchemy import text
 
 from activities.maintenance.kept_jobs import KeptJobSweeper
-from infra.jobs.applications import add_application
+from infra.jobs.applications import add_application, rotate_application
 from infra.settings import Settings
+from infra.valkey.client import connect_valkey
+from infra.valkey.job_login import job_fleet_url
+from infra.valkey.job_users import JobUsers
 from infra.vault import key_file
 from infra.vault.message_secret import MessageSecretFile, load_fleet_keys
 from tests.commands import CommandForker
 from tests.integration.api.conftest import ServedApi, make_key, operator
+from tests.integration.api.test_page import browser
+from tests.integration.api.test_page_reads import page_of
 from tests.integration.jobs.kept import NotingStarter
 from tests.integration.jobs.queue.test_announced_types import a_manifest
 from worker_runtime.jobs.protocol import calls as job_calls
@@ -439,3 +445,43 @@ async def test_weights_of_queues_are_set_for_the_fleet_and_for_an_application(
         for wrong in ({"weight": -1}, {"weight": 1001}, {"weight": "x"}):
             assert (await admin.put("/job-queues/slow", json=wrong)).status_code == 422
     assert not await shop.services.valkey.hexists(job_keys.meta(TAG), "weight:slow")
+
+
+async def test_the_page_of_jobs_shows_types_and_those_without_a_runner(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    runner.announce(manifest())
+    await producer.post("/jobs", json=resize())
+    runner.queue.sign_off()
+    await asyncio.sleep(2.1)  # the API looks every 2 s
+    async with browser(shop, shop.admin_key) as client:
+        page = await page_of(client, "/page/jobs")
+    assert "<td>shop/jobs.resize</td><td>1</td><td>shop-jobs 1.0</td><td>0</td><td>1</td>" in page
+    assert "No live runner takes its jobs." in page
+
+
+async def test_orchestrators_make_the_login_of_an_application_and_end_that_of_a_retired_key(
+    shop: ServedApi,
+) -> None:
+    services, client = shop.services, shop.services.valkey
+
+    async def look_anew() -> None:
+        logins = JobUsers(client, services.message_secrets)
+        await KeptJobSweeper(client, services.kept_jobs, NotingStarter(), logins).know_applications()
+
+    async def logs_in(*generations: int) -> bool:
+        keys = services.message_secrets.application_keys("shop", generations)
+        async with connect_valkey(job_fleet_url(shop.settings.valkey_url, TAG, keys)) as own:
+            try:
+                return bool(await own.ping())
+            except AuthenticationError:
+                return False
+
+    await look_anew()
+    assert await logs_in(1)
+    for retire, expected in ((False, (True, True)), (True, (False, True))):
+        async with services.database.session() as session:
+            await rotate_application(session, "shop", retire=retire)
+        await look_anew()
+        assert (await logs_in(1), await logs_in(2)) == expected
+    await JobUsers(client, services.message_secrets).delete(TAG)

@@ -275,6 +275,7 @@ async def test_the_job_page_shows_what_waits(api: ServedApi) -> None:
     assert f'data-act="POST /v1/dead-letters/{failed.id}/redrive"' in page
     assert re.search(r"ping 1", page)
     assert "No runner is registered" in page
+    assert "Types of applications" in page
 
 
 def test_templates_and_menu_name_rights_that_exist() -> None:

@@ -225,3 +225,25 @@ def test_every_key_without_an_end_of_its_own_is_on_the_page() -> None:
     }
     assert len(rows) > 50
     assert listed("Keys in Valkey without an end of their own").keys() == endless
+
+
+async def test_ended_jobs_of_an_application_go_after_a_day_unless_they_failed(database: Database) -> None:
+    insert = (
+        "insert into kept_jobs (user_id, job_id, sealed, digest, outcome, ended_at)"
+        " values (:owner, :id, '', '', :outcome, now() - make_interval(hours => :hours))"
+    )
+    rows = [
+        ("app:shop", "old", "done", 25),
+        ("app:shop", "failed", "failed", 25),
+        ("app:shop", "young", "done", 23),
+        ("", "fleet", "done", 25),
+        ("alice", "user", "done", 25),
+    ]
+    async with database.session() as session:
+        for owner, job_id, outcome, hours in rows:
+            values = {"owner": owner, "id": job_id, "outcome": outcome, "hours": hours}
+            await session.execute(text(insert), values)
+    await retention.purge(database, Settings(data_dir=Path("unused")))
+    async with database.session() as session:
+        left = set(await session.scalars(text("select job_id from kept_jobs")))
+    assert left == {"failed", "young", "fleet", "user"}

@@ -16,7 +16,7 @@ from activities.events.recorder import TimelineActivity
 from infra.database.engine import Database
 from infra.database.models import WorkerTransition
 from infra.database.workers import timeline
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import RecordTimeline, Transition, WorkerState
 
 
 @pytest.fixture
@@ -26,11 +26,11 @@ async def database(migrated_database: str) -> AsyncIterator[Database]:
     await database.close()
 
 
-def row(number: int, reason: str = "") -> m.Transition:
-    return m.Transition(number=number, at=1_000.5 + number, before="PoolIdle", after="Claimed", reason=reason)
+def row(number: int, reason: str = "") -> Transition:
+    return Transition(number=number, at=1_000.5 + number, before="PoolIdle", after="Claimed", reason=reason)
 
 
-async def record(database: Database, user_id: str, chain: str, *rows: m.Transition) -> int:
+async def record(database: Database, user_id: str, chain: str, *rows: Transition) -> int:
     async with database.session() as session:
         changes = [asdict(one) for one in rows]
         return await timeline.record_transitions(session, user_id=user_id, chain=chain, transitions=changes)
@@ -104,21 +104,21 @@ async def test_listeners_are_notified_of_new_transitions(database: Database, mig
 
 
 async def test_the_activity_writes_what_the_workflow_noted(database: Database) -> None:
-    request = m.RecordTimeline(
+    request = RecordTimeline(
         user_id="42",
         chain="run-1",
         transitions=(
-            m.Transition(
+            Transition(
                 number=1,
                 at=1_000.0,
-                before=m.WorkerState.CONNECTING,
-                after=m.WorkerState.ACTIVE,
+                before=WorkerState.CONNECTING,
+                after=WorkerState.ACTIVE,
                 reason="a NUL \x00 in the broker's text",
                 worker_id="p-1",
                 epoch=3,
                 deadline=2_800.0,
             ),
-            m.Transition(number=2, at=1_001.0, before="Active", after="Terminated"),
+            Transition(number=2, at=1_001.0, before="Active", after="Terminated"),
         ),
     )
     for _ in range(2):
@@ -131,8 +131,8 @@ async def test_the_activity_writes_what_the_workflow_noted(database: Database) -
 
 
 async def test_rows_that_the_database_never_takes_are_not_tried_for_an_hour(database: Database) -> None:
-    transition = m.Transition(number=1, at=1_000.0, before="PoolIdle", after="Claimed")
-    request = m.RecordTimeline(user_id="u" * 65, chain="run-1", transitions=(transition,))
+    transition = Transition(number=1, at=1_000.0, before="PoolIdle", after="Claimed")
+    request = RecordTimeline(user_id="u" * 65, chain="run-1", transitions=(transition,))
     with pytest.raises(ApplicationError) as refused:
         await ActivityEnvironment().run(TimelineActivity(database).record_timeline, request)
     assert refused.value.non_retryable

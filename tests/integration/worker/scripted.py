@@ -24,10 +24,10 @@ from worker_runtime.__main__ import main
 from worker_runtime.brokers.port import (
     Broker,
     BrokerFactory,
+    BrokerOrderTerms,
     ConnectionKey,
     Listing,
     OnOrderChanged,
-    OrderTerms,
 )
 from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, OrderChanged, Position
 from worker_runtime.protocol.errors import (
@@ -76,7 +76,7 @@ class ScriptedBroker:
         (self._folder / "dead").unlink(missing_ok=True)
         self._ended_before = (self._folder / "ended").exists()
 
-    def place(self, order: OrderTerms, timeout: float) -> BrokerOrder:
+    def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         self._write(
             "place", order_id=order.order_id, symbol=order.symbol, timeout=timeout, key=list(self._key)
         )
@@ -163,7 +163,7 @@ class ScriptedBroker:
     def close(self) -> None:
         self._write("close", account_id=self._key.account_id)
 
-    def _fill_later(self, order: OrderTerms) -> None:
+    def _fill_later(self, order: BrokerOrderTerms) -> None:
         fill = Fill(
             fill_id=f"f-{order.order_id}", quantity=order.quantity, price=PRICE, at_ms=1_795_410_000_002
         )
@@ -172,7 +172,7 @@ class ScriptedBroker:
             self._on_order(OrderChanged(event_id=f"e{repeat}-{order.order_id}", order=told, fill=fill))
 
     @staticmethod
-    def _exchange_order(order: OrderTerms, state: OrderState, fills: list[Fill]) -> BrokerOrder:
+    def _exchange_order(order: BrokerOrderTerms, state: OrderState, fills: list[Fill]) -> BrokerOrder:
         return BrokerOrder(
             broker_order_id=f"b-{order.order_id}",
             tag=order.tag,

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from api.http.times import EXPECTED, QueryEnd, QueryStart
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 
 START: TypeAdapter[Any] = TypeAdapter(QueryStart)
 END: TypeAdapter[Any] = TypeAdapter(QueryEnd)
-NINE = datetime(2026, 11, 27, 9, tzinfo=TAIPEI)
+NINE = datetime(2026, 11, 27, 9, tzinfo=HOME_ZONE)
 
 
 def test_a_day_begins_and_ends_at_midnight_in_taipei() -> None:
@@ -73,6 +73,6 @@ def test_a_time_far_outside_of_a_markets_life_is_refused(text: str) -> None:
 
 @given(st.datetimes(datetime(2001, 1, 1), datetime(2199, 1, 1)), st.integers(-23, 23), st.booleans())
 def test_every_time_with_its_zone_is_read_as_it_was_written(at: datetime, hours: int, spaced: bool) -> None:
-    zoned = (at.replace(tzinfo=UTC)).astimezone(TAIPEI) + timedelta(hours=hours)
+    zoned = (at.replace(tzinfo=UTC)).astimezone(HOME_ZONE) + timedelta(hours=hours)
     written = zoned.isoformat()
     assert START.validate_python(written.replace("+", " ") if spaced else written) == zoned

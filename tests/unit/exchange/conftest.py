@@ -13,14 +13,14 @@ import pytest
 from infra.exchange.exchange import PaperExchange
 from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.records import AccountRegistration
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 
 
 class ExchangeClock:
     """Ten in the morning of a Monday in Taipei; runs what was put off when the test lets time pass."""
 
     def __init__(self) -> None:
-        self._ms = int(datetime(2026, 3, 2, 10, tzinfo=TAIPEI).timestamp() * 1000)
+        self._ms = int(datetime(2026, 3, 2, 10, tzinfo=HOME_ZONE).timestamp() * 1000)
         self._due: list[tuple[int, int, Callable[[], None]]] = []
         self._numbers = count()
 

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 from infra.exchange.exchange import PaperExchange
 from infra.exchange.records import LedgerSession
-from worker_runtime.brokers.paper.wire import Login, OrderChanged, Place
+from worker_runtime.brokers.paper.wire import ExchangeOrderChanged, Login, Place
 from worker_runtime.protocol.messages import PriceType, Side, TimeInForce
 
 
@@ -14,10 +14,10 @@ class TraderClient:
     """A listener that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.events: list[OrderChanged] = []
+        self.events: list[ExchangeOrderChanged] = []
         self.ended: list[str] = []
 
-    def deliver(self, event: OrderChanged) -> None:
+    def deliver(self, event: ExchangeOrderChanged) -> None:
         self.events.append(event)
 
     def end(self, reason: str, *, abrupt: bool) -> None:

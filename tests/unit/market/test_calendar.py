@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from runpy import run_path
 
 import pytest
 
-from infra.market.calendar import TAIPEI, CalendarUnreadable, Market, load_calendar
+from infra.market.calendar import HOME_ZONE, CalendarUnreadable, Market, MarketCalendars, load_calendar
 from worker_runtime.protocol.order_terms import OrderLot
 
 STOCK, FUTURES = Market.STOCK, Market.FUTURES
@@ -17,7 +18,7 @@ holiday_table = _script["holiday_table"]
 
 
 def at(text: str) -> datetime:
-    return datetime.fromisoformat(text).replace(tzinfo=TAIPEI)
+    return datetime.fromisoformat(text).replace(tzinfo=HOME_ZONE)
 
 
 @pytest.mark.parametrize(
@@ -165,3 +166,29 @@ def test_the_table_is_what_the_library_says() -> None:
     until = min(date.fromisoformat(made["last"]), ours.last)
     theirs = {day for day in map(date.fromisoformat, made["holidays"]) if day <= until}
     assert theirs == {day for day in ours.holidays if day <= until}
+
+
+def test_a_file_changes_the_days_of_one_market_only(tmp_path: Path) -> None:
+    path = tmp_path / "days.json"
+    path.write_text('{"paper/stock": {"2026-11-20": "closed"}}')
+    calendars = MarketCalendars(path)
+    closed, other = calendars.find("paper", "stock"), calendars.find("paper", "futures")
+    assert closed is not None
+    assert other is not None
+    assert not closed.is_open(STOCK, at("2026-11-20 10:00"))
+    assert other.is_open(FUTURES, at("2026-11-20 10:00"))
+    assert calendars.home.is_open(STOCK, at("2026-11-20 10:00"))
+
+
+def test_a_broker_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "days.json"
+    path.write_text('{"atlantis": {"2026-11-20": "closed"}}')
+    with pytest.raises(CalendarUnreadable, match=r"'atlantis' is neither a day .* paper/stock"):
+        MarketCalendars(path)
+
+
+def test_the_first_market_whose_holidays_end_counts() -> None:
+    home = load_calendar()
+    soon = replace(home, ends={**home.ends, "harbour/spot": date(2026, 12, 31)})
+    assert soon.first_end == date(2026, 12, 31)
+    assert home.first_end == home.last

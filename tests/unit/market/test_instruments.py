@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from infra.market.instruments import InstrumentsUnreadable, load_instruments
+from worker_runtime.protocol.installed_brokers import own_brokers
+
+MARKETS = own_brokers()["paper"].record.markets
 
 
 @pytest.mark.parametrize(
@@ -27,14 +30,14 @@ from infra.market.instruments import InstrumentsUnreadable, load_instruments
     ],
 )
 def test_without_a_list_the_form_of_a_symbol_decides(symbol: str, lot: int | None) -> None:
-    assert load_instruments().lot(symbol) == lot
+    assert load_instruments().lot(symbol, MARKETS) == lot
 
 
 def test_with_a_list_only_what_stands_in_it_is_known(tmp_path: Path) -> None:
     path = tmp_path / "symbols.csv"
     path.write_text("symbol,lot\nAAPL,31.5\n2330,1000\n")
     symbols = load_instruments(path)
-    lots = [symbols.lot(symbol) for symbol in ("AAPL", "2330", "2317")]
+    lots = [symbols.lot(symbol, MARKETS) for symbol in ("AAPL", "2330", "2317")]
     assert lots == [Decimal("31.5"), Decimal(1000), None]
 
 

@@ -7,14 +7,14 @@ from decimal import Decimal
 
 import pytest
 
-from infra.market.calendar import TAIPEI, Calendar, Hours, load_calendar
+from infra.market.calendar import HOME_ZONE, Calendar, Hours, load_calendar
 from infra.market.signal_symbols import is_share, lane_of, last_trade, resolve_symbol, round_to_tick
 from worker_runtime.protocol.errors import UnknownSymbol
 
 CALENDAR = load_calendar()
 #: The third Wednesday of November 2026 is the 18th.
-BEFORE = datetime(2026, 11, 18, 13, 29, 59, tzinfo=TAIPEI)
-AFTER = datetime(2026, 11, 18, 13, 30, tzinfo=TAIPEI)
+BEFORE = datetime(2026, 11, 18, 13, 29, 59, tzinfo=HOME_ZONE)
+AFTER = datetime(2026, 11, 18, 13, 30, tzinfo=HOME_ZONE)
 
 
 def resolved(name: str, at: datetime = BEFORE, **names: str) -> str:
@@ -49,18 +49,18 @@ def test_a_symbol_is_what_the_exchange_calls_it(name: str, symbol: str) -> None:
 def test_the_front_month_ends_with_the_close_of_its_final_settlement_day() -> None:
     assert (resolved("TXF1!", BEFORE), resolved("TXF2!", BEFORE)) == ("TXFK6", "TXFL6")
     assert (resolved("TXF1!", AFTER), resolved("TXF2!", AFTER)) == ("TXFL6", "TXFA7")
-    year_end = datetime(2026, 12, 17, 9, tzinfo=TAIPEI)
+    year_end = datetime(2026, 12, 17, 9, tzinfo=HOME_ZONE)
     assert (resolved("MXF1!", year_end), resolved("MXF2!", year_end)) == ("MXFA7", "MXFB7")
 
 
 def test_a_final_settlement_day_without_trading_moves_to_the_next_trading_day() -> None:
     # The third Wednesday of February 2026, the 18th, is in the lunar new year; trading goes on on the 23rd.
-    assert last_trade(2026, 2, CALENDAR) == datetime(2026, 2, 23, 13, 30, tzinfo=TAIPEI)
+    assert last_trade(2026, 2, CALENDAR) == datetime(2026, 2, 23, 13, 30, tzinfo=HOME_ZONE)
     typhoon = Calendar(CALENDAR.holidays, CALENDAR.last, {date(2026, 11, 18): None})
-    assert last_trade(2026, 11, typhoon) == datetime(2026, 11, 19, 13, 30, tzinfo=TAIPEI)
+    assert last_trade(2026, 11, typhoon) == datetime(2026, 11, 19, 13, 30, tzinfo=HOME_ZONE)
     assert resolve_symbol("TXF1!", {}, typhoon, AFTER) == "TXFK6"
     short = Calendar(CALENDAR.holidays, CALENDAR.last, {date(2026, 11, 18): Hours(time(9), time(11))})
-    assert last_trade(2026, 11, short) == datetime(2026, 11, 18, 11, tzinfo=TAIPEI)
+    assert last_trade(2026, 11, short) == datetime(2026, 11, 18, 11, tzinfo=HOME_ZONE)
 
 
 def test_an_operator_gives_a_name_a_meaning() -> None:

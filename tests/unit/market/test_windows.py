@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from infra.market.calendar import Calendar, Hours
 from infra.market.windows import AHEAD, Days, Window, ZoneUnknown, current_window, zone_of
 
-TAIPEI = zone_of("Asia/Taipei")
+HOME_ZONE = zone_of("Asia/Taipei")
 WEEK = frozenset(range(7))
 WORKDAYS = frozenset(range(5))
 #: Friday is a holiday, Thursday a day that ends early, Wednesday one that begins late.
@@ -23,12 +23,12 @@ CALENDAR = Calendar(
         date(2026, 11, 18): Hours(time(10, 0), time(13, 30)),
     },
 )
-DAY = Window(begins=time(8), ends=time(14), weekdays=WORKDAYS, zone=TAIPEI, days=Days.TRADING)
+DAY = Window(begins=time(8), ends=time(14), weekdays=WORKDAYS, zone=HOME_ZONE, days=Days.TRADING)
 
 
 def at(text: str) -> float:
     """`2026-11-16 08:00` on the clocks of Taipei."""
-    return datetime.fromisoformat(text).replace(tzinfo=TAIPEI).timestamp()
+    return datetime.fromisoformat(text).replace(tzinfo=HOME_ZONE).timestamp()
 
 
 def test_a_window_holds_from_its_first_second_to_the_one_before_its_end() -> None:
@@ -47,20 +47,20 @@ def test_holidays_and_weekends_are_passed_over() -> None:
 
 
 def test_a_window_of_closed_days_holds_on_holidays_only() -> None:
-    rest = Window(begins=time(0), ends=time(0), weekdays=WEEK, zone=TAIPEI, days=Days.CLOSED)
+    rest = Window(begins=time(0), ends=time(0), weekdays=WEEK, zone=HOME_ZONE, days=Days.CLOSED)
     assert current_window([rest], CALENDAR, at("2026-11-19 12:00")) == (None, at("2026-11-20 00:00"))
     # Friday, Saturday and Sunday follow each other without a change.
     assert current_window([rest], CALENDAR, at("2026-11-20 12:00")) == (0, at("2026-11-23 00:00"))
 
 
 def test_an_evening_ends_on_the_next_day_and_a_short_day_has_none() -> None:
-    night = Window(begins=time(14, 50), ends=time(5), weekdays=WORKDAYS, zone=TAIPEI, days=Days.TRADING)
+    night = Window(begins=time(14, 50), ends=time(5), weekdays=WORKDAYS, zone=HOME_ZONE, days=Days.TRADING)
     assert current_window([night], CALENDAR, at("2026-11-17 04:59")) == (0, at("2026-11-17 05:00"))
     assert current_window([night], CALENDAR, at("2026-11-18 05:00")) == (None, at("2026-11-23 14:50"))
 
 
 def test_the_first_window_counts_and_the_next_change_is_found() -> None:
-    bell = Window(begins=time(9), ends=time(10), weekdays=WORKDAYS, zone=TAIPEI)
+    bell = Window(begins=time(9), ends=time(10), weekdays=WORKDAYS, zone=HOME_ZONE)
     assert current_window([bell, DAY], CALENDAR, at("2026-11-16 08:30")) == (1, at("2026-11-16 09:00"))
     assert current_window([bell, DAY], CALENDAR, at("2026-11-16 09:30")) == (0, at("2026-11-16 10:00"))
     assert current_window([DAY, bell], CALENDAR, at("2026-11-16 09:30")) == (0, at("2026-11-16 14:00"))
@@ -75,7 +75,7 @@ def test_other_zones_change_their_clocks() -> None:
 
 def test_without_windows_nothing_ever_changes() -> None:
     assert current_window([], CALENDAR, at("2026-11-16 08:00")) == (None, None)
-    never = Window(begins=time(8), ends=time(9), weekdays=frozenset(), zone=TAIPEI)
+    never = Window(begins=time(8), ends=time(9), weekdays=frozenset(), zone=HOME_ZONE)
     assert current_window([never], CALENDAR, at("2026-11-16 08:00")) == (None, None)
 
 
@@ -90,7 +90,7 @@ windows = st.builds(
     begins=st.times().map(lambda one: one.replace(microsecond=0)),
     ends=st.times().map(lambda one: one.replace(microsecond=0)),
     weekdays=st.frozensets(st.integers(0, 6)),
-    zone=st.sampled_from([TAIPEI, zone_of("Europe/Berlin")]),
+    zone=st.sampled_from([HOME_ZONE, zone_of("Europe/Berlin")]),
     days=st.sampled_from(Days),
 )
 

@@ -15,51 +15,50 @@ from workflows.user_worker.state import ALLOWED, CRASH_LIMIT, NEXT_STEP, UserWor
 BEGIN = "<!-- states: made by python -m tests.unit.workflows.lifecycle_diagram; do not edit -->"
 END = "<!-- end of states -->"
 
-S = WorkerState
 
 #: Why a state follows another, for every pair of `ALLOWED`.
 WHY: dict[tuple[WorkerState, WorkerState], str] = {
-    (S.POOL_IDLE, S.CLAIMED): "someone needs a worker",
-    (S.POOL_IDLE, S.DRAINING): "shutdown, or nobody came",
-    (S.CLAIMED, S.CONNECTING): "a worker was found",
-    (S.CLAIMED, S.FAILED): "nothing to claim, or crashes of late",
-    (S.CLAIMED, S.DRAINING): "shutdown",
-    (S.CONNECTING, S.ACTIVE): "logged in",
-    (S.CONNECTING, S.FAILED): "login failed, or the worker ended",
-    (S.CONNECTING, S.DRAINING): "shutdown",
-    (S.FAILED, S.FAILED): "failed again",
-    (S.FAILED, S.CLAIMED): "next worker",
-    (S.FAILED, S.CONNECTING): "next login",
-    (S.FAILED, S.PARKED): f"{CRASH_LIMIT} crashes in {CRASH_WINDOW / 60:g} min",
-    (S.FAILED, S.DRAINING): "gave up, or shutdown",
-    (S.ACTIVE, S.RECONNECTING): "broker or session lost",
-    (S.ACTIVE, S.FAILED): "the worker died",
-    (S.ACTIVE, S.IDLE_TIMEOUT): "not used",
-    (S.ACTIVE, S.DRAINING): "shutdown, or the broker is lost for good",
-    (S.RECONNECTING, S.ACTIVE): "connected again",
-    (S.RECONNECTING, S.FAILED): "the worker died",
-    (S.RECONNECTING, S.IDLE_TIMEOUT): "not used",
-    (S.RECONNECTING, S.DRAINING): "shutdown, or the broker is lost for good",
-    (S.IDLE_TIMEOUT, S.DRAINING): "at once",
-    (S.DRAINING, S.DRAINING): "asked again",
-    (S.DRAINING, S.TERMINATED): "the end is confirmed",
-    (S.DRAINING, S.POOL_IDLE): "orders were left",
-    (S.PARKED, S.POOL_IDLE): "signal resume",
-    (S.PARKED, S.DRAINING): "shutdown, or nobody came",
+    (WorkerState.POOL_IDLE, WorkerState.CLAIMED): "someone needs a worker",
+    (WorkerState.POOL_IDLE, WorkerState.DRAINING): "shutdown, or nobody came",
+    (WorkerState.CLAIMED, WorkerState.CONNECTING): "a worker was found",
+    (WorkerState.CLAIMED, WorkerState.FAILED): "nothing to claim, or crashes of late",
+    (WorkerState.CLAIMED, WorkerState.DRAINING): "shutdown",
+    (WorkerState.CONNECTING, WorkerState.ACTIVE): "logged in",
+    (WorkerState.CONNECTING, WorkerState.FAILED): "login failed, or the worker ended",
+    (WorkerState.CONNECTING, WorkerState.DRAINING): "shutdown",
+    (WorkerState.FAILED, WorkerState.FAILED): "failed again",
+    (WorkerState.FAILED, WorkerState.CLAIMED): "next worker",
+    (WorkerState.FAILED, WorkerState.CONNECTING): "next login",
+    (WorkerState.FAILED, WorkerState.PARKED): f"{CRASH_LIMIT} crashes in {CRASH_WINDOW / 60:g} min",
+    (WorkerState.FAILED, WorkerState.DRAINING): "gave up, or shutdown",
+    (WorkerState.ACTIVE, WorkerState.RECONNECTING): "broker or session lost",
+    (WorkerState.ACTIVE, WorkerState.FAILED): "the worker died",
+    (WorkerState.ACTIVE, WorkerState.IDLE_TIMEOUT): "not used",
+    (WorkerState.ACTIVE, WorkerState.DRAINING): "shutdown, or the broker is lost for good",
+    (WorkerState.RECONNECTING, WorkerState.ACTIVE): "connected again",
+    (WorkerState.RECONNECTING, WorkerState.FAILED): "the worker died",
+    (WorkerState.RECONNECTING, WorkerState.IDLE_TIMEOUT): "not used",
+    (WorkerState.RECONNECTING, WorkerState.DRAINING): "shutdown, or the broker is lost for good",
+    (WorkerState.IDLE_TIMEOUT, WorkerState.DRAINING): "at once",
+    (WorkerState.DRAINING, WorkerState.DRAINING): "asked again",
+    (WorkerState.DRAINING, WorkerState.TERMINATED): "the end is confirmed",
+    (WorkerState.DRAINING, WorkerState.POOL_IDLE): "orders were left",
+    (WorkerState.PARKED, WorkerState.POOL_IDLE): "signal resume",
+    (WorkerState.PARKED, WorkerState.DRAINING): "shutdown, or nobody came",
 }
 
 #: What happens at a state's deadline.
 AT_DEADLINE: dict[WorkerState, str] = {
-    S.POOL_IDLE: "the run ends",
-    S.CLAIMED: "counts as failed",
-    S.CONNECTING: "counts as failed; three logins at most",
-    S.FAILED: "the launcher is asked again, until it confirms the old worker's end",
-    S.ACTIVE: "checks the worker: IdleTimeout if not used since; else it may stay that much longer",
-    S.RECONNECTING: "checks the worker, then every 20 min: IdleTimeout if it was idle for that timeout",
-    S.IDLE_TIMEOUT: "Draining",
-    S.DRAINING: "the launcher is asked again, until it confirms the end",
-    S.PARKED: "the run ends; the next order starts anew",
-    S.TERMINATED: "-",
+    WorkerState.POOL_IDLE: "the run ends",
+    WorkerState.CLAIMED: "counts as failed",
+    WorkerState.CONNECTING: "counts as failed; three logins at most",
+    WorkerState.FAILED: "the launcher is asked again, until it confirms the old worker's end",
+    WorkerState.ACTIVE: "checks the worker: IdleTimeout if not used since; else it may stay that much longer",
+    WorkerState.RECONNECTING: "checks the worker, then every 20 min: IdleTimeout if it was idle that long",
+    WorkerState.IDLE_TIMEOUT: "Draining",
+    WorkerState.DRAINING: "the launcher is asked again, until it confirms the end",
+    WorkerState.PARKED: "the run ends; the next order starts anew",
+    WorkerState.TERMINATED: "-",
 }
 
 
@@ -78,10 +77,10 @@ def diagram() -> str:
     edges = [
         f"    {before} --> {after}: {WHY[before, after]}"
         for before, follow in ALLOWED.items()
-        for after in S
+        for after in WorkerState
         if after in follow
     ]
-    ends = [f"    [*] --> {S.POOL_IDLE}", *edges, f"    {S.TERMINATED} --> [*]"]
+    ends = [f"    [*] --> {WorkerState.POOL_IDLE}", *edges, f"    {WorkerState.TERMINATED} --> [*]"]
     return "\n".join(["```mermaid", "stateDiagram-v2", *ends, "```"])
 
 

@@ -11,17 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from worker_runtime.protocol.messages import WorkerEventKind
 from workflows.entity import carried_state
-from workflows.user_worker import messages as m
 from workflows.user_worker.events import EventEffect, apply_event
+from workflows.user_worker.messages import UserWorkerSettings, WorkerEventSignal, WorkerRef, WorkerState
 from workflows.user_worker.state import ALLOWED, CHECKS_MAX, IllegalTransition, UserWorkerState
-
-S = m.WorkerState
 
 Change = Callable[[UserWorkerState], UserWorkerState]
 
 durations = st.floats(min_value=0.0, max_value=5000.0)
 events = st.builds(
-    m.WorkerEventSignal,
+    WorkerEventSignal,
     worker_id=st.sampled_from(["w1", "w2", "w3", "nobody's"]),
     epoch=st.integers(0, 4),
     sequence=st.integers(-1, 12),
@@ -31,14 +29,14 @@ events = st.builds(
 )
 
 
-def worker(epoch: int) -> m.WorkerRef:
-    return m.WorkerRef(
+def worker(epoch: int) -> WorkerRef:
+    return WorkerRef(
         worker_id=f"w{epoch}", task_id=f"t{epoch}", epoch=epoch, claim_id=f"c{epoch}", pool="default"
     )
 
 
 def fresh() -> UserWorkerState:
-    return UserWorkerState(user_id="u1", pool="default", settings=m.UserWorkerSettings()).opened(1000.0)
+    return UserWorkerState(user_id="u1", pool="default", settings=UserWorkerSettings()).opened(1000.0)
 
 
 class LifeOfAWorker(RuleBasedStateMachine):
@@ -52,7 +50,7 @@ class LifeOfAWorker(RuleBasedStateMachine):
         self.state = fresh()
         self.now = 1000.0
         self.epoch = 0
-        self.heard: list[m.WorkerEventSignal] = []
+        self.heard: list[WorkerEventSignal] = []
         #: Workers that got the user and have not been confirmed to have stopped.
         self.running: set[str] = set()
 
@@ -77,7 +75,7 @@ class LifeOfAWorker(RuleBasedStateMachine):
 
     @rule(other=st.booleans())
     def a_claim_is_answered(self, other: bool) -> None:
-        if self.state.state != S.CLAIMED:
+        if self.state.state != WorkerState.CLAIMED:
             return
         found = worker(self.epoch + 7 if other and self.state.worker else self.epoch)
         if self.change(lambda state: state.assigned(found)):
@@ -110,7 +108,7 @@ class LifeOfAWorker(RuleBasedStateMachine):
         self.change(lambda state: state.failed("why", self.now, backoff=backoff))
 
     @rule(event=events, repeats=st.integers(1, 3))
-    def an_event_comes(self, event: m.WorkerEventSignal, repeats: int) -> None:
+    def an_event_comes(self, event: WorkerEventSignal, repeats: int) -> None:
         self.heard.append(event)
         for _ in range(repeats):
             self.take_event(event)
@@ -120,7 +118,7 @@ class LifeOfAWorker(RuleBasedStateMachine):
         if self.heard:
             self.take_event(data.draw(st.sampled_from(self.heard)))
 
-    def take_event(self, event: m.WorkerEventSignal) -> None:
+    def take_event(self, event: WorkerEventSignal) -> None:
         before, owner = self.state, self.state.worker
         result = apply_event(before, event, self.now)
         news = owner is not None and (owner.worker_id, owner.epoch) == (event.worker_id, event.epoch)
@@ -185,7 +183,7 @@ class LifeOfAWorker(RuleBasedStateMachine):
 
     @invariant()
     def only_the_end_has_no_deadline(self) -> None:
-        assert (self.state.deadline is None) == (self.state.state == S.TERMINATED)
+        assert (self.state.deadline is None) == (self.state.state == WorkerState.TERMINATED)
 
     @invariant()
     def there_are_never_two_workers(self) -> None:
@@ -199,7 +197,7 @@ class LifeOfAWorker(RuleBasedStateMachine):
     def only_a_worker_in_service_waits_for_credentials(self) -> None:
         assert not self.state.serving or self.state.worker is not None
         if self.state.needs_credentials and self.state.serving:
-            assert self.state.state == S.RECONNECTING
+            assert self.state.state == WorkerState.RECONNECTING
 
     @invariant()
     def a_person_can_read_it(self) -> None:
@@ -218,7 +216,7 @@ served = st.lists(events, max_size=8).map(
 )
 
 
-def _fed(state: UserWorkerState, history: list[m.WorkerEventSignal]) -> UserWorkerState:
+def _fed(state: UserWorkerState, history: list[WorkerEventSignal]) -> UserWorkerState:
     for number, event in enumerate(history):
         state = apply_event(state, event, 2000.0 + number).state
     return state
@@ -226,21 +224,21 @@ def _fed(state: UserWorkerState, history: list[m.WorkerEventSignal]) -> UserWork
 
 @given(state=served, event=events, epoch=st.integers(-3, 1))
 def test_an_event_of_an_older_epoch_changes_nothing(
-    state: UserWorkerState, event: m.WorkerEventSignal, epoch: int
+    state: UserWorkerState, event: WorkerEventSignal, epoch: int
 ) -> None:
     assert apply_event(state, replace(event, epoch=epoch, worker_id="w2"), 9000.0).state is state
 
 
 @given(state=served, event=events)
 def test_the_second_copy_of_an_event_changes_nothing(
-    state: UserWorkerState, event: m.WorkerEventSignal
+    state: UserWorkerState, event: WorkerEventSignal
 ) -> None:
     once = apply_event(state, event, 9000.0).state
     assert apply_event(once, event, 9001.0) == EventEffect(state=once)
 
 
 @given(history=st.lists(events, max_size=12))
-def test_events_alone_never_end_a_worker_or_give_it_away(history: list[m.WorkerEventSignal]) -> None:
+def test_events_alone_never_end_a_worker_or_give_it_away(history: list[WorkerEventSignal]) -> None:
     begun = fresh().claimed("c2", 1001.0).assigned(worker(2)).connecting(1, 1002.0).active(1.0, 2.0, 1003.0)
     state = _fed(begun, history)
     assert state.serving

@@ -32,7 +32,7 @@ from infra.database.models import WorkerTransition
 from infra.lab.bench.fleet.simulated.calls import SimulatedConnections
 from infra.lab.bench.fleet.simulated.keeper import SimulatedKeeper
 from infra.lab.bench.fleet.simulated.worker import SimulatedBehaviour
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from infra.node.address import listen
 from infra.node.server import NodeServer
 from infra.settings import Settings
@@ -44,10 +44,10 @@ from tests.signed import write_secret
 from tests.workflow.fakes import patient
 from worker_runtime.protocol.messages import Credentials
 from workflows import names
-from workflows.morning import messages as mo
+from workflows.morning.messages import MorningInput
 from workflows.morning.workflow import MorningWorkflow
 from workflows.sandbox import workflow_runner
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import WorkerState
 
 #: Seconds of one jump, and real time for all that happens within: hundreds of users may be idle at once.
 STEP, PATIENCE = 120.0, timedelta(minutes=4)
@@ -98,7 +98,7 @@ class MovedSystem:
     async def traded(self, user_id: str, day: date, **clocks: time) -> None:
         """One order of this user in each market on that day."""
         given = [
-            {"user": user_id, "market": market, "day": day, "at": datetime.combine(day, clock, TAIPEI)}
+            {"user": user_id, "market": market, "day": day, "at": datetime.combine(day, clock, HOME_ZONE)}
             for market, clock in clocks.items()
         ]
         async with self.parts.database.session() as session:
@@ -152,11 +152,11 @@ class MovedSystem:
             # `env.sleep` gives up after 30 s.
             await self.env.client.test_service.unlock_time_skipping_with_sleep(jump, timeout=PATIENCE)
 
-    async def morning(self, given: mo.MorningInput, id: str) -> None:
+    async def morning(self, given: MorningInput, id: str) -> None:
         """What the Schedule does."""
         await self.env.client.start_workflow(MorningWorkflow.run, given, id=id, task_queue=names.BULK_QUEUE)
 
-    async def transitions(self, after: m.WorkerState) -> dict[str, list[float]]:
+    async def transitions(self, after: WorkerState) -> dict[str, list[float]]:
         """When each user's worker came to this state (Unix seconds of the moved clock), by the timeline."""
         found: dict[str, list[float]] = {}
         async with self.parts.database.session() as session:

@@ -15,10 +15,10 @@ from temporalio.testing import WorkflowEnvironment
 
 from infra.local.servers import ValkeyServer
 from infra.market import calendar
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from tests.workflow.days.moved_system import MovedSystem, moved_system, settings_of
-from workflows.morning import messages as mo
-from workflows.user_worker import messages as m
+from workflows.morning.messages import MorningInput
+from workflows.user_worker.messages import WorkerState
 
 #: Users who trade shares, index futures by day, both, and futures in the evening.
 STOCK, FUTURES, BOTH, EVENING = 100, 80, 60, 60
@@ -30,7 +30,7 @@ DAYS = calendar.load_calendar()
 
 def next_trading_day() -> date:
     """One that begins after the present moment, with the trading day before it a weekday of the table."""
-    day = datetime.now(TAIPEI).date() + timedelta(days=1)
+    day = datetime.now(HOME_ZONE).date() + timedelta(days=1)
     while not (DAYS.bells(day) and DAYS.bells(day, evening=True)):
         day += timedelta(days=1)
     return day
@@ -84,10 +84,10 @@ async def test_on_a_day_of_300_users_nobody_waits_at_his_bell(system: MovedSyste
     await system.trader("long-ago", "stock", before=before - timedelta(days=60))
 
     def at(clock: str) -> datetime:
-        return datetime.combine(day, time.fromisoformat(clock), TAIPEI)
+        return datetime.combine(day, time.fromisoformat(clock), HOME_ZONE)
 
     await system.until(at("08:00"))
-    await system.morning(mo.MorningInput(day=day.isoformat(), rate=RATE), "morning-by-the-clock")
+    await system.morning(MorningInput(day=day.isoformat(), rate=RATE), "morning-by-the-clock")
     await system.until(at("08:45"))
     futures = await system.first_orders(groups["futures"] + groups["both"])
     await system.until(at("09:00"))
@@ -95,8 +95,8 @@ async def test_on_a_day_of_300_users_nobody_waits_at_his_bell(system: MovedSyste
     assert futures == stock == {"201 rejected"}, "each was answered by a worker"
     await system.until(at("14:30"))
     active, idle = (
-        await system.transitions(m.WorkerState.ACTIVE),
-        await system.transitions(m.WorkerState.IDLE_TIMEOUT),
+        await system.transitions(WorkerState.ACTIVE),
+        await system.transitions(WorkerState.IDLE_TIMEOUT),
     )
     by_day = {one for name in ("stock", "futures", "both") for one in groups[name]}
     assert set(active) == set(idle) == by_day
@@ -105,15 +105,13 @@ async def test_on_a_day_of_300_users_nobody_waits_at_his_bell(system: MovedSyste
             assert at(bell).timestamp() - 1201 < active[one][0] < at(bell).timestamp(), one
             assert at("09:00").timestamp() + IDLE <= idle[one][0], one
 
-    await system.morning(
-        mo.MorningInput(day=day.isoformat(), evening=True, rate=RATE), "evening-by-the-clock"
-    )
+    await system.morning(MorningInput(day=day.isoformat(), evening=True, rate=RATE), "evening-by-the-clock")
     await system.until(at("15:00"))
     assert await system.first_orders(groups["evening"]) == {"201 rejected"}
     await system.until(at("16:30"))
     active, idle = (
-        await system.transitions(m.WorkerState.ACTIVE),
-        await system.transitions(m.WorkerState.IDLE_TIMEOUT),
+        await system.transitions(WorkerState.ACTIVE),
+        await system.transitions(WorkerState.IDLE_TIMEOUT),
     )
     assert set(active) == set(idle) == by_day | set(groups["evening"])
     for one in groups["evening"]:

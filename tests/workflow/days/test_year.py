@@ -24,7 +24,7 @@ from infra.database import retention, users
 from infra.database.models import StatementAddress
 from infra.local.servers import ValkeyServer
 from infra.market import calendar, windows
-from infra.market.calendar import TAIPEI, Hours
+from infra.market.calendar import HOME_ZONE, Hours
 from infra.settings import Settings
 from infra.temporal.schedules import SCHEDULES
 from infra.temporal.starter import WorkerStarter
@@ -49,8 +49,8 @@ class RecordingStarter(WorkerStarter):
         self.asked: list[tuple[str, datetime, datetime]] = []
 
     async def ensure_active(self, user_id: str, stay_until: float = 0.0) -> None:
-        now = (await self._env.get_current_time()).astimezone(TAIPEI)
-        self.asked.append((user_id, now, datetime.fromtimestamp(stay_until, TAIPEI)))
+        now = (await self._env.get_current_time()).astimezone(HOME_ZONE)
+        self.asked.append((user_id, now, datetime.fromtimestamp(stay_until, HOME_ZONE)))
 
 
 class Year:
@@ -82,7 +82,7 @@ def cron_of(schedule: Schedule) -> str:
     """A line in UTC. Taiwan has no summer time; the day of the week is always any."""
     (days,) = schedule.spec.calendars
     assert (days.day_of_week[0].start, days.day_of_week[0].end) == (0, 6)
-    local = datetime(2026, 1, 1, days.hour[0].start, days.minute[0].start, tzinfo=TAIPEI)
+    local = datetime(2026, 1, 1, days.hour[0].start, days.minute[0].start, tzinfo=HOME_ZONE)
     assert schedule.spec.time_zone_name == "Asia/Taipei"
     at = local.astimezone(UTC)
     return f"{at.minute} {at.hour} * * *"
@@ -114,7 +114,7 @@ async def played(
     short_directory: Path,
 ) -> AsyncIterator[tuple[MovedSystem, RecordingStarter, Year]]:
     address = skipping.client.service_client.config.target_host
-    first = (await skipping.get_current_time()).astimezone(TAIPEI).date() + DAY
+    first = (await skipping.get_current_time()).astimezone(HOME_ZONE).date() + DAY
     year = Year(first, tmp_path / "days.json")
     settings = settings_of(
         tmp_path, short_directory / "node.sock", valkey_server.url, migrated_database, address
@@ -148,7 +148,7 @@ async def played_through(system: MovedSystem, year: Year) -> None:
         "values (:worker, 'always', :number, 'default', :worker, clock_timestamp())",
     ]
     for number, day in enumerate(year.days):
-        await system.until(datetime.combine(day, time(), TAIPEI), step=DAY.total_seconds())
+        await system.until(datetime.combine(day, time(), HOME_ZONE), step=DAY.total_seconds())
         async with system.parts.database.session() as session:
             for statement in statements:
                 given = {"worker": f"w{number}", "number": number + 1}
@@ -175,7 +175,7 @@ async def test_in_a_year_each_thing_happens_on_its_days_and_no_other(
         await users.put_addresses(
             session, "always", StatementAddress(email="always@example.com"), actor="key:1"
         )
-    await system.until(datetime.combine(year.days[0], time(), TAIPEI), step=DAY.total_seconds())
+    await system.until(datetime.combine(year.days[0], time(), HOME_ZONE), step=DAY.total_seconds())
     await start_schedules(system.env.client, system.parts.settings)
     await played_through(system, year)
 
@@ -187,11 +187,11 @@ async def test_in_a_year_each_thing_happens_on_its_days_and_no_other(
     assert sorted(mornings) == [day for day in year.trading if day in done]
     assert sorted(evenings) == [day for day in year.evenings if day in done]
     for day, [(at, stay)] in mornings.items():
-        first, last = (datetime.combine(day, bell, TAIPEI) for bell in year.bells(day))
+        first, last = (datetime.combine(day, bell, HOME_ZONE) for bell in year.bells(day))
         assert first - timedelta(seconds=1201) < at < first, day
         assert stay == last, day
     for day, [(at, stay)] in evenings.items():
-        bell = datetime.combine(day, time(15), TAIPEI)
+        bell = datetime.combine(day, time(15), HOME_ZONE)
         assert bell - timedelta(seconds=1201) < at < bell, day
         assert stay == bell, day
 
@@ -222,32 +222,32 @@ def spans(year: Year) -> Iterator[tuple[datetime, datetime, int]]:
     for day in year.days:
         if day in year.trading:
             moved = late.get(day, timedelta())
-            opening = datetime.combine(day, time(8), TAIPEI) + moved
+            opening = datetime.combine(day, time(8), HOME_ZONE) + moved
             yield opening, opening + timedelta(minutes=90), 0
-            close = datetime.combine(day, time(11) if day == year.short else time(13, 30), TAIPEI)
+            close = datetime.combine(day, time(11) if day == year.short else time(13, 30), HOME_ZONE)
             if day != year.short:
-                yield datetime.combine(day, time(13), TAIPEI), close + timedelta(minutes=15), 2
+                yield datetime.combine(day, time(13), HOME_ZONE), close + timedelta(minutes=15), 2
         else:
             yield datetime.combine(day, time(6), NEW_YORK), datetime.combine(day, time(7), NEW_YORK), 1
 
 
 def test_the_pools_windows_hold_on_their_days_of_the_year(tmp_path: Path) -> None:
-    year = Year(datetime.now(TAIPEI).date() + DAY, tmp_path / "days.json")
+    year = Year(datetime.now(HOME_ZONE).date() + DAY, tmp_path / "days.json")
     days = calendar.load_calendar(tmp_path / "days.json")
     week = frozenset(range(7))
     given = [
         windows.Window(
-            begins=time(8), ends=time(9, 30), weekdays=week, zone=TAIPEI, days=windows.Days.TRADING
+            begins=time(8), ends=time(9, 30), weekdays=week, zone=HOME_ZONE, days=windows.Days.TRADING
         ),
         windows.Window(begins=time(6), ends=time(7), weekdays=week, zone=NEW_YORK, days=windows.Days.CLOSED),
         windows.Window(
-            begins=time(13), ends=time(13, 45), weekdays=week, zone=TAIPEI, days=windows.Days.TRADING
+            begins=time(13), ends=time(13, 45), weekdays=week, zone=HOME_ZONE, days=windows.Days.TRADING
         ),
     ]
     expected = [(first.timestamp(), last.timestamp(), number) for first, last, number in spans(year)]
     found = []
-    at = datetime.combine(year.days[0], time(), TAIPEI).timestamp()
-    end = datetime.combine(year.days[-1], time(23, 59), TAIPEI).timestamp()
+    at = datetime.combine(year.days[0], time(), HOME_ZONE).timestamp()
+    end = datetime.combine(year.days[-1], time(23, 59), HOME_ZONE).timestamp()
     while at < end:
         number, until = windows.current_window(given, days, at)
         assert until is not None
@@ -258,7 +258,7 @@ def test_the_pools_windows_hold_on_their_days_of_the_year(tmp_path: Path) -> Non
 
 
 def test_hours_of_the_file_are_those_of_the_days(tmp_path: Path) -> None:
-    year = Year(datetime.now(TAIPEI).date() + DAY, tmp_path / "days.json")
+    year = Year(datetime.now(HOME_ZONE).date() + DAY, tmp_path / "days.json")
     days = calendar.load_calendar(tmp_path / "days.json")
     assert [day for day in year.days if days.trades_on(day)] == year.trading
     assert days.changed[year.late] == Hours(time(10), time(13, 30))

@@ -27,14 +27,14 @@ from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
 from infra.local.servers import TemporalServer, ValkeyServer
 from infra.market import calendar
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from infra.settings import Settings
 from tests.signed import SECRETS
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import read_job
 from worker_runtime.protocol.worker_reports import payload_of
 from workflows import names
-from workflows.reports import messages as sm
+from workflows.reports.messages import DailyReportInput, MakeReport, ReportResult
 from workflows.reports.workflow import DailyReportWorkflow
 from workflows.sandbox import workflow_runner
 
@@ -58,11 +58,11 @@ def activity_of(database: Database, client: Redis, to: tuple[str, ...] = TO) -> 
 
 
 def taipei(day: date, hour: int = 8, minute: int = 0) -> datetime:
-    return datetime(day.year, day.month, day.day, hour, minute, tzinfo=TAIPEI)
+    return datetime(day.year, day.month, day.day, hour, minute, tzinfo=HOME_ZONE)
 
 
-async def make(made: DailyActivities, at: datetime, day: str = "") -> sm.ReportResult:
-    return await ActivityEnvironment().run(made.make_report, sm.MakeReport(day=day, at=at.timestamp()))
+async def make(made: DailyActivities, at: datetime, day: str = "") -> ReportResult:
+    return await ActivityEnvironment().run(made.make_report, MakeReport(day=day, at=at.timestamp()))
 
 
 async def mails(client: Redis) -> dict[str, str]:
@@ -229,7 +229,7 @@ async def test_figures_are_what_can_be_counted_by_hand(database: Database) -> No
 
 async def test_a_day_without_anything_has_figures_too(database: Database, valkey_client: Redis) -> None:
     made = activity_of(database, valkey_client)
-    assert await make(made, taipei(NEXT)) == sm.ReportResult(day="2026-09-24", mails=2)
+    assert await make(made, taipei(NEXT)) == ReportResult(day="2026-09-24", mails=2)
     async with database.session() as session:
         report = await reports.get_report(session)
     assert (report.figures["orders"], report.figures["by_state"], report.figures["seconds"]) == (0, {}, {})
@@ -285,7 +285,7 @@ async def test_with_the_clock_skipped_each_trading_day_of_two_weeks_has_one_repo
         # This server has no Schedules; 08:00 in Taiwan is midnight by UTC.
         handle = await skipping.client.start_workflow(
             DailyReportWorkflow.run,
-            sm.DailyReportInput(),
+            DailyReportInput(),
             id="report-by-the-clock",
             task_queue=names.BULK_QUEUE,
             cron_schedule="0 0 * * *",
@@ -369,7 +369,7 @@ async def test_two_kills_between_the_report_and_its_mails_make_neither_twice(
     client = await Client.connect(temporal_server.address)
     handle = await client.start_workflow(
         DailyReportWorkflow.run,
-        sm.DailyReportInput(day=DAY.isoformat()),
+        DailyReportInput(day=DAY.isoformat()),
         id="report-with-kills",
         task_queue=names.BULK_QUEUE,
     )

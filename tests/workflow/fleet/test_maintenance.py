@@ -16,42 +16,40 @@ from tests.workflow.bulk_fakes import FakeMaintenance
 from tests.workflow.fakes import until
 from tests.workflow.user_worker.test_cost_at_rest import actions
 from workflows import names
-from workflows.maintenance import messages as mm
+from workflows.maintenance.messages import FinishPass, Maintained, MaintenanceInput, Scanned
 from workflows.maintenance.workflow import MaintenanceWorkflow
 
 
-async def one_pass(client: Client, fake: FakeMaintenance) -> mm.Maintained:
+async def one_pass(client: Client, fake: FakeMaintenance) -> Maintained:
     async with fake.worker(client):
         return await client.execute_workflow(
             MaintenanceWorkflow.run,
-            mm.MaintenanceInput(),
+            MaintenanceInput(),
             id="maintenance-test",
             task_queue=names.BULK_QUEUE,
         )
 
 
 async def test_a_child_takes_a_hundred_anomalies(skipping: WorkflowEnvironment) -> None:
-    fake = FakeMaintenance(mm.Scanned(number=7, workers=1000, found=260, confirmed=250))
+    fake = FakeMaintenance(Scanned(number=7, workers=1000, found=260, confirmed=250))
     result = await one_pass(skipping.client, fake)
     assert sorted((one.first, one.count) for one in fake.batches) == [(0, 100), (100, 100), (200, 50)]
     assert result.outcomes == {"stopped": 250}
-    assert fake.finished == [mm.FinishPass(number=7, outcomes={"stopped": 250})]
+    assert fake.finished == [FinishPass(number=7, outcomes={"stopped": 250})]
 
 
 async def test_a_child_that_fails_leaves_its_anomalies_to_the_next_pass(
     skipping: WorkflowEnvironment,
 ) -> None:
-    fake = FakeMaintenance(mm.Scanned(number=7, found=150, confirmed=150))
+    fake = FakeMaintenance(Scanned(number=7, found=150, confirmed=150))
     fake.failing = {100}
     result = await one_pass(skipping.client, fake)
     assert result.outcomes == {"stopped": 100, "failed": 50}
 
 
-@pytest.mark.parametrize(
-    "scanned", [mm.Scanned(number=0), mm.Scanned(number=3, found=9, guarded="an outage")]
-)
+@pytest.mark.parametrize("scanned", [Scanned(number=0), Scanned(number=3, found=9, guarded="an outage")])
 async def test_a_pass_that_may_not_act_has_no_children(
-    skipping: WorkflowEnvironment, scanned: mm.Scanned
+    skipping: WorkflowEnvironment, scanned: Scanned
 ) -> None:
     fake = FakeMaintenance(scanned)
     result = await one_pass(skipping.client, fake)
@@ -62,7 +60,7 @@ async def test_a_pass_that_may_not_act_has_no_children(
 async def test_a_pass_that_finds_nothing_costs_two_actions_beside_its_start(
     skipping: WorkflowEnvironment,
 ) -> None:
-    fake = FakeMaintenance(mm.Scanned(number=7, workers=1000))
+    fake = FakeMaintenance(Scanned(number=7, workers=1000))
     await one_pass(skipping.client, fake)
     history = await skipping.client.get_workflow_handle("maintenance-test").fetch_history()
     assert len(actions(history)) == 2
@@ -70,7 +68,7 @@ async def test_a_pass_that_finds_nothing_costs_two_actions_beside_its_start(
 
 async def test_the_schedule_starts_passes_that_never_overlap(temporal: Client) -> None:
     settings = Settings(maintenance_period=1.0)
-    fake = FakeMaintenance(mm.Scanned(number=1))
+    fake = FakeMaintenance(Scanned(number=1))
     handle = temporal.get_schedule_handle(names.MAINTENANCE_SCHEDULE)
 
     async def rests() -> bool:

@@ -6,13 +6,13 @@ from temporalio.testing import WorkflowEnvironment
 
 from tests.workflow.fakes import until
 from tests.workflow.order_fakes import FILLED, LISTED, UNREACHABLE, FakeBook, follow, following
-from workflows.order import messages as om
+from workflows.order.messages import VerificationFinding, Verified
 from workflows.order.workflow import OrderWorkflow
 
 
-def missing(now: float, *, certain: bool = True) -> om.Verified:
-    return om.Verified(
-        finding=om.VerificationFinding.MISSING,
+def missing(now: float, *, certain: bool = True) -> Verified:
+    return Verified(
+        finding=VerificationFinding.MISSING,
         state="unknown",
         complete=True,
         certain=certain,

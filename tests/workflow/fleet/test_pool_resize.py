@@ -6,7 +6,7 @@ from temporalio.testing import WorkflowEnvironment
 
 from tests.workflow.fakes import FakePool, serving, until
 from tests.workflow.fleet.test_worker_pool import policy, start, until_ready, view_of
-from workflows.worker_pool import messages as pm
+from workflows.worker_pool.messages import PoolView, SetTarget
 from workflows.worker_pool.policy import PoolPolicy
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
@@ -21,7 +21,7 @@ async def test_a_smaller_target_is_not_forgotten_by_a_new_run(
         counted = pool.counts
         await handle.signal(WorkerPoolWorkflow.renew)
         await until(lambda: pool.counts > counted)
-        await handle.execute_update("set_target", pm.SetTarget(target=1), result_type=pm.PoolView)
+        await handle.execute_update("set_target", SetTarget(target=1), result_type=PoolView)
         pool.may_count.set()
         await until(lambda: pool.counts >= counted + 2)  # by the new run
         await until(lambda: len(pool.ready) == 1)  # at once, and not after 300 s

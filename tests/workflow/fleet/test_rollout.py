@@ -7,7 +7,7 @@ from temporalio.testing import WorkflowEnvironment
 from tests.workflow.bulk_fakes import FakeRollout
 from tests.workflow.fakes import until
 from workflows import names
-from workflows.rollout import messages as rm
+from workflows.rollout.messages import AbortRollout, Release, RolloutInput, RolloutPhase
 from workflows.rollout.workflow import RolloutWorkflow
 
 
@@ -18,17 +18,17 @@ async def test_an_abort_that_comes_with_the_end_of_a_run_is_not_lost(skipping: W
     async with fake.worker(skipping.client):
         handle = await skipping.client.start_workflow(
             RolloutWorkflow.run,
-            rm.RolloutInput(pool="p", release=rm.Release(version="2")),
+            RolloutInput(pool="p", release=Release(version="2")),
             id=names.rollout_id("p"),
             task_queue=names.BULK_QUEUE,
         )
         fake.may_check.clear()
         begun = fake.checks
         await until(lambda: fake.checks > begun)
-        await handle.signal(RolloutWorkflow.abort, rm.AbortRollout(reason="not today"))
+        await handle.signal(RolloutWorkflow.abort, AbortRollout(reason="not today"))
         await handle.signal(RolloutWorkflow.renew)
         fake.may_check.set()
         fake.quiet.set()
         ended = await handle.result()
-    assert (ended.phase, ended.reason) == (rm.RolloutPhase.ROLLED_BACK, "not today")
+    assert (ended.phase, ended.reason) == (RolloutPhase.ROLLED_BACK, "not today")
     assert fake.before.version == "1"

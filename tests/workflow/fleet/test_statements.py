@@ -14,20 +14,20 @@ from infra.settings import Settings
 from infra.temporal import schedules
 from tests.workflow.statement_fakes import DAY, FakeStatements
 from workflows import names
-from workflows.reports import messages as sm
+from workflows.reports.messages import StatementsInput, StatementsResult
 from workflows.reports.workflow import StatementsWorkflow
 
 
 async def run(
-    client: Client, given: sm.StatementsInput, id: str = "statements-by-the-clock"
-) -> sm.StatementsResult:
+    client: Client, given: StatementsInput, id: str = "statements-by-the-clock"
+) -> StatementsResult:
     return await client.execute_workflow(StatementsWorkflow.run, given, id=id, task_queue=names.BULK_QUEUE)
 
 
 async def test_users_come_page_by_page_at_the_rate_over_several_runs(skipping: WorkflowEnvironment) -> None:
     fake = FakeStatements(25)
     async with fake.serving(skipping.client):
-        result = await run(skipping.client, sm.StatementsInput(page=5, pages=2, rate=0.5))
+        result = await run(skipping.client, StatementsInput(page=5, pages=2, rate=0.5))
     assert (result.day, result.reason) == (DAY, "")
     assert (result.users, result.enqueued, result.known) == (25, 25, 0)
     # A page that is full may be followed by another one.
@@ -39,8 +39,8 @@ async def test_users_come_page_by_page_at_the_rate_over_several_runs(skipping: W
 async def test_a_second_start_for_the_same_day_does_nothing(skipping: WorkflowEnvironment) -> None:
     fake = FakeStatements(3)
     async with fake.serving(skipping.client):
-        first = await run(skipping.client, sm.StatementsInput())
-        again = await run(skipping.client, sm.StatementsInput(), id="statements-by-hand")
+        first = await run(skipping.client, StatementsInput())
+        again = await run(skipping.client, StatementsInput(), id="statements-by-hand")
         handle = skipping.client.get_workflow_handle(names.statements_id(DAY))
         assert (await handle.describe()).close_time is not None
     assert (first.users, first.enqueued) == (3, 3)
@@ -51,7 +51,7 @@ async def test_a_second_start_for_the_same_day_does_nothing(skipping: WorkflowEn
 async def test_a_day_without_trading_is_left_out_and_says_so(skipping: WorkflowEnvironment) -> None:
     fake = FakeStatements(3, reason=f"{DAY} was no trading day")
     async with fake.serving(skipping.client):
-        result = await run(skipping.client, sm.StatementsInput())
+        result = await run(skipping.client, StatementsInput())
     assert (result.reason, result.users) == (f"{DAY} was no trading day", 0)
     assert fake.pages == []
 

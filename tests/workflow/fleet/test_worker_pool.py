@@ -14,7 +14,16 @@ from temporalio.testing import WorkflowEnvironment
 from tests.workflow.fakes import FakePool, serving, skipped, until
 from tests.workflow.user_worker.test_cost_at_rest import actions
 from workflows import names
-from workflows.worker_pool import messages as pm
+from workflows.worker_pool.messages import (
+    NEVER_READY,
+    PoolInput,
+    PoolMode,
+    PoolView,
+    SetPolicy,
+    SetTarget,
+    WindowNow,
+    WorkerLeft,
+)
 from workflows.worker_pool.policy import PoolPolicy, PoolWindow
 from workflows.worker_pool.state import CIRCUIT_AFTER, PROBE_PERIOD
 from workflows.worker_pool.workflow import LONG, WorkerPoolWorkflow
@@ -26,13 +35,13 @@ async def start(env: WorkflowEnvironment, target: int, **given: Any) -> Pool:
     given.setdefault("policy", PoolPolicy(target=target))
     return await env.client.start_workflow(
         WorkerPoolWorkflow.run,
-        pm.PoolInput(**given),
+        PoolInput(**given),
         id=names.worker_pool_id("default"),
         task_queue=names.LIFECYCLE_QUEUE,
     )
 
 
-async def view_of(handle: Pool) -> pm.PoolView:
+async def view_of(handle: Pool) -> PoolView:
     """A query that meets the end of a run, which goes on in a new one, is never answered by the time-skipping
     server: it is asked again."""
     while True:
@@ -43,7 +52,7 @@ async def view_of(handle: Pool) -> pm.PoolView:
                 raise
 
 
-async def until_ready(handle: Pool, count: int) -> pm.PoolView:
+async def until_ready(handle: Pool, count: int) -> PoolView:
     async def ready() -> bool:
         return (await view_of(handle)).ready == count
 
@@ -75,7 +84,7 @@ async def test_a_claim_is_refilled_at_once(skipping: WorkflowEnvironment, pool: 
         pool.ready.pop()
         pool.ready.pop()
         for _ in range(2):
-            await handle.signal(WorkerPoolWorkflow.claimed, pm.WorkerLeft(worker_id="w"))
+            await handle.signal(WorkerPoolWorkflow.claimed, WorkerLeft(worker_id="w"))
         await until(lambda: len(pool.launched) == 5)
         await until_ready(handle, 3)
     assert pool.highest == 3
@@ -89,8 +98,8 @@ async def test_signals_that_say_nothing_new_launch_nothing(
         handle = await start(skipping, 2)
         await until_ready(handle, 2)
         for _ in range(20):
-            await handle.signal(WorkerPoolWorkflow.claimed, pm.WorkerLeft())
-        await handle.signal(WorkerPoolWorkflow.worker_gone, pm.WorkerLeft())
+            await handle.signal(WorkerPoolWorkflow.claimed, WorkerLeft())
+        await handle.signal(WorkerPoolWorkflow.worker_gone, WorkerLeft())
         await skipping.sleep(120)
     assert len(pool.launched) == 2
 
@@ -130,10 +139,10 @@ async def test_a_smaller_target_stops_free_workers_and_a_larger_one_launches(
     async with serving(skipping.client, pool.activities()):
         handle = await start(skipping, 4)
         await until_ready(handle, 4)
-        view = await handle.execute_update("set_target", pm.SetTarget(target=1), result_type=pm.PoolView)
+        view = await handle.execute_update("set_target", SetTarget(target=1), result_type=PoolView)
         assert view.target == 1
         await until(lambda: len(pool.ready) == 1)
-        await handle.execute_update("set_target", pm.SetTarget(target=2), result_type=pm.PoolView)
+        await handle.execute_update("set_target", SetTarget(target=2), result_type=PoolView)
         await until(lambda: len(pool.ready) == 2)
 
 
@@ -143,13 +152,13 @@ async def test_a_paused_pool_launches_nothing_until_it_is_resumed(
     async with serving(skipping.client, pool.activities()):
         handle = await start(skipping, 2)
         await until_ready(handle, 2)
-        paused = await handle.execute_update("pause", result_type=pm.PoolView)
+        paused = await handle.execute_update("pause", result_type=PoolView)
         assert paused.paused
         pool.ready.pop()
-        await handle.signal(WorkerPoolWorkflow.claimed, pm.WorkerLeft())
+        await handle.signal(WorkerPoolWorkflow.claimed, WorkerLeft())
         await skipping.sleep(300)
         assert len(pool.launched) == 2
-        await handle.execute_update("resume", result_type=pm.PoolView)
+        await handle.execute_update("resume", result_type=PoolView)
         await until_ready(handle, 2)
     assert len(pool.launched) == 3
 
@@ -160,7 +169,7 @@ async def test_a_new_run_keeps_target_and_never_repeats_a_token(
     async with serving(skipping.client, pool.activities()):
         handle = await start(skipping, 1)
         await until_ready(handle, 1)
-        await handle.execute_update("set_target", pm.SetTarget(target=2), result_type=pm.PoolView)
+        await handle.execute_update("set_target", SetTarget(target=2), result_type=PoolView)
         await until(lambda: len(pool.ready) == 2)
         latest = skipping.client.get_workflow_handle(names.worker_pool_id("default"))
         run_id = (await latest.describe()).run_id
@@ -171,7 +180,7 @@ async def test_a_new_run_keeps_target_and_never_repeats_a_token(
 
         await until(renewed)
         pool.ready.pop()
-        await latest.signal(WorkerPoolWorkflow.claimed, pm.WorkerLeft())
+        await latest.signal(WorkerPoolWorkflow.claimed, WorkerLeft())
         await until(lambda: len(pool.launched) == 3)
         view = await until_ready(latest, 2)
     assert (view.target, view.revision) == (2, 1)
@@ -191,7 +200,7 @@ async def test_a_long_history_ends_while_nothing_is_being_launched(
 
         async def renewed() -> bool:
             counted = pool.counts
-            await latest.signal(WorkerPoolWorkflow.claimed, pm.WorkerLeft())
+            await latest.signal(WorkerPoolWorkflow.claimed, WorkerLeft())
             await until(lambda: pool.counts > counted)
             return (await latest.describe()).run_id != run_id
 
@@ -202,9 +211,9 @@ async def test_a_long_history_ends_while_nothing_is_being_launched(
     assert view.launches == len(pool.launched) == 1
 
 
-async def policy(handle: Pool, policy: PoolPolicy, **given: Any) -> pm.PoolView:
-    view: pm.PoolView = await handle.execute_update(
-        "set_policy", pm.SetPolicy(policy=policy, **given), result_type=pm.PoolView
+async def policy(handle: Pool, policy: PoolPolicy, **given: Any) -> PoolView:
+    view: PoolView = await handle.execute_update(
+        "set_policy", SetPolicy(policy=policy, **given), result_type=PoolView
     )
     return view
 
@@ -216,15 +225,15 @@ async def test_a_policy_that_makes_no_sense_changes_nothing(
         handle = await start(skipping, 2)
         await until_ready(handle, 2)
         for wanted, code in (
-            (pm.SetPolicy(policy=PoolPolicy(target=9, maximum=8)), "POOL_POLICY_INVALID"),
-            (pm.SetPolicy(policy=PoolPolicy(target=3), revision=7), "POOL_CHANGED"),
+            (SetPolicy(policy=PoolPolicy(target=9, maximum=8)), "POOL_POLICY_INVALID"),
+            (SetPolicy(policy=PoolPolicy(target=3), revision=7), "POOL_CHANGED"),
         ):
             with pytest.raises(WorkflowUpdateFailedError) as refused:
                 await handle.execute_update("set_policy", wanted)
             assert isinstance(refused.value.cause, ApplicationError)
             assert refused.value.cause.type == code
         with pytest.raises(WorkflowUpdateFailedError, match="update failed"):
-            await handle.execute_update("set_target", pm.SetTarget(target=-1))
+            await handle.execute_update("set_target", SetTarget(target=-1))
         view = await policy(handle, PoolPolicy(target=3), revision=0)
         await until_ready(handle, 3)
     assert (view.revision, view.policy) == (1, PoolPolicy(target=3))
@@ -236,9 +245,9 @@ async def test_a_window_changes_the_size_when_it_begins_and_when_it_ends(
     now = (await skipping.get_current_time()).timestamp()
     bell = PoolWindow(name="bell", target=5, begins="08:30", ends="09:30")
 
-    async def window() -> pm.WindowNow:
+    async def window() -> WindowNow:
         at = (await skipping.get_current_time()).timestamp()
-        return pm.WindowNow(
+        return WindowNow(
             name="bell" if now + 100 <= at < now + 400 else "",
             until=now + 100 if at < now + 100 else now + 400 if at < now + 400 else None,
         )
@@ -295,8 +304,8 @@ async def test_a_drained_pool_is_empty_and_stays_so(skipping: WorkflowEnvironmen
     async with serving(skipping.client, pool.activities()):
         handle = await start(skipping, 60, policy=PoolPolicy(target=60, shrink_after=300))
         await until_ready(handle, 60)
-        view = await handle.execute_update("drain", result_type=pm.PoolView)
-        assert view.mode == pm.PoolMode.DRAINING
+        view = await handle.execute_update("drain", result_type=PoolView)
+        assert view.mode == PoolMode.DRAINING
         await until(lambda: not pool.ready)
         await skipping.sleep(300)
     assert len(pool.launched) == 60
@@ -305,11 +314,11 @@ async def test_a_drained_pool_is_empty_and_stays_so(skipping: WorkflowEnvironmen
 async def test_an_image_that_never_becomes_ready_is_not_launched_for_ever(
     skipping: WorkflowEnvironment, pool: FakePool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool.failures, pool.failure = 1000, pm.NEVER_READY
+    pool.failures, pool.failure = 1000, NEVER_READY
     async with serving(skipping.client, pool.activities()):
         handle = await start(skipping, 8)
 
-        async def failures(count: int) -> pm.PoolView:
+        async def failures(count: int) -> PoolView:
             async def seen() -> bool:
                 return (await view_of(handle)).failures >= count
 

@@ -11,7 +11,7 @@ from temporalio.client import WorkflowHistory
 from temporalio.testing import WorkflowEnvironment
 
 from tests.workflow.fakes import FakeFleet, ensure_active, finished, handle, serving, tell, until_state
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import UserWorkerSettings, WorkerHealth, WorkerState
 
 ACTIONS = (
     "timer_started",
@@ -56,7 +56,7 @@ async def test_an_active_user_costs_at_most_six_actions_in_any_hour(
 ) -> None:
     """Orders come every `period` seconds for 12 hours; then the worker idles out."""
     async with serving(skipping.client, fleet.activities()):
-        await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
+        await ensure_active(skipping.client, "u1", UserWorkerSettings(idle_timeout=1800))
         began = (await skipping.get_current_time()).timestamp()
         fleet.last_use = lambda now: began + min(now - began, 12 * HOUR) // period * period
         times = await lived(skipping, "u1")
@@ -70,9 +70,9 @@ async def test_a_worker_whose_broker_is_away_costs_no_more_while_its_user_tries(
 ) -> None:
     """The broker fails right after the start and stays away; the user goes on sending orders."""
     async with serving(skipping.client, fleet.activities()):
-        await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
+        await ensure_active(skipping.client, "u1", UserWorkerSettings(idle_timeout=1800))
         await tell(skipping.client, "u1", "degraded", 2, "refused")
-        await until_state(skipping.client, "u1", m.WorkerState.RECONNECTING)
+        await until_state(skipping.client, "u1", WorkerState.RECONNECTING)
         began = (await skipping.get_current_time()).timestamp()
         fleet.last_use = lambda now: began + min(now - began, 6 * HOUR) // 60 * 60
         times = await lived(skipping, "u1")
@@ -84,7 +84,7 @@ async def test_an_unused_worker_whose_broker_is_away_ends_when_idle(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     async with serving(skipping.client, fleet.activities()):
-        await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
+        await ensure_active(skipping.client, "u1", UserWorkerSettings(idle_timeout=1800))
         await tell(skipping.client, "u1", "degraded", 2, "refused")
         times = await lived(skipping, "u1")
     assert times[-1] < 1800 + 120
@@ -96,9 +96,9 @@ async def test_a_worker_of_which_nothing_is_known_costs_no_more(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     """Its mark is missing and the launcher cannot say whether it runs, for hours."""
-    fleet.health = [m.WorkerHealth(marked=False, running=None)] * 12
+    fleet.health = [WorkerHealth(marked=False, running=None)] * 12
     async with serving(skipping.client, fleet.activities()):
-        await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
+        await ensure_active(skipping.client, "u1", UserWorkerSettings(idle_timeout=1800))
         times = await lived(skipping, "u1")
     assert times[-1] > 3 * HOUR
     assert worst_hour(times) <= 6
@@ -109,7 +109,7 @@ async def test_an_orderly_life_is_written_with_few_activities(
 ) -> None:
     """One for the start, one or two for the end: what the timeline costs, and nothing between."""
     async with serving(skipping.client, fleet.activities()):
-        await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
+        await ensure_active(skipping.client, "u1", UserWorkerSettings(idle_timeout=1800))
         await finished(skipping, "u1")
     assert len(fleet.written[0].transitions) == 3
     assert len(fleet.written) <= 3

@@ -19,18 +19,25 @@ from temporalio.service import RPCError
 from tests.workflow.fakes import FakeFleet, ensure_active, failed_tasks, handle, serving, until
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import WorkerEventKind
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import (
+    ClaimStatus,
+    ReloadResult,
+    WorkerEventSignal,
+    WorkerHealth,
+    WorkerLostSignal,
+    WorkerState,
+    WorkerUnmarked,
+)
 from workflows.user_worker.state import ALLOWED
 
-S = m.WorkerState
 UNHANDLED_COMMAND = WorkflowTaskFailedCause.WORKFLOW_TASK_FAILED_CAUSE_UNHANDLED_COMMAND
 STEPS = 40
 #: Reloads, as workers answer them.
 ANSWERS = (
-    m.ReloadResult(ok=True),
-    m.ReloadResult(ok=False, failure_code="WORKER_UNAVAILABLE", failure_detail="no answer in time"),
-    m.ReloadResult(ok=False, failure_code="BROKER_UNREACHABLE", failure_detail="refused"),
-    m.ReloadResult(ok=False, failure_code="INVALID_SEAL", failure_detail="another key"),
+    ReloadResult(ok=True),
+    ReloadResult(ok=False, failure_code="WORKER_UNAVAILABLE", failure_detail="no answer in time"),
+    ReloadResult(ok=False, failure_code="BROKER_UNREACHABLE", failure_detail="refused"),
+    ReloadResult(ok=False, failure_code="INVALID_SEAL", failure_detail="another key"),
 )
 
 
@@ -75,7 +82,7 @@ class SignalStorm:
             kind = str(WorkerEventKind.CONNECTED)  # or runs would end too soon
         await self.signal(
             "worker_event",
-            m.WorkerEventSignal(
+            WorkerEventSignal(
                 worker_id=f"w{number}", epoch=number, sequence=sequence, kind=kind, at=0.0, detail="why"
             ),
         )
@@ -90,13 +97,13 @@ class SignalStorm:
         number = self.dice.randint(max(self.newest() - 1, 1), self.newest())
         code = self.dice.choice([-9, int(ExitCode.BROKER_FAILED), None, 0])
         await self.signal(
-            "worker_lost", m.WorkerLostSignal(task_id="t", worker_id=f"w{number}", exit_code=code)
+            "worker_lost", WorkerLostSignal(task_id="t", worker_id=f"w{number}", exit_code=code)
         )
 
     async def unmarked(self) -> None:
         number = self.newest()
         await self.signal(
-            "worker_unmarked", m.WorkerUnmarked(worker_id=f"w{number}", epoch=number, generation="g1")
+            "worker_unmarked", WorkerUnmarked(worker_id=f"w{number}", epoch=number, generation="g1")
         )
 
     async def plain(self) -> None:
@@ -119,10 +126,10 @@ class SignalStorm:
         fleet, dice = self.fleet, self.dice
         fleet.reload_script = dice.choices(ANSWERS, k=10)
         fleet.claim_script = dice.choices(
-            [m.ClaimStatus.ACTIVE, m.ClaimStatus.CONNECTING, m.ClaimStatus.EMPTY, m.ClaimStatus.GONE], k=6
+            [ClaimStatus.ACTIVE, ClaimStatus.CONNECTING, ClaimStatus.EMPTY, ClaimStatus.GONE], k=6
         )
         fleet.health = [
-            m.WorkerHealth(
+            WorkerHealth(
                 marked=dice.random() < 0.5, running=dice.choice([True, None, False]), generation="g1"
             )
             for _ in range(8)
@@ -177,7 +184,7 @@ def assert_lives_are_whole(fleet: FakeFleet) -> None:
         assert [step.number for step in steps] == list(range(1, len(steps) + 1))
         for before, after in itertools.pairwise(steps):
             assert before.after == after.before
-        assert all(S(step.after) in ALLOWED[S(step.before)] for step in steps)
-        assert (steps[0].before, steps[-1].after) == (S.POOL_IDLE, S.TERMINATED)
+        assert all(WorkerState(step.after) in ALLOWED[WorkerState(step.before)] for step in steps)
+        assert (steps[0].before, steps[-1].after) == (WorkerState.POOL_IDLE, WorkerState.TERMINATED)
         epochs = [step.epoch for step in steps if step.epoch]
         assert epochs == sorted(epochs)

@@ -12,30 +12,41 @@ from temporalio.testing import WorkflowEnvironment
 
 from tests.workflow.fakes import FakeFleet, ensure_active, finished, handle, serving, tell, until, until_state
 from worker_runtime.protocol.launch import ExitCode
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import (
+    ClaimStatus,
+    ReloadResult,
+    UserWorkerView,
+    WorkerHealth,
+    WorkerLostSignal,
+    WorkerState,
+    WorkerUnmarked,
+)
 from workflows.user_worker.workflow import UserWorkerWorkflow
 
-S = m.WorkerState
-SILENT = m.ReloadResult(ok=False, failure_code="WORKER_UNAVAILABLE", failure_detail="no answer in time")
-UNREACHABLE = m.ReloadResult(ok=False, failure_code="BROKER_UNREACHABLE", failure_detail="refused")
-REJECTED = m.ReloadResult(ok=False, failure_code="LOGIN_REJECTED", failure_detail="wrong key")
-RUNNING = m.WorkerHealth(marked=False, running=True, generation="g1")
+SILENT = ReloadResult(ok=False, failure_code="WORKER_UNAVAILABLE", failure_detail="no answer in time")
+UNREACHABLE = ReloadResult(ok=False, failure_code="BROKER_UNREACHABLE", failure_detail="refused")
+REJECTED = ReloadResult(ok=False, failure_code="LOGIN_REJECTED", failure_detail="wrong key")
+RUNNING = WorkerHealth(marked=False, running=True, generation="g1")
 
 
-async def view(env: WorkflowEnvironment) -> m.UserWorkerView:
+async def view(env: WorkflowEnvironment) -> UserWorkerView:
     return await handle(env.client, "u1").query(UserWorkerWorkflow.view)
 
 
 async def until_worker(env: WorkflowEnvironment, worker_id: str) -> None:
     async def there() -> bool:
         seen = await view(env)
-        return seen.state == S.ACTIVE and seen.worker is not None and seen.worker.worker_id == worker_id
+        return (
+            seen.state == WorkerState.ACTIVE
+            and seen.worker is not None
+            and seen.worker.worker_id == worker_id
+        )
 
     await until(there)
 
 
 async def unmark(env: WorkflowEnvironment, generation: str = "g1", epoch: int = 1) -> None:
-    unmarked = m.WorkerUnmarked(worker_id="w1", epoch=epoch, generation=generation)
+    unmarked = WorkerUnmarked(worker_id="w1", epoch=epoch, generation=generation)
     await handle(env.client, "u1").signal(UserWorkerWorkflow.worker_unmarked, unmarked)
 
 
@@ -49,13 +60,13 @@ async def test_a_replaced_session_gets_its_credentials_and_is_active_again(
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await tell(skipping.client, "u1", "session_replaced", 3, "frozen")
-        seen = await until_state(skipping.client, "u1", S.RECONNECTING)
+        seen = await until_state(skipping.client, "u1", WorkerState.RECONNECTING)
         fleet.hold_reload.set()
         await until_worker(skipping, "w1")
         await tell(skipping.client, "u1", "connected", 4)
         after = await view(skipping)
     assert (seen.reason, seen.health) == ("session replaced: frozen", "degraded: session replaced: frozen")
-    assert (after.state, after.health, after.crashes) == (S.ACTIVE, "well", 0)
+    assert (after.state, after.health, after.crashes) == (WorkerState.ACTIVE, "well", 0)
     assert [request.cause for request in fleet.reloads] == ["session replaced"]
     assert not fleet.stops
 
@@ -99,7 +110,7 @@ async def test_a_refused_login_of_a_replaced_session_ends_the_run_with_its_reaso
         await tell(skipping.client, "u1", "session_replaced", 3)
         await finished(skipping, "u1")
         after = await view(skipping)
-    assert (after.state, after.reason) == (S.TERMINATED, "LOGIN_REJECTED: wrong key")
+    assert (after.state, after.reason) == (WorkerState.TERMINATED, "LOGIN_REJECTED: wrong key")
     assert [(stop.crashed, stop.reason) for stop in fleet.stops] == [(True, "LOGIN_REJECTED: wrong key")]
     assert len(fleet.claims) == 1
 
@@ -116,7 +127,7 @@ async def test_an_unreachable_broker_leaves_the_replaced_session_to_try_by_itsel
             return (await view(skipping)).health == "degraded: BROKER_UNREACHABLE: refused"
 
         await until(degraded)
-        assert (await view(skipping)).state == S.RECONNECTING
+        assert (await view(skipping)).state == WorkerState.RECONNECTING
         await tell(skipping.client, "u1", "connected", 4)
         await until_worker(skipping, "w1")
     assert len(fleet.reloads) == 1
@@ -138,7 +149,7 @@ async def test_an_outage_of_the_database_stops_no_worker_whose_session_was_repla
 async def test_a_session_replaced_before_the_first_login_ended_gets_another_claim(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    fleet.claim_script = [m.ClaimStatus.CONNECTING]
+    fleet.claim_script = [ClaimStatus.CONNECTING]
     fleet.hold_connect.clear()
     async with serving(skipping.client, fleet.activities()):
         call = asyncio.create_task(ensure_active(skipping.client, "u1"))
@@ -169,7 +180,7 @@ async def test_a_worker_that_failed_ends_with_the_reason_and_is_counted(
 async def test_the_exit_code_alone_tells_that_the_broker_failed(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    lost = m.WorkerLostSignal(task_id="t1", worker_id="w1", exit_code=ExitCode.BROKER_FAILED)
+    lost = WorkerLostSignal(task_id="t1", worker_id="w1", exit_code=ExitCode.BROKER_FAILED)
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
@@ -205,7 +216,7 @@ async def test_a_caller_who_waits_hears_why_the_worker_gave_up(
 async def test_an_expired_mark_has_the_worker_stopped_and_replaced_whatever_the_launcher_lists(
     skipping: WorkflowEnvironment, fleet: FakeFleet, running: bool | None
 ) -> None:
-    fleet.health = [m.WorkerHealth(marked=False, running=running, generation="g1")]
+    fleet.health = [WorkerHealth(marked=False, running=running, generation="g1")]
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await unmark(skipping)
@@ -216,14 +227,14 @@ async def test_an_expired_mark_has_the_worker_stopped_and_replaced_whatever_the_
 @pytest.mark.parametrize(
     "health",
     [
-        m.WorkerHealth(marked=True, running=True, generation="g1"),
-        m.WorkerHealth(marked=False, running=True, generation="g2"),
-        m.WorkerHealth(marked=False, running=True),
+        WorkerHealth(marked=True, running=True, generation="g1"),
+        WorkerHealth(marked=False, running=True, generation="g2"),
+        WorkerHealth(marked=False, running=True),
     ],
     ids=["the mark is back", "another generation", "no generation"],
 )
 async def test_a_mark_that_is_back_or_was_flushed_costs_no_worker(
-    skipping: WorkflowEnvironment, fleet: FakeFleet, health: m.WorkerHealth
+    skipping: WorkflowEnvironment, fleet: FakeFleet, health: WorkerHealth
 ) -> None:
     fleet.health = [health]
     async with serving(skipping.client, fleet.activities()):
@@ -252,7 +263,7 @@ async def test_nothing_else_starts_while_the_launcher_cannot_confirm_the_end(
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await unmark(skipping)
-        seen = await until_state(skipping.client, "u1", S.FAILED)
+        seen = await until_state(skipping.client, "u1", WorkerState.FAILED)
         await until(lambda: fleet.stop_failures < 5)
         assert len(fleet.claims) == 1
         await skipping.sleep(60)
@@ -266,13 +277,11 @@ async def test_a_check_finds_that_a_reconnecting_worker_is_active_again(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     """Its event was lost with Valkey's memory; its metadata tells."""
-    fleet.health = [
-        m.WorkerHealth(marked=True, running=True, worker_state="Active", last_activity=time.time())
-    ]
+    fleet.health = [WorkerHealth(marked=True, running=True, worker_state="Active", last_activity=time.time())]
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await tell(skipping.client, "u1", "degraded", 2, "refused")
-        await until_state(skipping.client, "u1", S.RECONNECTING)
+        await until_state(skipping.client, "u1", WorkerState.RECONNECTING)
         await skipping.sleep(90)
         await until_worker(skipping, "w1")
     assert fleet.checks == 1
@@ -288,12 +297,12 @@ async def test_refused_new_credentials_leave_the_worker_active_and_are_shown(
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         worker = handle(skipping.client, "u1")
-        result = await worker.execute_update("reload_credentials_now", result_type=m.ReloadResult)
+        result = await worker.execute_update("reload_credentials_now", result_type=ReloadResult)
         refused = await view(skipping)
-        await worker.execute_update("reload_credentials_now", result_type=m.ReloadResult)
+        await worker.execute_update("reload_credentials_now", result_type=ReloadResult)
         loaded = await view(skipping)
     assert (result.ok, result.failure_code) == (False, "LOGIN_REJECTED")
-    assert (refused.state, refused.health) == (S.ACTIVE, "well")
+    assert (refused.state, refused.health) == (WorkerState.ACTIVE, "well")
     assert refused.note == "credentials refused: LOGIN_REJECTED: wrong key"
     assert loaded.note == ""
     assert [request.cause for request in fleet.reloads] == ["update", "update"]
@@ -305,12 +314,12 @@ async def test_a_worker_that_reconnects_takes_new_credentials_too(
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await tell(skipping.client, "u1", "reconnecting", 2, "token expired")
-        await until_state(skipping.client, "u1", S.RECONNECTING)
+        await until_state(skipping.client, "u1", WorkerState.RECONNECTING)
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.reload_credentials)
         await until(lambda: len(fleet.reloads) == 1)
         state = (await view(skipping)).state
     assert [request.cause for request in fleet.reloads] == ["signal"]
-    assert state == S.RECONNECTING
+    assert state == WorkerState.RECONNECTING
 
 
 # --- crashes of earlier runs ------------------------------------------------------------------------
@@ -327,7 +336,7 @@ async def test_a_new_run_waits_as_long_as_the_last_one_would_have(
         # The pause is 4 s. The last crash is yet to come: so it begins when the workflow hears of it.
         fleet.crashes = (now - 9.0, now - 2.0, now - 1.0, now + 60.0)
         fleet.hold_claim.set()
-        seen = await until_state(skipping.client, "u1", S.FAILED)
+        seen = await until_state(skipping.client, "u1", WorkerState.FAILED)
         await skipping.sleep(10)
         active = await call
     assert (seen.crashes, seen.worker, seen.next_step) == (4, None, "tries again after a pause")
@@ -344,7 +353,7 @@ async def test_a_user_whose_workers_crashed_too_often_is_parked_before_anything_
     async with serving(skipping.client, fleet.activities()):
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await ensure_active(skipping.client, "u1")
-        seen = await until_state(skipping.client, "u1", S.PARKED)
+        seen = await until_state(skipping.client, "u1", WorkerState.PARKED)
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.resume)
         await ensure_active(skipping.client, "u1")
     assert isinstance(failed.value.cause, ApplicationError)
@@ -361,17 +370,17 @@ async def test_a_resumed_user_has_ten_minutes_to_come_back(
     async with serving(skipping.client, fleet.activities()):
         with pytest.raises(WorkflowUpdateFailedError):
             await ensure_active(skipping.client, "u1")
-        await until_state(skipping.client, "u1", S.PARKED)
+        await until_state(skipping.client, "u1", WorkerState.PARKED)
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.resume)
         await skipping.sleep(300)
         active = await ensure_active(skipping.client, "u1")
-    assert active.state == S.ACTIVE
+    assert active.state == WorkerState.ACTIVE
 
 
 async def test_only_the_first_claim_of_a_run_asks_for_earlier_crashes(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    lost = m.WorkerLostSignal(task_id="t1", worker_id="w1")
+    lost = WorkerLostSignal(task_id="t1", worker_id="w1")
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)

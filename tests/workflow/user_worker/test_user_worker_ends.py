@@ -7,22 +7,29 @@ from temporalio.testing import WorkflowEnvironment
 
 from tests.workflow.fakes import FakeFleet, ensure_active, handle, serving, until, until_state
 from tests.workflow.user_worker.test_user_worker_care import until_worker, view
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import (
+    ClaimStatus,
+    UserWorkerSettings,
+    WorkerHealth,
+    WorkerLostSignal,
+    WorkerRef,
+    WorkerState,
+    WorkerUnmarked,
+)
 from workflows.user_worker.state import CRASH_LIMIT, UserWorkerState
 from workflows.user_worker.workflow import UserWorkerWorkflow
 
-S = m.WorkerState
 #: More than park a user whose workers crash.
 OFTEN = CRASH_LIMIT + 1
 
 
 async def lose(env: WorkflowEnvironment, number: int, *, planned: bool) -> None:
-    lost = m.WorkerLostSignal(task_id=f"t{number}", worker_id=f"w{number}", exit_code=0, planned=planned)
+    lost = WorkerLostSignal(task_id=f"t{number}", worker_id=f"w{number}", exit_code=0, planned=planned)
     await handle(env.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
 
 
 async def unmark(env: WorkflowEnvironment, number: int) -> None:
-    unmarked = m.WorkerUnmarked(worker_id=f"w{number}", epoch=number, generation="g1", outage=True)
+    unmarked = WorkerUnmarked(worker_id=f"w{number}", epoch=number, generation="g1", outage=True)
     await handle(env.client, "u1").signal(UserWorkerWorkflow.worker_unmarked, unmarked)
 
 
@@ -36,7 +43,7 @@ async def test_ends_that_somebody_asked_for_are_no_crashes_and_the_next_worker_c
             await lose(skipping, number, planned=True)
             await until_worker(skipping, f"w{number + 1}")
         seen = await view(skipping)
-    assert (seen.state, seen.crashes) == (S.ACTIVE, 0)
+    assert (seen.state, seen.crashes) == (WorkerState.ACTIVE, 0)
     assert [stop.crashed for stop in fleet.stops] == [False] * OFTEN
 
 
@@ -46,14 +53,14 @@ async def test_a_planned_end_that_an_order_noticed_before_its_report_is_no_crash
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         for number in (1, 2, 3):
-            fleet.health = [m.WorkerHealth(marked=False, running=False, unreported=True)]
+            fleet.health = [WorkerHealth(marked=False, running=False, unreported=True)]
             await ensure_active(skipping.client, "u1", mark_missing=True)
             await until_worker(skipping, f"w{number + 1}")
             assert (await view(skipping)).crashes == 0
             for _ in range(2):  # reported twice
                 await lose(skipping, number, planned=number < 3)
         seen = await view(skipping)
-    assert (seen.state, seen.crashes) == (S.ACTIVE, 1)
+    assert (seen.state, seen.crashes) == (WorkerState.ACTIVE, 1)
 
 
 async def test_planned_ends_whose_reports_come_late_and_in_a_later_run_are_no_crashes(
@@ -63,7 +70,7 @@ async def test_planned_ends_whose_reports_come_late_and_in_a_later_run_are_no_cr
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         for number in (1, 2):
-            fleet.health = [m.WorkerHealth(marked=False, running=False, unreported=True)]
+            fleet.health = [WorkerHealth(marked=False, running=False, unreported=True)]
             await asyncio.gather(
                 ensure_active(skipping.client, "u1", mark_missing=True),
                 skipping.sleep(2),  # longer than the pause after the second end
@@ -93,7 +100,7 @@ async def test_a_worker_that_was_found_gone_and_had_crashed_counts_towards_parki
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         for number in range(1, CRASH_LIMIT):
-            fleet.health = [m.WorkerHealth(marked=False, running=False, unreported=True)]
+            fleet.health = [WorkerHealth(marked=False, running=False, unreported=True)]
             await asyncio.gather(
                 ensure_active(skipping.client, "u1", mark_missing=True), skipping.sleep(2.0**number)
             )
@@ -101,13 +108,13 @@ async def test_a_worker_that_was_found_gone_and_had_crashed_counts_towards_parki
             await lose(skipping, number, planned=False)
         assert (await view(skipping)).crashes == CRASH_LIMIT - 1
         await lose(skipping, CRASH_LIMIT, planned=False)
-        await until_state(skipping.client, "u1", S.PARKED)
+        await until_state(skipping.client, "u1", WorkerState.PARKED)
 
 
 async def test_a_worker_that_is_stopped_during_its_login_is_no_crash(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    fleet.claim_script = [m.ClaimStatus.CONNECTING]
+    fleet.claim_script = [ClaimStatus.CONNECTING]
     fleet.hold_connect.clear()
     async with serving(skipping.client, fleet.activities()):
         start = ensure_active(skipping.client, "u1")
@@ -129,20 +136,20 @@ async def test_marks_that_expire_again_and_again_make_starts_wait_and_park_nobod
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         for number in range(1, OFTEN + 1):
-            fleet.health = [m.WorkerHealth(marked=False, running=True, generation="g1")]
+            fleet.health = [WorkerHealth(marked=False, running=True, generation="g1")]
             await unmark(skipping, number)
             await skipping.sleep(40)  # longer than the pause, which grows; far shorter than the idle timeout
             await until_worker(skipping, f"w{number + 1}")
         seen = await view(skipping)
-    assert (seen.state, seen.crashes) == (S.ACTIVE, OFTEN)
+    assert (seen.state, seen.crashes) == (WorkerState.ACTIVE, OFTEN)
     assert [stop.crashed for stop in fleet.stops] == [False] * OFTEN
 
 
 async def test_a_worker_with_an_order_in_hand_is_not_stopped_before_its_lease_has_ended(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    unmarked = m.WorkerHealth(marked=False, running=True, generation="g1", in_flight=True)
-    fleet.health = [unmarked, m.WorkerHealth(marked=False, running=True, generation="g1")]
+    unmarked = WorkerHealth(marked=False, running=True, generation="g1", in_flight=True)
+    fleet.health = [unmarked, WorkerHealth(marked=False, running=True, generation="g1")]
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await unmark(skipping, 1)
@@ -155,8 +162,8 @@ async def test_a_worker_with_an_order_in_hand_is_not_stopped_before_its_lease_ha
 
 @pytest.mark.parametrize("own", [CRASH_LIMIT - 1, CRASH_LIMIT])
 def test_only_own_crashes_park(own: int) -> None:
-    state = UserWorkerState(user_id="u1", pool="p", settings=m.UserWorkerSettings()).opened(0.0)
-    worker = m.WorkerRef(worker_id="w1", task_id="t1", epoch=1, claim_id="c1", pool="p")
+    state = UserWorkerState(user_id="u1", pool="p", settings=UserWorkerSettings()).opened(0.0)
+    worker = WorkerRef(worker_id="w1", task_id="t1", epoch=1, claim_id="c1", pool="p")
     for number in range(2 * own):
         state = state.claimed("c1", number).connecting(1, number).assigned(worker).active(0.0, 0.0, number)
         state = state.crashed("gone", number + 0.5, outage=number % 2 == 1).stopped()

@@ -20,21 +20,31 @@ from tests.workflow.fakes import (
     until,
     until_state,
 )
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import (
+    ClaimStatus,
+    ReloadResult,
+    ShutdownRequest,
+    UserWorkerSettings,
+    UserWorkerView,
+    WorkerEventSignal,
+    WorkerHealth,
+    WorkerLostSignal,
+    WorkerState,
+)
 from workflows.user_worker.workflow import UserWorkerWorkflow
 
-UNMARKED = m.WorkerHealth(marked=False, running=True)
-GONE = m.WorkerHealth(marked=False, running=False)
+UNMARKED = WorkerHealth(marked=False, running=True)
+GONE = WorkerHealth(marked=False, running=False)
 
 
 async def lose(env: WorkflowEnvironment, number: int, user: str = "u1") -> None:
-    lost = m.WorkerLostSignal(task_id=f"t{number}", worker_id=f"w{number}", exit_code=-9)
+    lost = WorkerLostSignal(task_id=f"t{number}", worker_id=f"w{number}", exit_code=-9)
     await handle(env.client, user).signal(UserWorkerWorkflow.worker_lost, lost)
 
 
-async def until_worker(env: WorkflowEnvironment, worker_id: str) -> m.UserWorkerView:
+async def until_worker(env: WorkflowEnvironment, worker_id: str) -> UserWorkerView:
     while True:
-        view = await until_state(env.client, "u1", m.WorkerState.ACTIVE)
+        view = await until_state(env.client, "u1", WorkerState.ACTIVE)
         if view.worker and view.worker.worker_id == worker_id:
             return view
         await asyncio.sleep(0.02)
@@ -44,7 +54,7 @@ async def test_an_unused_worker_ends_after_the_idle_timeout(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     async with serving(skipping.client, fleet.activities()):
-        await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
+        await ensure_active(skipping.client, "u1", UserWorkerSettings(idle_timeout=1800))
         await finished(skipping, "u1")
     assert [stop.reason for stop in fleet.stops] == ["idle"]
     assert fleet.checks == 1
@@ -54,9 +64,9 @@ async def test_newer_activity_lets_the_worker_sleep_the_rest(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     began = time.time()
-    fleet.health = [m.WorkerHealth(marked=True, running=True, last_activity=began + 900)]
+    fleet.health = [WorkerHealth(marked=True, running=True, last_activity=began + 900)]
     async with serving(skipping.client, fleet.activities()):
-        await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
+        await ensure_active(skipping.client, "u1", UserWorkerSettings(idle_timeout=1800))
         await finished(skipping, "u1")
         closed = (await handle(skipping.client, "u1").describe()).close_time
     assert fleet.checks == 2
@@ -69,7 +79,7 @@ async def test_a_worker_stays_until_its_first_quiet_time_after_the_bell(
     skipping: WorkflowEnvironment, fleet: FakeFleet, connected: bool
 ) -> None:
     began = time.time()
-    settings = m.UserWorkerSettings(idle_timeout=1800)
+    settings = UserWorkerSettings(idle_timeout=1800)
     async with serving(skipping.client, fleet.activities()):
         if connected:
             await ensure_active(skipping.client, "u1", settings)
@@ -87,7 +97,7 @@ async def test_a_worker_that_replaces_a_dead_one_before_the_bell_stays_as_well(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     began = time.time()
-    settings = m.UserWorkerSettings(idle_timeout=600)
+    settings = UserWorkerSettings(idle_timeout=600)
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1", settings, stay_until=began + 3000)
         await lose(skipping, 1)
@@ -103,7 +113,7 @@ async def test_a_worker_of_which_nothing_is_known_is_left_alone_when_idle(
 ) -> None:
     fleet.health = [UNMARKED, UNMARKED]
     async with serving(skipping.client, fleet.activities()):
-        await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1800))
+        await ensure_active(skipping.client, "u1", UserWorkerSettings(idle_timeout=1800))
         await finished(skipping, "u1")
     assert fleet.checks == 3
 
@@ -135,7 +145,7 @@ async def test_a_workflow_cancelled_while_it_drains_still_confirms_the_end(
         await handle(skipping.client, "u1").signal("shutdown")
 
         async def waits_for_the_next_try() -> bool:
-            view = await until_state(skipping.client, "u1", m.WorkerState.DRAINING)
+            view = await until_state(skipping.client, "u1", WorkerState.DRAINING)
             return "not confirmed" in view.note
 
         await until(waits_for_the_next_try)
@@ -149,7 +159,7 @@ async def test_a_crash_is_counted_though_the_run_is_cancelled_meanwhile(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
     fleet.stop_failures = 5
-    lost = m.WorkerLostSignal(task_id="t1", worker_id="w1")
+    lost = WorkerLostSignal(task_id="t1", worker_id="w1")
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
@@ -167,7 +177,7 @@ async def test_a_workflow_cancelled_while_a_dead_worker_is_stopped_claims_no_oth
     fleet.hold_stop.clear()
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
-        lost = m.WorkerLostSignal(task_id="t1", worker_id="w1")
+        lost = WorkerLostSignal(task_id="t1", worker_id="w1")
         await handle(skipping.client, "u1").signal("worker_lost", lost)
         await fleet.stop_started.wait()
         await handle(skipping.client, "u1").cancel()
@@ -191,7 +201,7 @@ async def test_a_cancel_answers_those_who_wait_for_a_reload(
         update = await handle(skipping.client, "u1").start_update(
             "reload_credentials_now",
             wait_for_stage=WorkflowUpdateStage.ACCEPTED,
-            result_type=m.ReloadResult,
+            result_type=ReloadResult,
         )
         await until(lambda: bool(fleet.reloads))
         await handle(skipping.client, "u1").cancel()
@@ -216,8 +226,8 @@ async def test_a_draining_worker_refuses_until_it_has_ended(
     fleet.stop_failures = 4
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
-        await handle(skipping.client, "u1").signal("shutdown", m.ShutdownRequest(reason="maintenance"))
-        await until_state(skipping.client, "u1", m.WorkerState.DRAINING)
+        await handle(skipping.client, "u1").signal("shutdown", ShutdownRequest(reason="maintenance"))
+        await until_state(skipping.client, "u1", WorkerState.DRAINING)
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await ensure_active(skipping.client, "u1")
         await finished(skipping, "u1")
@@ -234,7 +244,7 @@ async def test_orders_left_in_the_queue_get_another_worker(
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal("shutdown")
         view = await until_worker(skipping, "w2")
-    assert view.state == m.WorkerState.ACTIVE
+    assert view.state == WorkerState.ACTIVE
     assert [stop.worker.worker_id for stop in fleet.stops] == ["w1"]
 
 
@@ -265,7 +275,7 @@ async def test_a_caller_during_a_replacement_gets_the_new_worker(
 ) -> None:
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
-        fleet.claim_script = [m.ClaimStatus.CONNECTING]
+        fleet.claim_script = [ClaimStatus.CONNECTING]
         fleet.hold_connect.clear()
         await lose(skipping, 1)
         await fleet.connect_started.wait()
@@ -286,7 +296,7 @@ async def test_five_crashes_park_the_user_until_resumed(
             await skipping.sleep(10)  # longer than the backoff, far shorter than the idle timeout
             await until_worker(skipping, f"w{number + 1}")
         await lose(skipping, 5)
-        await until_state(skipping.client, "u1", m.WorkerState.PARKED)
+        await until_state(skipping.client, "u1", WorkerState.PARKED)
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal("resume")
@@ -326,7 +336,7 @@ async def test_a_reload_reaches_the_worker_by_signal_and_by_update(
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal("reload_credentials")
         result = await handle(skipping.client, "u1").execute_update(
-            "reload_credentials_now", result_type=m.ReloadResult
+            "reload_credentials_now", result_type=ReloadResult
         )
     assert result.ok
     assert 1 <= len(fleet.reloads) <= 2
@@ -335,26 +345,26 @@ async def test_a_reload_reaches_the_worker_by_signal_and_by_update(
 async def test_events_move_the_worker_between_active_and_reconnecting(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    def event(kind: str, sequence: int, epoch: int = 1) -> m.WorkerEventSignal:
-        return m.WorkerEventSignal(worker_id="w1", epoch=epoch, sequence=sequence, kind=kind, at=0.0)
+    def event(kind: str, sequence: int, epoch: int = 1) -> WorkerEventSignal:
+        return WorkerEventSignal(worker_id="w1", epoch=epoch, sequence=sequence, kind=kind, at=0.0)
 
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         worker = handle(skipping.client, "u1")
         await worker.signal("worker_event", event("reconnecting", 2))
-        await until_state(skipping.client, "u1", m.WorkerState.RECONNECTING)
+        await until_state(skipping.client, "u1", WorkerState.RECONNECTING)
         await worker.signal("worker_event", event("connected", 3))
-        await until_state(skipping.client, "u1", m.WorkerState.ACTIVE)
+        await until_state(skipping.client, "u1", WorkerState.ACTIVE)
         await worker.signal("worker_event", event("reconnecting", 2))  # late
         await worker.signal("worker_event", event("reconnecting", 9, epoch=7))  # another assignment's
         active = await ensure_active(skipping.client, "u1")
-    assert active.state == m.WorkerState.ACTIVE
+    assert active.state == WorkerState.ACTIVE
 
 
 async def test_a_missing_owner_key_is_put_back_by_a_check(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    missing = m.WorkerEventSignal(worker_id="w1", epoch=1, sequence=2, kind="owner_missing", at=0.0)
+    missing = WorkerEventSignal(worker_id="w1", epoch=1, sequence=2, kind="owner_missing", at=0.0)
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await handle(skipping.client, "u1").signal("worker_event", missing)

@@ -16,7 +16,13 @@ from tests.workflow.fakes import (
     until,
     until_state,
 )
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import (
+    MoveWhenQuiet,
+    ShutdownRequest,
+    UserWorkerSettings,
+    UserWorkerView,
+    WorkerState,
+)
 from workflows.user_worker.state import MOVE_PAUSE, UserWorkerState
 from workflows.user_worker.workflow import MOVES, UserWorkerWorkflow
 
@@ -24,19 +30,19 @@ from workflows.user_worker.workflow import MOVES, UserWorkerWorkflow
 async def ask(env: WorkflowEnvironment, *, quiet: float, deadline: float, worker_id: str = "w1") -> float:
     """Asks the user's worker to move `deadline` seconds from now at the latest; returns the time."""
     now = (await env.get_current_time()).timestamp()
-    message = m.MoveWhenQuiet(worker_id=worker_id, version="2", deadline=now + deadline, quiet=quiet)
+    message = MoveWhenQuiet(worker_id=worker_id, version="2", deadline=now + deadline, quiet=quiet)
     await handle(env.client, "u").signal(UserWorkerWorkflow.move_when_quiet, message)
     return now
 
 
-async def moved(env: WorkflowEnvironment, fleet: FakeFleet) -> m.UserWorkerView:
+async def moved(env: WorkflowEnvironment, fleet: FakeFleet) -> UserWorkerView:
     """Waits until the second worker serves. It is in use: the jumping clock must not idle it."""
     before = fleet.last_use
     fleet.last_use = lambda now: now if len(fleet.claims) > 1 else before(now)
 
     async def second() -> bool:
         view = await handle(env.client, "u").query(UserWorkerWorkflow.view)
-        return view.state == m.WorkerState.ACTIVE and view.worker is not None and view.worker.epoch == 2
+        return view.state == WorkerState.ACTIVE and view.worker is not None and view.worker.epoch == 2
 
     async with skipped(env):
         await until(second)
@@ -96,7 +102,7 @@ async def test_orders_that_come_while_it_moves_get_the_next_worker(
         await ensure_active(skipping.client, "u")
         await ask(skipping, quiet=5.0, deadline=3600.0)
         async with skipped(skipping):
-            await until_state(skipping.client, "u", m.WorkerState.DRAINING)
+            await until_state(skipping.client, "u", WorkerState.DRAINING)
         fleet.waiting_orders = 2
         fleet.hold_stop.set()
         view = await moved(skipping, fleet)
@@ -115,8 +121,8 @@ async def test_a_user_who_is_shut_down_while_he_moves_gets_no_other_worker(
         await ensure_active(skipping.client, "u")
         await ask(skipping, quiet=5.0, deadline=3600.0)
         async with skipped(skipping):
-            await until_state(skipping.client, "u", m.WorkerState.DRAINING)
-        request = m.ShutdownRequest(reason="disabled")
+            await until_state(skipping.client, "u", WorkerState.DRAINING)
+        request = ShutdownRequest(reason="disabled")
         await handle(skipping.client, "u").signal(UserWorkerWorkflow.shutdown, request)
         fleet.hold_stop.set()
         await finished(skipping, "u")
@@ -144,7 +150,7 @@ async def test_who_asks_for_another_worker_than_the_present_one_is_not_heard(
 def test_the_moment_to_look_is_never_past_the_deadline_and_never_at_once_again(
     quiet: float, by: float, used: float, steps: list[float]
 ) -> None:
-    settings, now = m.UserWorkerSettings(), 10_000.0
+    settings, now = UserWorkerSettings(), 10_000.0
     state = UserWorkerState(user_id="u", pool="p", settings=settings, last_activity=now + used)
     state = state.to_move(quiet, now + by, now)
     assert now <= state.move_at <= max(now + by, now)

@@ -22,10 +22,15 @@ from tests.workflow.fakes import (
 )
 from tests.workflow.user_worker.test_user_worker_care import until_worker, view
 from workflows.sandbox import workflow_runner
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import (
+    ReloadResult,
+    ShutdownRequest,
+    UserWorkerSettings,
+    WorkerLostSignal,
+    WorkerState,
+)
 from workflows.user_worker.workflow import UserWorkerWorkflow
 
-S = m.WorkerState
 #: Failures after which Temporal suggests a new run, with some to spare: about 11 events each, of 4,096.
 MANY = 450
 #: Of a launcher that stays away.
@@ -63,7 +68,7 @@ async def test_a_stop_that_nobody_confirms_for_days_goes_on_in_another_run(
     fleet.stop_failures = MANY
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
-        await handle(skipping.client, "u1").signal("shutdown", m.ShutdownRequest(reason="maintenance"))
+        await handle(skipping.client, "u1").signal("shutdown", ShutdownRequest(reason="maintenance"))
         await finished(skipping, "u1")
         histories = await runs(skipping)
     assert len(histories) == 2
@@ -81,7 +86,7 @@ async def test_a_stop_that_nobody_confirms_for_days_goes_on_in_another_run(
 
 async def lose_worker(env: WorkflowEnvironment) -> None:
     await ensure_active(env.client, "u1")
-    lost = m.WorkerLostSignal(task_id="t1", worker_id="w1", exit_code=-9)
+    lost = WorkerLostSignal(task_id="t1", worker_id="w1", exit_code=-9)
     await handle(env.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
 
 
@@ -109,7 +114,7 @@ async def test_a_crash_whose_stop_outlasts_the_run_is_counted_and_replaced(
     async with serving(skipping.client, fleet.activities()):
         await lose_worker(skipping)
         await renew_while_stopping(skipping, fleet)
-        assert (await view(skipping)).state == S.FAILED
+        assert (await view(skipping)).state == WorkerState.FAILED
         await skip_until_worker(skipping, fleet, "w2")
         assert (await view(skipping)).crashes == 1
     assert [(stop.crashed, stop.grace, stop.worker.worker_id) for stop in fleet.stops] == [(True, 0.0, "w1")]
@@ -134,12 +139,12 @@ async def test_a_shutdown_asked_for_before_the_next_run_is_not_lost(
     async with serving(skipping.client, fleet.activities()):
         await lose_worker(skipping)
         await until(lambda: fleet.stop_failures < AWAY)
-        await handle(skipping.client, "u1").signal("shutdown", m.ShutdownRequest(reason="disabled"))
+        await handle(skipping.client, "u1").signal("shutdown", ShutdownRequest(reason="disabled"))
         await renew_while_stopping(skipping, fleet)
         await finished(skipping, "u1")
     assert len(fleet.claims) == 1
     assert fleet.stops[0].crashed
-    assert fleet.timeline[-1].after == S.TERMINATED
+    assert fleet.timeline[-1].after == WorkerState.TERMINATED
 
 
 async def test_those_who_wait_are_answered_before_the_next_run(
@@ -152,7 +157,7 @@ async def test_those_who_wait_are_answered_before_the_next_run(
         await until(lambda: fleet.stop_failures < AWAY)
         accepted = WorkflowUpdateStage.ACCEPTED
         reload = await handle(skipping.client, "u1").start_update(
-            "reload_credentials_now", wait_for_stage=accepted, result_type=m.ReloadResult
+            "reload_credentials_now", wait_for_stage=accepted, result_type=ReloadResult
         )
         start = asyncio.create_task(ensure_active(skipping.client, "u1"))
         await renew_while_stopping(skipping, fleet)
@@ -169,14 +174,14 @@ async def test_credentials_that_nobody_can_give_for_days_are_given_in_another_ru
 ) -> None:
     fleet.reload_failures = MANY
     async with serving(skipping.client, fleet.activities()):
-        await ensure_active(skipping.client, "u1", m.UserWorkerSettings(idle_timeout=1e6))
+        await ensure_active(skipping.client, "u1", UserWorkerSettings(idle_timeout=1e6))
         first = await run_id(skipping)
         await tell(skipping.client, "u1", "session_replaced", 3, "frozen")
         await until(lambda: len(fleet.reloads) > 0)
         reload = await handle(skipping.client, "u1").start_update(
             "reload_credentials_now",
             wait_for_stage=WorkflowUpdateStage.ACCEPTED,
-            result_type=m.ReloadResult,
+            result_type=ReloadResult,
         )
         await renewed(skipping, first)
         await finished(skipping, "u1")

@@ -19,14 +19,23 @@ from tests.workflow.fakes import (
     until,
     until_state,
 )
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import (
+    ClaimResult,
+    ClaimStatus,
+    Examine,
+    UserWorkerInput,
+    UserWorkerSettings,
+    WorkerHealth,
+    WorkerLostSignal,
+    WorkerState,
+)
 from workflows.user_worker.workflow import UserWorkerWorkflow
 
-UNREACHABLE = m.ClaimResult(
-    status=m.ClaimStatus.FAILED, failure_code="BROKER_UNREACHABLE", failure_detail="no route"
+UNREACHABLE = ClaimResult(
+    status=ClaimStatus.FAILED, failure_code="BROKER_UNREACHABLE", failure_detail="no route"
 )
-REJECTED = m.ClaimResult(
-    status=m.ClaimStatus.FAILED,
+REJECTED = ClaimResult(
+    status=ClaimStatus.FAILED,
     failure_code="LOGIN_REJECTED",
     failure_detail="wrong key",
     retryable=False,
@@ -44,7 +53,7 @@ async def test_a_warm_worker_makes_the_user_active(skipping: WorkflowEnvironment
         view = await handle(skipping.client, "u1").query(UserWorkerWorkflow.view)
     assert active.worker.worker_id == "w1"
     assert (active.claimed_at, active.connected_at) == (1.0, 2.0)
-    assert active.state == view.state == m.WorkerState.ACTIVE
+    assert active.state == view.state == WorkerState.ACTIVE
     assert not fleet.launches
     assert view.deadline is not None
 
@@ -52,7 +61,7 @@ async def test_a_warm_worker_makes_the_user_active(skipping: WorkflowEnvironment
 async def test_an_empty_pool_launches_for_the_same_claim(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    fleet.claim_script = [m.ClaimStatus.EMPTY, m.ClaimStatus.ACTIVE]
+    fleet.claim_script = [ClaimStatus.EMPTY, ClaimStatus.ACTIVE]
     async with serving(skipping.client, fleet.activities()):
         active = await ensure_active(skipping.client, "u1")
     assert fleet.launches == [fleet.claims[0]]
@@ -62,17 +71,17 @@ async def test_an_empty_pool_launches_for_the_same_claim(
 
 async def test_a_launch_on_a_cold_host_is_waited_for(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
     """For longer than a claim may take: 0.5 s here, 30 s in life. A cold host takes 48 to 63 s."""
-    fleet.claim_script = [m.ClaimStatus.EMPTY, m.ClaimStatus.ACTIVE]
+    fleet.claim_script = [ClaimStatus.EMPTY, ClaimStatus.ACTIVE]
     fleet.launch_seconds = 1.5
-    own = m.UserWorkerSettings(claim_timeout=0.5, launch_timeout=6.0)
+    own = UserWorkerSettings(claim_timeout=0.5, launch_timeout=6.0)
     async with serving(skipping.client, fleet.activities()):
         active = await ensure_active(skipping.client, "u1", settings=own)
     assert fleet.launches == [active.worker.claim_id]
-    assert m.UserWorkerSettings().launch_timeout > 63
+    assert UserWorkerSettings().launch_timeout > 63
 
 
 async def test_a_failed_launch_takes_a_new_claim_id(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
-    fleet.claim_script = [m.ClaimStatus.EMPTY]
+    fleet.claim_script = [ClaimStatus.EMPTY]
     fleet.launch_failures = 1
     async with serving(skipping.client, fleet.activities()):
         active = await ensure_active(skipping.client, "u1")
@@ -82,7 +91,7 @@ async def test_a_failed_launch_takes_a_new_claim_id(skipping: WorkflowEnvironmen
 async def test_a_full_house_is_told_at_once_and_leaves_nothing_behind(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    fleet.claim_script = [m.ClaimStatus.EMPTY]
+    fleet.claim_script = [ClaimStatus.EMPTY]
     fleet.launch_failures, fleet.launch_failure = 1, "POOL_EXHAUSTED"
     async with serving(skipping.client, fleet.activities()):
         with pytest.raises(WorkflowUpdateFailedError) as failed:
@@ -112,20 +121,20 @@ async def test_a_worker_that_maintenance_doubts_is_looked_at(
         active = await ensure_active(skipping.client, "u1")
         user = handle(skipping.client, "u1")
         epoch = active.worker.epoch
-        await user.signal("examine", m.Examine(worker_id="another", epoch=epoch))
-        await user.signal("examine", m.Examine(worker_id="w1", epoch=epoch + 1))
+        await user.signal("examine", Examine(worker_id="another", epoch=epoch))
+        await user.signal("examine", Examine(worker_id="w1", epoch=epoch + 1))
         assert fleet.checks == 0
-        fleet.health = [m.WorkerHealth(marked=True, running=True)]
-        await user.signal("examine", m.Examine(worker_id="w1", epoch=epoch, reason="idle for too long"))
+        fleet.health = [WorkerHealth(marked=True, running=True)]
+        await user.signal("examine", Examine(worker_id="w1", epoch=epoch, reason="idle for too long"))
         await until(lambda: fleet.checks == 1)
-        assert (await user.query(UserWorkerWorkflow.view)).state == m.WorkerState.ACTIVE
+        assert (await user.query(UserWorkerWorkflow.view)).state == WorkerState.ACTIVE
     assert fleet.stops == []
 
 
 async def test_a_dead_claimed_worker_is_confirmed_stopped_before_a_new_claim(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    fleet.claim_script = [m.ClaimStatus.GONE, m.ClaimStatus.ACTIVE]
+    fleet.claim_script = [ClaimStatus.GONE, ClaimStatus.ACTIVE]
     async with serving(skipping.client, fleet.activities()):
         active = await ensure_active(skipping.client, "u1")
     assert [stop.worker.worker_id for stop in fleet.stops] == ["w1"]
@@ -135,7 +144,7 @@ async def test_a_dead_claimed_worker_is_confirmed_stopped_before_a_new_claim(
 async def test_claims_are_given_up_after_three_dead_workers(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    fleet.claim_script = [m.ClaimStatus.GONE] * 3
+    fleet.claim_script = [ClaimStatus.GONE] * 3
     async with serving(skipping.client, fleet.activities()):
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await ensure_active(skipping.client, "u1")
@@ -145,7 +154,7 @@ async def test_claims_are_given_up_after_three_dead_workers(
 
 
 async def test_a_slow_login_is_waited_for(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
-    fleet.claim_script = [m.ClaimStatus.CONNECTING]
+    fleet.claim_script = [ClaimStatus.CONNECTING]
     async with serving(skipping.client, fleet.activities()):
         active = await ensure_active(skipping.client, "u1")
     assert fleet.connects == [1]
@@ -155,7 +164,7 @@ async def test_a_slow_login_is_waited_for(skipping: WorkflowEnvironment, fleet: 
 async def test_a_login_that_failed_for_the_moment_is_tried_three_times(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    fleet.claim_script = [m.ClaimStatus.FAILED]
+    fleet.claim_script = [ClaimStatus.FAILED]
     fleet.connect_script = [UNREACHABLE] * 3
     async with serving(skipping.client, fleet.activities()):
         starting = asyncio.create_task(ensure_active(skipping.client, "u1"))
@@ -173,16 +182,16 @@ async def test_a_login_that_failed_for_the_moment_is_tried_three_times(
 async def test_a_second_login_that_succeeds_makes_the_user_active(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    fleet.claim_script = [m.ClaimStatus.FAILED]
+    fleet.claim_script = [ClaimStatus.FAILED]
     fleet.connect_script = [UNREACHABLE]
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         view = await handle(skipping.client, "u1").query(UserWorkerWorkflow.view)
-    assert (view.state, view.attempts) == (m.WorkerState.ACTIVE, 2)
+    assert (view.state, view.attempts) == (WorkerState.ACTIVE, 2)
 
 
 async def test_a_rejected_login_is_not_tried_again(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
-    fleet.claim_script = [m.ClaimStatus.FAILED]
+    fleet.claim_script = [ClaimStatus.FAILED]
     fleet.connect_script = [REJECTED]
     async with serving(skipping.client, fleet.activities()):
         with pytest.raises(WorkflowUpdateFailedError) as failed:
@@ -194,13 +203,13 @@ async def test_a_rejected_login_is_not_tried_again(skipping: WorkflowEnvironment
     assert failed.value.cause.non_retryable
     assert not fleet.connects
     assert len(fleet.stops) == 1
-    assert view.state == m.WorkerState.TERMINATED
+    assert view.state == WorkerState.TERMINATED
 
 
 async def test_the_next_call_after_a_failed_start_begins_a_new_run(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    fleet.claim_script = [m.ClaimStatus.FAILED]
+    fleet.claim_script = [ClaimStatus.FAILED]
     fleet.connect_script = [REJECTED]
     async with serving(skipping.client, fleet.activities()):
         with pytest.raises(WorkflowUpdateFailedError):
@@ -226,7 +235,7 @@ async def test_a_claim_that_nobody_can_carry_out_fails_and_leaves_no_worker(
 async def test_callers_at_the_same_time_share_one_claim(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    fleet.claim_script = [m.ClaimStatus.CONNECTING]
+    fleet.claim_script = [ClaimStatus.CONNECTING]
     fleet.hold_connect.clear()
     async with serving(skipping.client, fleet.activities()):
         calls = [asyncio.create_task(ensure_active(skipping.client, "u1")) for _ in range(5)]
@@ -241,12 +250,12 @@ async def test_callers_at_the_same_time_share_one_claim(
 async def test_a_worker_that_ends_while_it_connects_is_replaced_at_once(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    fleet.claim_script = [m.ClaimStatus.CONNECTING]
+    fleet.claim_script = [ClaimStatus.CONNECTING]
     fleet.hold_connect.clear()
     async with serving(skipping.client, fleet.activities()):
         call = asyncio.create_task(ensure_active(skipping.client, "u1"))
         await fleet.connect_started.wait()
-        lost = m.WorkerLostSignal(task_id="t1", worker_id="w1", exit_code=-9)
+        lost = WorkerLostSignal(task_id="t1", worker_id="w1", exit_code=-9)
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
         active = await call
         fleet.hold_connect.set()
@@ -255,7 +264,7 @@ async def test_a_worker_that_ends_while_it_connects_is_replaced_at_once(
 
 
 async def test_a_shutdown_cuts_a_start_short(skipping: WorkflowEnvironment, fleet: FakeFleet) -> None:
-    fleet.claim_script = [m.ClaimStatus.CONNECTING]
+    fleet.claim_script = [ClaimStatus.CONNECTING]
     fleet.hold_connect.clear()
     async with serving(skipping.client, fleet.activities()):
         call = asyncio.create_task(ensure_active(skipping.client, "u1"))
@@ -272,14 +281,14 @@ async def test_a_shutdown_cuts_a_start_short(skipping: WorkflowEnvironment, flee
 async def test_no_worker_is_claimed_until_the_old_ones_end_is_confirmed(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    fleet.claim_script = [m.ClaimStatus.GONE]
+    fleet.claim_script = [ClaimStatus.GONE]
     fleet.stop_failures = 3
     async with serving(skipping.client, fleet.activities()):
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await ensure_active(skipping.client, "u1")
         assert code_of(failed.value) == "WORKER_UNAVAILABLE"
         await skipping.sleep(10)  # longer than the pauses between two tries, shorter than the idle timeout
-        view = await until_state(skipping.client, "u1", m.WorkerState.ACTIVE)
+        view = await until_state(skipping.client, "u1", WorkerState.ACTIVE)
     assert view.worker is not None
     assert view.worker.worker_id == "w2"
     assert fleet.stop_failures == 0
@@ -291,7 +300,7 @@ async def test_nobody_in_need_of_a_worker_ends_the_run(
     async with serving(skipping.client, fleet.activities()):
         await skipping.client.execute_workflow(
             UserWorkerWorkflow.run,
-            m.UserWorkerInput(user_id="u1"),
+            UserWorkerInput(user_id="u1"),
             id="user-worker-u1",
             task_queue="berth-lifecycle",
         )
@@ -302,7 +311,7 @@ async def test_nobody_in_need_of_a_worker_ends_the_run(
 async def test_workers_that_die_over_their_login_are_counted_until_the_user_is_parked(
     skipping: WorkflowEnvironment, fleet: FakeFleet
 ) -> None:
-    fleet.claim_script = [m.ClaimStatus.CONNECTING] * 3
+    fleet.claim_script = [ClaimStatus.CONNECTING] * 3
     fleet.hold_connect.clear()
     now = (await skipping.get_current_time()).timestamp()
     fleet.crashes = (now - 20, now - 10)  # of an earlier run
@@ -310,7 +319,7 @@ async def test_workers_that_die_over_their_login_are_counted_until_the_user_is_p
         starting = asyncio.create_task(ensure_active(skipping.client, "u1"))
         for number in (2, 3, 4):  # the first claim of the run was put off
             await until(lambda number=number: len(fleet.connects) == number - 1)  # type: ignore[misc]
-            lost = m.WorkerLostSignal(task_id=f"t{number}", worker_id=f"w{number}", exit_code=-11)
+            lost = WorkerLostSignal(task_id=f"t{number}", worker_id=f"w{number}", exit_code=-11)
             await handle(skipping.client, "u1").signal(UserWorkerWorkflow.worker_lost, lost)
             await until(lambda number=number: len(fleet.stops) == number - 1)  # type: ignore[misc]
             fleet.gone.add(f"w{number}")
@@ -319,7 +328,7 @@ async def test_workers_that_die_over_their_login_are_counted_until_the_user_is_p
                     await until(lambda number=number: len(fleet.connects) == number)  # type: ignore[misc]
         with pytest.raises(WorkflowUpdateFailedError) as failed:
             await starting
-        view = await until_state(skipping.client, "u1", m.WorkerState.PARKED)
+        view = await until_state(skipping.client, "u1", WorkerState.PARKED)
     assert code_of(failed.value) == "PARKED"
     assert view.crashes == 5
     assert [stop.crashed for stop in fleet.stops] == [True] * 3

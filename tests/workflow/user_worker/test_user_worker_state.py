@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workflows.entity import carried_state
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import CRASH_WINDOW, UserWorkerSettings, WorkerRef, WorkerState
 from workflows.user_worker.state import (
     ALLOWED,
     CRASH_LIMIT,
@@ -19,12 +19,11 @@ from workflows.user_worker.state import (
     UserWorkerState,
 )
 
-S = m.WorkerState
-WORKER = m.WorkerRef(worker_id="w1", task_id="t1", epoch=1, claim_id="c1", pool="default")
+WORKER = WorkerRef(worker_id="w1", task_id="t1", epoch=1, claim_id="c1", pool="default")
 
 
 def fresh() -> UserWorkerState:
-    return UserWorkerState(user_id="u1", pool="default", settings=m.UserWorkerSettings()).opened(100.0)
+    return UserWorkerState(user_id="u1", pool="default", settings=UserWorkerSettings()).opened(100.0)
 
 
 def active() -> UserWorkerState:
@@ -38,26 +37,26 @@ def test_a_worker_goes_from_the_pool_to_active() -> None:
     assert (state.claimed_at, state.connected_at, state.attempts) == (101.5, 103.0, 1)
 
 
-@pytest.mark.parametrize("state", [s for s in S if s != S.TERMINATED])
-def test_every_state_but_the_last_has_a_deadline(state: m.WorkerState) -> None:
+@pytest.mark.parametrize("state", [s for s in WorkerState if s != WorkerState.TERMINATED])
+def test_every_state_but_the_last_has_a_deadline(state: WorkerState) -> None:
     deadline = fresh().deadline_of(state, 500.0)
     assert deadline is not None
     assert deadline > 500.0
 
 
-@pytest.mark.parametrize("state", list(S))
-def test_every_state_says_what_comes_next(state: m.WorkerState) -> None:
+@pytest.mark.parametrize("state", list(WorkerState))
+def test_every_state_says_what_comes_next(state: WorkerState) -> None:
     assert NEXT_STEP[state]
     assert state in ALLOWED
 
 
 def test_every_state_can_reach_the_end() -> None:
-    for start in S:
+    for start in WorkerState:
         seen, ways = {start}, [start]
         while ways:
             ways = [after for state in ways for after in ALLOWED[state] if after not in seen]
             seen.update(ways)
-        assert S.TERMINATED in seen
+        assert WorkerState.TERMINATED in seen
 
 
 def test_a_claim_is_refused_while_another_worker_may_run() -> None:
@@ -76,7 +75,7 @@ def test_the_run_may_not_end_while_its_worker_may_run() -> None:
 
 def test_another_claims_worker_is_refused() -> None:
     with pytest.raises(IllegalTransition, match="one-owner"):
-        active().assigned(m.WorkerRef(worker_id="w2", task_id="t2", epoch=2, claim_id="c2", pool="default"))
+        active().assigned(WorkerRef(worker_id="w2", task_id="t2", epoch=2, claim_id="c2", pool="default"))
 
 
 def test_active_needs_a_worker() -> None:
@@ -99,18 +98,18 @@ def test_crashes_are_replaced_at_once_then_after_one_two_four_seconds() -> None:
     for number in range(CRASH_LIMIT):
         state = state.crashed("exit -9", 200.0 + number)
         pauses.append(state.crash_backoff())
-        again = m.WorkerRef(worker_id="w", task_id="t", epoch=1, claim_id="c", pool="default")
+        again = WorkerRef(worker_id="w", task_id="t", epoch=1, claim_id="c", pool="default")
         if not state.crashes_too_often:
             state = state.stopped().claimed("c", 200.0).assigned(again).connecting(1, 200.0)
             state = state.active(200.0, 200.0, 200.0)
     assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0]
-    assert state.parked(300.0).state == S.PARKED
+    assert state.parked(300.0).state == WorkerState.PARKED
 
 
 def test_old_crashes_are_forgotten() -> None:
     once = active().crashed("exit -9", 200.0)
     again = once.stopped().claimed("c1", 201.0).assigned(WORKER).connecting(1, 202.0)
-    twice = again.active(1.0, 2.0, 203.0).crashed("exit -9", 200.0 + m.CRASH_WINDOW)
+    twice = again.active(1.0, 2.0, 203.0).crashed("exit -9", 200.0 + CRASH_WINDOW)
     assert len(twice.crashes) == 1
 
 
@@ -119,8 +118,8 @@ def test_a_resumed_user_starts_without_crashes() -> None:
     for number in range(CRASH_LIMIT):
         state = state.crashed("exit -9", 200.0 + number)
     resumed = state.parked(300.0).resumed(301.0)
-    assert (resumed.state, resumed.crashes) == (S.POOL_IDLE, ())
-    assert resumed.deadline == 301.0 + m.CRASH_WINDOW  # or a new run would count the same crashes again
+    assert (resumed.state, resumed.crashes) == (WorkerState.POOL_IDLE, ())
+    assert resumed.deadline == 301.0 + CRASH_WINDOW  # or a new run would count the same crashes again
 
 
 @given(
@@ -128,7 +127,7 @@ def test_a_resumed_user_starts_without_crashes() -> None:
     attempts=st.integers(0, 9),
     at=st.floats(0, 4e9),
     crashes=st.lists(st.floats(0, 4e9), max_size=5),
-    state=st.sampled_from(list(S)),
+    state=st.sampled_from(list(WorkerState)),
     worker=st.none() | st.just(WORKER),
 )
 def test_what_is_carried_into_a_new_run_comes_out_the_same(
@@ -136,10 +135,10 @@ def test_what_is_carried_into_a_new_run_comes_out_the_same(
     attempts: int,
     at: float,
     crashes: list[float],
-    state: m.WorkerState,
-    worker: m.WorkerRef | None,
+    state: WorkerState,
+    worker: WorkerRef | None,
 ) -> None:
-    settings = m.UserWorkerSettings(idle_timeout=77.0)
+    settings = UserWorkerSettings(idle_timeout=77.0)
     before = UserWorkerState(
         user_id="u1",
         pool="default",
@@ -156,8 +155,8 @@ def test_what_is_carried_into_a_new_run_comes_out_the_same(
     assert carried_state(UserWorkerState, carried) == before
 
 
-@given(steps=st.lists(st.sampled_from(list(S)), max_size=30))
-def test_only_the_table_decides_and_ends_stay_ends(steps: list[m.WorkerState]) -> None:
+@given(steps=st.lists(st.sampled_from(list(WorkerState)), max_size=30))
+def test_only_the_table_decides_and_ends_stay_ends(steps: list[WorkerState]) -> None:
     """Any sequence of wishes: what is not in the table is refused, and nothing follows Terminated."""
     state = fresh()
     for wanted in steps:
@@ -169,6 +168,6 @@ def test_only_the_table_decides_and_ends_stay_ends(steps: list[m.WorkerState]) -
             assert state is before
         else:
             assert wanted in ALLOWED[before.state]
-            assert (state.deadline is None) == (wanted == S.TERMINATED)
+            assert (state.deadline is None) == (wanted == WorkerState.TERMINATED)
         if before.ended:
             assert state.ended

@@ -8,21 +8,20 @@ from temporalio.client import WorkflowExecutionStatus
 from temporalio.testing import WorkflowEnvironment
 
 from tests.workflow.fakes import FakeFleet, ensure_active, finished, handle, serving, tell, until, until_state
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import ShutdownRequest, Transition, UserWorkerSettings, WorkerState
 from workflows.user_worker.state import ALLOWED, UserWorkerState
 from workflows.user_worker.visibility import PENDING_MAX, Timeline
 from workflows.user_worker.workflow import UserWorkerWorkflow
 
-S = m.WorkerState
 LIFE = ["PoolIdle", "Claimed", "Connecting", "Active", "Reconnecting", "Active", "Draining", "Terminated"]
 
 
-def assert_whole(transitions: list[m.Transition]) -> None:
+def assert_whole(transitions: list[Transition]) -> None:
     """Numbered without a gap, each beginning where the last one ended, all of them in the table."""
     assert [item.number for item in transitions] == list(range(1, len(transitions) + 1))
     assert all(before.after == after.before for before, after in pairwise(transitions))
-    assert all(S(item.after) in ALLOWED[S(item.before)] for item in transitions)
-    assert all((item.deadline is None) == (item.after == S.TERMINATED) for item in transitions)
+    assert all(WorkerState(item.after) in ALLOWED[WorkerState(item.before)] for item in transitions)
+    assert all((item.deadline is None) == (item.after == WorkerState.TERMINATED) for item in transitions)
 
 
 async def test_a_whole_life_is_written_before_the_run_closes(
@@ -31,9 +30,9 @@ async def test_a_whole_life_is_written_before_the_run_closes(
     async with serving(skipping.client, fleet.activities()):
         await ensure_active(skipping.client, "u1")
         await tell(skipping.client, "u1", "degraded", 2, "refused")
-        await until_state(skipping.client, "u1", S.RECONNECTING)
+        await until_state(skipping.client, "u1", WorkerState.RECONNECTING)
         await tell(skipping.client, "u1", "connected", 4)
-        await handle(skipping.client, "u1").signal("shutdown", m.ShutdownRequest(reason="maintenance"))
+        await handle(skipping.client, "u1").signal("shutdown", ShutdownRequest(reason="maintenance"))
         await finished(skipping, "u1")
         run_id = (await handle(skipping.client, "u1").describe()).run_id
     assert_whole(fleet.timeline)
@@ -50,11 +49,11 @@ async def test_a_caller_does_not_wait_for_the_timeline(
     fleet.record_failures = 5
     async with serving(skipping.client, fleet.activities()):
         active = await ensure_active(skipping.client, "u1")
-        assert active.state == S.ACTIVE
+        assert active.state == WorkerState.ACTIVE
         await handle(skipping.client, "u1").signal(UserWorkerWorkflow.shutdown)
         await finished(skipping, "u1")
     assert_whole(fleet.timeline)
-    assert fleet.timeline[-1].after == S.TERMINATED
+    assert fleet.timeline[-1].after == WorkerState.TERMINATED
 
 
 async def test_a_run_closes_after_an_hour_without_its_timeline(
@@ -82,13 +81,13 @@ async def test_a_cancel_while_the_timeline_is_written_loses_nothing_of_it(
 
         async def ended() -> bool:
             seen = await handle(skipping.client, "u1").query(UserWorkerWorkflow.view)
-            return seen.state == S.TERMINATED
+            return seen.state == WorkerState.TERMINATED
 
         await until(ended)
         await handle(skipping.client, "u1").cancel()
         await finished(skipping, "u1")
     assert_whole(fleet.timeline)
-    assert fleet.timeline[-1].after == S.TERMINATED
+    assert fleet.timeline[-1].after == WorkerState.TERMINATED
 
 
 async def test_what_is_not_written_goes_into_the_next_run_and_numbers_go_on(
@@ -115,7 +114,7 @@ async def test_what_is_not_written_goes_into_the_next_run_and_numbers_go_on(
 
 
 def test_only_changes_of_state_are_transitions_and_the_backlog_is_bounded() -> None:
-    state = UserWorkerState(user_id="u1", pool="default", settings=m.UserWorkerSettings()).opened(1.0)
+    state = UserWorkerState(user_id="u1", pool="default", settings=UserWorkerSettings()).opened(1.0)
     timeline = Timeline("u1")
     timeline.record(state, state.with_note("credentials refused"))
     assert timeline.carried()["pending"] == []

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -17,11 +17,12 @@ from queue import Empty, SimpleQueue
 import msgspec
 
 from worker_runtime.brokers.paper import wire
-from worker_runtime.brokers.port import Listing, OnOrderChanged, OrderTerms
+from worker_runtime.brokers.port import BrokerOrderTerms, ConnectionKey, Listing, OnOrderChanged
 from worker_runtime.process.log import Log
 from worker_runtime.protocol.bounds import round_price
 from worker_runtime.protocol.broker_reports import Balance, BrokerOrder, OrderChanged, Position
 from worker_runtime.protocol.errors import (
+    BrokerError,
     BrokerMaintenance,
     BrokerUnreachable,
     LoginLimited,
@@ -224,7 +225,7 @@ class PaperConnection:
                 order = message.order
                 event_id = f"late-{order.broker_order_id}-{order.state.value}"
                 self._report(OrderChanged(event_id=event_id, order=read_order(order)))
-        elif isinstance(message, wire.OrderChanged):
+        elif isinstance(message, wire.ExchangeOrderChanged):
             self._report(
                 OrderChanged(event_id=message.event_id, order=read_order(message.order), fill=message.fill)
             )
@@ -259,6 +260,16 @@ class PaperConnection:
             waiting = self._waiting.pop(number, None)
             if waiting is not None:
                 waiting.put(None)
+
+
+def open_session(
+    key: ConnectionKey, client: str, on_order: OnOrderChanged, options: Mapping[str, str]
+) -> "PaperBroker":
+    """Return an unconnected session. Raises `BrokerError` without the exchange's address."""
+    address = options.get("address") or options.get("paper_exchange", "")
+    if not address:
+        raise BrokerError("this worker does not know where the paper exchange is")
+    return PaperBroker(address, key.at_broker, client, on_order)
 
 
 class PaperBroker:
@@ -302,7 +313,7 @@ class PaperBroker:
             raise from_code(reply.error, reply.detail)
         raise BrokerUnreachable(f"login: {reply.error}: {reply.detail}")
 
-    def place(self, order: OrderTerms, timeout: float) -> BrokerOrder:
+    def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         if timeout <= 0:
             raise OrderRejected("no time was left to send the order; it was not sent")
         terms = {name: getattr(order, name) for name in _TERMS}

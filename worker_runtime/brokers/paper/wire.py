@@ -103,7 +103,7 @@ class ExchangeOrder(msgspec.Struct, frozen=True, kw_only=True):
         bounds.check_prices(price=self.price)
 
 
-class Position(msgspec.Struct, frozen=True, kw_only=True):
+class ExchangePosition(msgspec.Struct, frozen=True, kw_only=True):
     symbol: bounds.Word
     #: Lots; negative when short.
     quantity: bounds.SignedLots
@@ -140,7 +140,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
         return self.odd_shares if lot in ODD_LOTS else self.quantity
 
 
-class Balance(msgspec.Struct, frozen=True, kw_only=True):
+class ExchangeBalance(msgspec.Struct, frozen=True, kw_only=True):
     """Money of an account, in the account's currency."""
 
     currency: bounds.Word
@@ -174,11 +174,11 @@ class ExchangeReply(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
     orders: list[ExchangeOrder] = []
     #: With `orders`; None: the exchange does not say how complete they are.
     coverage: Coverage | None = None
-    positions: list[Position] = []
-    balance: Balance | None = None
+    positions: list[ExchangePosition] = []
+    balance: ExchangeBalance | None = None
 
 
-class OrderChanged(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="order_changed"):
+class ExchangeOrderChanged(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="order_changed"):
     """Sent by the exchange: an order's state changed, with the fill that did it if there is one."""
 
     event_id: bounds.EventId
@@ -192,4 +192,4 @@ class SessionEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", 
     reason: str
 
 
-ServerMessage = ExchangeReply | OrderChanged | SessionEnded
+ServerMessage = ExchangeReply | ExchangeOrderChanged | SessionEnded

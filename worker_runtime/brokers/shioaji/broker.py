@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta, timezone
 from decimal import Decimal
 from functools import cache
@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from worker_runtime.brokers.port import ConnectionKey, Listing, OnOrderChanged, OrderTerms
+from worker_runtime.brokers.port import BrokerOrderTerms, ConnectionKey, Listing, OnOrderChanged
 from worker_runtime.brokers.shioaji import mapping, sdk
 from worker_runtime.brokers.shioaji.files import private_folder, session_files
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
@@ -83,6 +83,13 @@ def load_sdk() -> Any:
         ) from None
 
 
+def open_session(
+    key: ConnectionKey, client: str, on_order: OnOrderChanged, options: Mapping[str, str]
+) -> "ShioajiBroker":
+    """Return an unconnected session. The SDK is loaded by its first login."""
+    return ShioajiBroker(key, on_order)
+
+
 class ShioajiBroker:
     """One login, used for the one account of `key`."""
 
@@ -120,8 +127,11 @@ class ShioajiBroker:
         _check_keys(credentials)
         self._blank = mapping.redactor_of(credentials)
         if not self._uses_files:
+            try:
+                session_files().session_opened()
+            except OSError as error:
+                raise BrokerError(f"no folder for Shioaji's files: {type(error).__name__}") from None
             self._uses_files = True
-            session_files().session_opened()
         deadline = time.monotonic() + timeout
 
         def open_session() -> tuple[Any, Any]:
@@ -177,7 +187,7 @@ class ShioajiBroker:
                 return accounts
         raise AssertionError("unreachable")
 
-    def place(self, order: OrderTerms, timeout: float) -> BrokerOrder:
+    def place(self, order: BrokerOrderTerms, timeout: float) -> BrokerOrder:
         api, account = self._session()
         if self._certificate_days() <= 0:
             raise CertificateExpired(_CERTIFICATE_EXPIRED)

@@ -7,8 +7,10 @@ is closed; what a killed session left is removed by its successor, and what a wo
 import atexit
 import os
 import shutil
+import stat
 import tempfile
 import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -40,8 +42,19 @@ class SessionFiles:
         self._sessions = 0
 
     def session_opened(self) -> None:
+        """Counts a session; makes the folder again if somebody has cleaned it away. Raises `OSError`."""
         with self._lock:
+            self._restore()
             self._sessions += 1
+
+    def _restore(self) -> None:
+        """The place is open to all, so a folder that another user has put there is refused."""
+        try:
+            os.mkdir(self.folder, 0o700)
+        except FileExistsError:
+            found = os.lstat(self.folder)
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                raise
 
     def session_closed(self) -> None:
         """Empties the folder after the last session."""
@@ -49,11 +62,12 @@ class SessionFiles:
             self._sessions -= 1
             if self._sessions > 0:
                 return
-            for entry in os.scandir(self.folder):
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path, ignore_errors=True)
-                else:
-                    os.unlink(entry.path)
+            with suppress(FileNotFoundError):
+                for entry in os.scandir(self.folder):
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                    else:
+                        os.unlink(entry.path)
 
 
 _making = threading.Lock()

@@ -2,8 +2,7 @@
 `list_trades`.
 
 Deal events may come before the order event and before `place_order` returns. Events may come twice with the
-same `event_id`. Events name a deal by `exchange_seq`, lists by `seq`; where these differ, a deal of the other
-source with the same price, quantity and second is the same one.
+same `event_id`. Which deals of both sources are the same is decided in `deals.py`.
 """
 
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from worker_runtime.brokers.shioaji import mapping
+from worker_runtime.brokers.shioaji.deals import DealIds, OrderDeals
 from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Fill, OrderState, PriceType, TimeInForce
 
@@ -33,9 +33,10 @@ class ReportedOrders:
         self._blank = blank
         self._lock = threading.Lock()
         self._orders: dict[str, BrokerOrder] = {}
-        #: Ids of fills that came by an event; the others came from a list.
-        self._from_events: set[str] = set()
-        self._early: OrderedDict[str, list[Fill]] = OrderedDict()
+        self._deal_ids = DealIds()
+        self._deals: dict[str, OrderDeals] = {}
+        #: Orders that only deals have named so far.
+        self._early: OrderedDict[str, None] = OrderedDict()
         self._seen: OrderedDict[str, None] = OrderedDict()
 
     def merge_trade(self, trade: Any) -> BrokerOrder:
@@ -43,19 +44,9 @@ class ReportedOrders:
         reported = mapping.order_of(trade)
         with self._lock:
             known = self._orders.get(reported.broker_order_id)
-            fills = list(known.fills) if known else []
-            fills += self._early.pop(reported.broker_order_id, [])
-            pairs = [done for done in fills if done.fill_id in self._from_events]
-            ids = {done.fill_id for done in fills}
-            for done in reported.fills:
-                if done.fill_id in ids:
-                    pairs = [other for other in pairs if other.fill_id != done.fill_id]
-                    continue
-                if (twin := _find_duplicate(done, pairs)) is not None:
-                    pairs.remove(twin)
-                    continue
-                fills.append(done)
-            return self._keep(reported, known, fills)
+            deals = self._deals_of(reported.broker_order_id)
+            deals.add_listed(reported.fills)
+            return self._keep(reported, known, deals.fills)
 
     def merge_event(self, kind: str, event: ShioajiEvent) -> OrderChanged | None:
         """Merges an event of the order callback; `kind` is SORDER, SDEAL, FORDER or FDEAL. Returns None for a
@@ -85,19 +76,17 @@ class ReportedOrders:
             order_id, str(event["exchange_seq"]), event["quantity"], event["price"], event["ts"]
         )
         known = self._orders.get(order_id)
-        fills = list(known.fills) if known else self._early.setdefault(order_id, [])
-        if any(other.fill_id == done.fill_id for other in fills):
-            return None
-        listed = [other for other in fills if other.fill_id not in self._from_events]
-        if _find_duplicate(done, listed) is not None:
-            return None
-        self._from_events.add(done.fill_id)
+        deals = self._deals_of(order_id)
+        is_new = deals.add_event(done)
         if known is None:
-            fills.append(done)
+            self._early[order_id] = None
             if len(self._early) > _MAX_EARLY:
-                self._early.popitem(last=False)
+                forgotten, _ = self._early.popitem(last=False)
+                del self._deals[forgotten]
             return None
-        order = self._keep(known, known, [*fills, done])
+        if not is_new:
+            return None
+        order = self._keep(known, known, deals.fills)
         return OrderChanged(event_id=f"deal-{done.fill_id}", order=order, fill=done)
 
     def _order(self, event: ShioajiEvent) -> OrderChanged | None:
@@ -109,7 +98,7 @@ class ReportedOrders:
         known = self._orders.get(order_id)
         if not done and kind not in ("New", "Reject"):
             return None  # a cancel or a change was refused: the order is as it was
-        fills = [*(known.fills if known else ()), *self._early.pop(order_id, ())]
+        fills = self._deals_of(order_id).fills
         state = known.state if known else OrderState.SUBMITTED
         if kind == "Reject" or not done:
             state = OrderState.REJECTED
@@ -144,7 +133,11 @@ class ReportedOrders:
         reason = None if reported.reason is None else self._blank(reported.reason)
         kept = replace(reported, state=state, fills=fills, reason=reason)
         self._orders[reported.broker_order_id] = kept
+        self._early.pop(reported.broker_order_id, None)
         return kept
+
+    def _deals_of(self, order_id: str) -> OrderDeals:
+        return self._deals.setdefault(order_id, OrderDeals(self._deal_ids))
 
 
 def _quantity_after(kind: str, event: ShioajiEvent, known: BrokerOrder | None, filled: int) -> int:
@@ -163,9 +156,3 @@ def _quantity_after(kind: str, event: ShioajiEvent, known: BrokerOrder | None, f
         return known.quantity
     left = said or known.quantity - int(status.get("cancel_quantity") or 0)
     return min(known.quantity, max(left, filled, 1))
-
-
-def _find_duplicate(done: Fill, others: list[Fill]) -> Fill | None:
-    """The same deal under another id: with the same price, quantity and second."""
-    same = done.price, done.quantity, done.at_ms // 1000
-    return next((one for one in others if (one.price, one.quantity, one.at_ms // 1000) == same), None)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from worker_runtime.brokers.port import OrderTerms
+from worker_runtime.brokers.port import BrokerOrderTerms
 from worker_runtime.brokers.shioaji import mapping
 from worker_runtime.protocol.errors import BerthError, OrderRejected
 from worker_runtime.protocol.messages import PriceType, TimeInForce
@@ -64,7 +64,7 @@ def to_milliseconds(seconds: float) -> int:
 
 
 def build_order(
-    sdk: Any, api: Any, account: Any, broker_type: str, order: OrderTerms, deadline: float
+    sdk: Any, api: Any, account: Any, broker_type: str, order: BrokerOrderTerms, deadline: float
 ) -> tuple[Any, Any]:
     """Contract and order of the SDK; raises `OrderRejected` for what it cannot express. `deadline` is of
     `time.monotonic`."""

@@ -26,7 +26,7 @@ from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import LoginLimited
 from worker_runtime.protocol.messages import AccountLogin, Claim, Credentials
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import ReloadRequest, WorkerRef
 
 ALICE_ID = "A123456789"
 
@@ -141,9 +141,9 @@ async def test_a_worker_reaches_the_budgets_of_its_claim_and_after_a_reload_thos
                 encrypted=changed,
             )
         reloading = ReloadActivity(yard.client, yard.database, yard.reloading.sealer, worker_users)
-        request = m.ReloadRequest(
+        request = ReloadRequest(
             user_id=user,
-            worker=m.WorkerRef(
+            worker=WorkerRef(
                 worker_id=worker_id,
                 task_id="",
                 epoch=1,

@@ -14,7 +14,7 @@ from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Claim
 from workflows.rollout.messages import Release
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import ClaimRequest, ClaimStatus, ConnectRequest, LaunchForClaim
 
 CANARY = CanaryRelease(version="2", before=Release(version="1", image="w:1"), since=5.0)
 
@@ -28,8 +28,8 @@ async def free(yard: Yard, worker_id: str, version: str) -> ScriptedPoolWorker:
     return worker
 
 
-def claim(user: str, claim_id: str, *failed: str) -> m.ClaimRequest:
-    return m.ClaimRequest(
+def claim(user: str, claim_id: str, *failed: str) -> ClaimRequest:
+    return ClaimRequest(
         user_id=user, pool=POOL, claim_id=claim_id, connect_timeout=5.0, reply_wait=0.05, failed=failed
     )
 
@@ -95,8 +95,8 @@ async def test_without_a_worker_of_another_version_one_of_the_version_before_is_
     user = await yard.user()
     await free(yard, "p-new", "2")
     empty = await yard.run(yard.claiming.claim_worker, claim(user, "c1", "2"))
-    assert empty.status == m.ClaimStatus.EMPTY
-    cold = m.LaunchForClaim(user_id=user, pool=POOL, claim_id="c1", timeout=10.0, failed=("2",))
+    assert empty.status == ClaimStatus.EMPTY
+    cold = LaunchForClaim(user_id=user, pool=POOL, claim_id="c1", timeout=10.0, failed=("2",))
     async with yard.database.session() as session:
         await images.allow_image(session, "w:1", actor="a test", reason="it was in use")
     await yard.run(yard.launching.launch_for_claim, cold)
@@ -109,7 +109,7 @@ async def test_nobody_gets_a_worker_of_a_condemned_version(yard: Yard) -> None:
     user = await yard.user()
     await free(yard, "p-new", "2")
     empty = await yard.run(yard.claiming.claim_worker, claim(user, "c1"))
-    assert empty.status == m.ClaimStatus.EMPTY
+    assert empty.status == ClaimStatus.EMPTY
     await free(yard, "p-old", "1")
     found = await yard.run(yard.claiming.claim_worker, claim(user, "c2"))
     assert found.worker is not None
@@ -129,11 +129,11 @@ async def test_a_login_that_came_late_counts_as_served(yard: Yard) -> None:
     user = await yard.user()
     worker = await free(yard, "p-new", "2")
     begun = await yard.run(yard.claiming.claim_worker, claim(user, "c1"))
-    assert begun.status == m.ClaimStatus.CONNECTING
+    assert begun.status == ClaimStatus.CONNECTING
     assert begun.worker is not None
     await worker.serve()
     assert isinstance(worker.received[0], Claim)
-    request = m.ConnectRequest(user_id=user, worker=begun.worker, attempt=1, timeout=30.0)
+    request = ConnectRequest(user_id=user, worker=begun.worker, attempt=1, timeout=30.0)
     connected = await yard.run(yard.claiming.await_connected, request)
-    assert connected.status == m.ClaimStatus.ACTIVE
+    assert connected.status == ClaimStatus.ACTIVE
     assert await counts(yard) == (1, 0)

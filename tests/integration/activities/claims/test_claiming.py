@@ -15,7 +15,15 @@ from tests.integration.activities.conftest import SECRET, Yard
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.messages import Claim, ClaimReply, Failure, encode
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import (
+    ClaimRequest,
+    ClaimResult,
+    ClaimStatus,
+    ConnectRequest,
+    LaunchForClaim,
+    StopWorker,
+    WorkerRef,
+)
 
 UNREACHABLE = Failure(code="BROKER_UNREACHABLE", detail="no route", retryable=True)
 
@@ -23,7 +31,7 @@ UNREACHABLE = Failure(code="BROKER_UNREACHABLE", detail="no route", retryable=Tr
 async def test_a_claimed_worker_gets_the_credentials_sealed_to_it(yard: Yard) -> None:
     user, worker = await yard.user(), await yard.worker()
     result, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
-    assert result.status == m.ClaimStatus.ACTIVE
+    assert result.status == ClaimStatus.ACTIVE
     assert result.worker is not None
     assert (result.worker.worker_id, result.worker.epoch, result.worker.warm) == (worker.worker_id, 1, True)
     assert (result.claimed_at, result.connected_at) == (1.0, 2.0)
@@ -49,11 +57,11 @@ async def test_a_lost_claim_reply_returns_the_same_worker(yard: Yard) -> None:
     """The worker's answer was dropped: the claim goes out again, and the worker answers again."""
     user, worker = await yard.user(), await yard.worker()
     first = await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
-    assert first.status == m.ClaimStatus.CONNECTING
+    assert first.status == ClaimStatus.CONNECTING
     lost = await worker.next()
     assert isinstance(lost, Claim)
     second, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
-    assert second.status == m.ClaimStatus.ACTIVE
+    assert second.status == ClaimStatus.ACTIVE
     assert first.worker == second.worker
 
 
@@ -61,7 +69,7 @@ async def test_a_reply_without_the_workers_launch_token_decides_nothing(yard: Ya
     """Whoever can write to Valkey says that the login was rejected, or that the worker is connected."""
     user, worker = await yard.user(), await yard.worker()
     first = await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
-    assert first.status == m.ClaimStatus.CONNECTING
+    assert first.status == ClaimStatus.CONNECTING
     rejected = Failure(code="LOGIN_REJECTED", detail="wrong key")
     for failure in (rejected, None):
         reply = ClaimReply(
@@ -70,9 +78,9 @@ async def test_a_reply_without_the_workers_launch_token_decides_nothing(yard: Ya
         for forged in (encode(reply), sealing.prove_reply(reply, yard.keys.launch_token("another worker"))):
             await reply_of(yard.client.rpush(keys.pool_reply(POOL, worker.worker_id, "c1"), forged))
     second = await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
-    assert second.status == m.ClaimStatus.CONNECTING
+    assert second.status == ClaimStatus.CONNECTING
     third, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
-    assert third.status == m.ClaimStatus.ACTIVE
+    assert third.status == ClaimStatus.ACTIVE
     assert third.connected_at == 2.0
 
 
@@ -118,7 +126,7 @@ async def test_an_earlier_claim_never_takes_the_user_back(yard: Yard) -> None:
     await _stop(yard, user, "c1")
     await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c2")), second.serve())
     late = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c1"))
-    assert late.status == m.ClaimStatus.ADOPTED
+    assert late.status == ClaimStatus.ADOPTED
     assert late.worker is not None
     assert (late.worker.worker_id, late.worker.epoch) == (second.worker_id, 2)
     assert await reply_of(yard.client.hget(keys.owner(user), "worker")) == second.worker_id.encode()
@@ -135,7 +143,7 @@ async def test_a_run_that_was_started_anew_adopts_the_worker_that_the_user_has(y
     await yard.sql(f"{crash} ('c0', '{user}', 0, 'default', now(), true)")
     request = replace(yard.claim(user, "c2"), check_crashes=True)
     adopted = await yard.run(yard.claiming.claim_worker, request)
-    assert adopted.status == m.ClaimStatus.ADOPTED
+    assert adopted.status == ClaimStatus.ADOPTED
     assert adopted.worker is not None
     assert before.worker is not None
     assert adopted.worker == replace(before.worker, public_key="")
@@ -148,7 +156,7 @@ async def test_a_run_that_only_adopts_claims_nothing_for_a_user_without_a_worker
     user, free = await yard.user(), await yard.worker()
     request = replace(yard.claim(user, "c1"), adopt_only=True)
     answer = await yard.run(yard.claiming.claim_worker, request)
-    assert answer == m.ClaimResult(status=m.ClaimStatus.NONE)
+    assert answer == ClaimResult(status=ClaimStatus.NONE)
     assert await free.announce() == "ready"
     assert await yard.sql("select epoch from users") == [(0,)]
 
@@ -162,29 +170,29 @@ async def test_no_worker_is_claimed_beside_one_that_must_not_go_on(yard: Yard, r
     await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user, "c1")), first.serve())
     await yard.sql(f"update {reason}")
     beside = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c2"))
-    assert beside.status == m.ClaimStatus.GONE
+    assert beside.status == ClaimStatus.GONE
     assert beside.worker is not None
     assert (beside.worker.worker_id, beside.worker.epoch) == (first.worker_id, 1)
     assert await second.announce() == "ready"
     await yard.run(  # what the workflow does with it
-        yard.stopping.stop_worker, m.StopWorker(user_id=user, worker=beside.worker, reason="gone", grace=0.0)
+        yard.stopping.stop_worker, StopWorker(user_id=user, worker=beside.worker, reason="gone", grace=0.0)
     )
     assert first.task_id not in {task.task_id for task in await yard.launcher.list()}
     after, _ = await asyncio.gather(
         yard.run(yard.claiming.claim_worker, yard.claim(user, "c3")), second.serve()
     )
-    assert after.status == m.ClaimStatus.ACTIVE
+    assert after.status == ClaimStatus.ACTIVE
 
 
 async def test_a_call_that_comes_after_its_claim_was_ended_claims_nobody(yard: Yard) -> None:
     """Its orchestrator stood still, and the workflow has given the claim up meanwhile."""
     user = await yard.user()
     empty = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c1"))
-    assert empty.status == m.ClaimStatus.EMPTY
+    assert empty.status == ClaimStatus.EMPTY
     await _stop(yard, user, "c1")
     worker = await yard.worker()
     late = await yard.run(yard.claiming.claim_worker, yard.claim(user, "c1"))
-    assert late.status == m.ClaimStatus.GONE
+    assert late.status == ClaimStatus.GONE
     assert await worker.announce() == "ready"
     assert not await reply_of(yard.client.llen(keys.pool_inbox(POOL, worker.worker_id)))
 
@@ -192,7 +200,7 @@ async def test_a_call_that_comes_after_its_claim_was_ended_claims_nobody(yard: Y
 async def test_an_empty_pool_is_said_so_and_costs_no_second_epoch(yard: Yard) -> None:
     user = await yard.user()
     result = await yard.run(yard.claiming.claim_worker, yard.claim(user))
-    assert result == m.ClaimResult(status=m.ClaimStatus.EMPTY)
+    assert result == ClaimResult(status=ClaimStatus.EMPTY)
     worker = await yard.worker()
     found, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
     assert found.worker is not None
@@ -206,7 +214,7 @@ async def test_a_key_that_is_not_proven_gets_no_credentials(yard: Yard) -> None:
     forger.proof = worker.proof
     await forger.announce()
     result = await yard.run(yard.claiming.claim_worker, yard.claim(user))
-    assert result == m.ClaimResult(status=m.ClaimStatus.EMPTY)
+    assert result == ClaimResult(status=ClaimStatus.EMPTY)
     assert await worker.announce() == "ready"  # with its own key again
     assert not await reply_of(yard.client.exists(keys.pool_inbox(POOL, worker.worker_id), keys.owner(user)))
 
@@ -215,7 +223,7 @@ async def test_a_user_without_accounts_costs_no_worker(yard: Yard) -> None:
     user, worker = await yard.user(with_account=False), await yard.worker()
     result = await yard.run(yard.claiming.claim_worker, yard.claim(user))
     assert (result.status, result.failure_code, result.retryable) == (
-        m.ClaimStatus.FAILED,
+        ClaimStatus.FAILED,
         "UNKNOWN_ACCOUNT",
         False,
     )
@@ -232,7 +240,7 @@ async def test_a_dead_workers_claim_is_gone(yard: Yard) -> None:
     await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
     await yard.client.delete(keys.pool_worker(POOL, worker.worker_id))
     result = await yard.run(yard.claiming.claim_worker, yard.claim(user))
-    assert result.status == m.ClaimStatus.GONE
+    assert result.status == ClaimStatus.GONE
     assert result.worker is not None
     assert result.worker.worker_id == worker.worker_id
 
@@ -245,7 +253,7 @@ async def crash(yard: Yard, user: str, claim_id: str) -> None:
     )
     assert result.worker is not None
     yard.launcher.end(worker.task_id)
-    request = m.StopWorker(user_id=user, worker=result.worker, reason="killed", grace=0.0, crashed=True)
+    request = StopWorker(user_id=user, worker=result.worker, reason="killed", grace=0.0, crashed=True)
     for _ in range(2):
         await yard.run(yard.stopping.stop_worker, request)
 
@@ -254,11 +262,11 @@ async def test_a_start_after_two_crashes_is_held_back_and_takes_no_worker(yard: 
     user = await yard.user()
     await crash(yard, user, "c1")
     first = await yard.run(yard.claiming.claim_worker, checking_crashes(yard, user, "c2"))
-    assert first.status == m.ClaimStatus.EMPTY
+    assert first.status == ClaimStatus.EMPTY
     await crash(yard, user, "c3")
     worker = await yard.worker()
     held = await yard.run(yard.claiming.claim_worker, checking_crashes(yard, user, "c4"))
-    assert held.status == m.ClaimStatus.BACK_OFF
+    assert held.status == ClaimStatus.BACK_OFF
     assert len(held.crashes) == 2
     assert held.worker is None
     assert await yard.run(yard.claiming.claim_worker, checking_crashes(yard, user, "c4")) == held
@@ -266,7 +274,7 @@ async def test_a_start_after_two_crashes_is_held_back_and_takes_no_worker(yard: 
     result, _ = await asyncio.gather(
         yard.run(yard.claiming.claim_worker, yard.claim(user, "c4")), worker.serve()
     )
-    assert result.status == m.ClaimStatus.ACTIVE
+    assert result.status == ClaimStatus.ACTIVE
     assert result.worker is not None
     assert result.worker.epoch == 4
     # A repeat with another question gets the worker that was assigned.
@@ -279,19 +287,19 @@ async def test_an_unknown_user_is_said_so_also_to_a_claim_that_checks_crashes(ya
     assert (result.failure_code, result.retryable) == ("USER_NOT_FOUND", False)
 
 
-def checking_crashes(yard: Yard, user: str, claim_id: str) -> m.ClaimRequest:
+def checking_crashes(yard: Yard, user: str, claim_id: str) -> ClaimRequest:
     return replace(yard.claim(user, claim_id), check_crashes=True)
 
 
-async def claimed(yard: Yard, worker: ScriptedPoolWorker) -> tuple[str, m.WorkerRef]:
+async def claimed(yard: Yard, worker: ScriptedPoolWorker) -> tuple[str, WorkerRef]:
     user = await yard.user()
     result = await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
     assert result.worker is not None
     return user, result.worker
 
 
-def connect(user: str, ref: m.WorkerRef, attempt: int, timeout: float = 30.0) -> m.ConnectRequest:
-    return m.ConnectRequest(user_id=user, worker=ref, attempt=attempt, timeout=timeout)
+def connect(user: str, ref: WorkerRef, attempt: int, timeout: float = 30.0) -> ConnectRequest:
+    return ConnectRequest(user_id=user, worker=ref, attempt=attempt, timeout=timeout)
 
 
 async def test_a_late_login_is_heard_by_the_wait(yard: Yard) -> None:
@@ -300,14 +308,14 @@ async def test_a_late_login_is_heard_by_the_wait(yard: Yard) -> None:
     result, _ = await asyncio.gather(
         yard.run(yard.claiming.await_connected, connect(user, ref, 1)), worker.serve()
     )
-    assert result.status == m.ClaimStatus.ACTIVE
+    assert result.status == ClaimStatus.ACTIVE
 
 
 async def test_a_claim_that_nobody_confirms_is_released(yard: Yard) -> None:
     worker = await yard.worker()
     user, ref = await claimed(yard, worker)
     result = await yard.run(yard.claiming.await_connected, connect(user, ref, 1, timeout=0.1))
-    assert result.status == m.ClaimStatus.GONE
+    assert result.status == ClaimStatus.GONE
     message = await worker.next()
     assert isinstance(message, Claim)
     assert await worker.confirm(message) == "released"
@@ -321,7 +329,7 @@ async def test_a_confirmed_worker_that_is_slow_may_try_again(yard: Yard) -> None
     assert await worker.confirm(message) == "confirmed"
     result = await yard.run(yard.claiming.await_connected, connect(user, ref, 1, timeout=0.1))
     assert (result.status, result.failure_code, result.retryable) == (
-        m.ClaimStatus.FAILED,
+        ClaimStatus.FAILED,
         "BROKER_UNREACHABLE",
         True,
     )
@@ -332,7 +340,7 @@ async def test_a_worker_that_dies_unheard_ends_the_wait(yard: Yard) -> None:
     user, ref = await claimed(yard, worker)
     await yard.client.delete(keys.pool_worker(POOL, worker.worker_id))
     result = await yard.run(yard.claiming.await_connected, connect(user, ref, 1, timeout=30.0))
-    assert result.status == m.ClaimStatus.GONE
+    assert result.status == ClaimStatus.GONE
 
 
 async def test_further_logins_are_asked_for_by_number(yard: Yard) -> None:
@@ -340,26 +348,26 @@ async def test_further_logins_are_asked_for_by_number(yard: Yard) -> None:
     worker.failures = [UNREACHABLE, UNREACHABLE]
     user = await yard.user()
     result, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
-    assert (result.status, result.failure_code) == (m.ClaimStatus.FAILED, "BROKER_UNREACHABLE")
+    assert (result.status, result.failure_code) == (ClaimStatus.FAILED, "BROKER_UNREACHABLE")
     assert result.worker is not None
     again = yard.claiming.connect_again
     second, _ = await asyncio.gather(yard.run(again, connect(user, result.worker, 2)), worker.serve())
     third, _ = await asyncio.gather(yard.run(again, connect(user, result.worker, 3)), worker.serve())
-    assert (second.status, third.status) == (m.ClaimStatus.FAILED, m.ClaimStatus.ACTIVE)
+    assert (second.status, third.status) == (ClaimStatus.FAILED, ClaimStatus.ACTIVE)
     repeated = await yard.run(again, connect(user, result.worker, 3))
-    assert repeated.status == m.ClaimStatus.ACTIVE
+    assert repeated.status == ClaimStatus.ACTIVE
     assert len(worker.received) == 3
 
 
 async def test_a_worker_launched_for_a_claim_is_found_by_it(yard: Yard) -> None:
     user = await yard.user()
-    request = m.LaunchForClaim(user_id=user, pool=POOL, claim_id="c1", timeout=5.0)
+    request = LaunchForClaim(user_id=user, pool=POOL, claim_id="c1", timeout=5.0)
     launched = await yard.run(yard.launching.launch_for_claim, request)
     assert launched.worker_id == worker_id_of(COLD_PREFIX, "c1")
     assert await yard.run(yard.launching.launch_for_claim, request) == launched
     worker = yard.made[launched.worker_id]
     result, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
-    assert result.status == m.ClaimStatus.ACTIVE
+    assert result.status == ClaimStatus.ACTIVE
     assert result.worker is not None
     assert (result.worker.worker_id, result.worker.warm) == (launched.worker_id, False)
     assert len(yard.launcher.launched) == 1
@@ -377,7 +385,7 @@ async def test_no_secret_stands_in_valkey_after_a_claim(yard: Yard) -> None:
 
 async def _stop(yard: Yard, user: str, claim_id: str) -> None:
     """As the workflow does when it does not know whether the claim got a worker."""
-    unknown = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id=claim_id, pool=POOL)
+    unknown = WorkerRef(worker_id="", task_id="", epoch=0, claim_id=claim_id, pool=POOL)
     await yard.run(
-        yard.stopping.stop_worker, m.StopWorker(user_id=user, worker=unknown, reason="test", grace=0.0)
+        yard.stopping.stop_worker, StopWorker(user_id=user, worker=unknown, reason="test", grace=0.0)
     )

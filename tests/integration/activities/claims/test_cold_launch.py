@@ -23,8 +23,8 @@ from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
 from worker_runtime.protocol.launch import WorkerConfig
 from workflows.rollout.messages import Release
-from workflows.user_worker import messages as m
-from workflows.worker_pool import messages as pm
+from workflows.user_worker.messages import LaunchForClaim
+from workflows.worker_pool.messages import NEVER_READY, PoolView
 from workflows.worker_pool.policy import PoolPolicy
 
 OLD, NEW = Release(version="1"), Release(version="2")
@@ -47,8 +47,8 @@ def launching(yard: Yard, snapshot: PoolSnapshot | None, *, limit: int = 0) -> L
     )
 
 
-def launch(user: str, timeout: float = 30.0) -> m.LaunchForClaim:
-    return m.LaunchForClaim(user_id=user, pool=POOL, claim_id=f"c-{user}", timeout=timeout)
+def launch(user: str, timeout: float = 30.0) -> LaunchForClaim:
+    return LaunchForClaim(user_id=user, pool=POOL, claim_id=f"c-{user}", timeout=timeout)
 
 
 async def test_the_pools_own_limit_counts_and_not_the_settings(yard: Yard) -> None:
@@ -107,7 +107,7 @@ async def test_without_another_good_version_the_launch_fails(yard: Yard, good: R
     cold = launching(yard, PoolSnapshot(release=NEW, good=good))
     with pytest.raises(ApplicationError, match="ended before it was ready") as failed:
         await yard.run(cold.launch_for_claim, launch("u"))
-    assert failed.value.type == pm.NEVER_READY
+    assert failed.value.type == NEVER_READY
 
 
 async def test_without_time_for_another_launch_the_launch_fails(yard: Yard) -> None:
@@ -115,7 +115,7 @@ async def test_without_time_for_another_launch_the_launch_fails(yard: Yard) -> N
     cold = launching(yard, PoolSnapshot(release=NEW, good=OLD))
     with pytest.raises(ApplicationError) as failed:
         await yard.run(cold.launch_for_claim, launch("u", timeout=2.0))
-    assert failed.value.type == pm.NEVER_READY
+    assert failed.value.type == NEVER_READY
     assert [spec.config.version for spec in yard.launcher.launched] == ["2"]
     assert not await yard.launcher.list()
 
@@ -127,7 +127,7 @@ async def test_without_time_for_another_launch_the_launch_fails(yard: Yard) -> N
 def test_until_a_worker_of_the_release_is_ready_the_last_good_one_is_launched(
     wanted: int, never_ready: int, good: Release | None, release: Release
 ) -> None:
-    view = pm.PoolView(
+    view = PoolView(
         pool=POOL,
         target=1,
         ready=0,

@@ -31,10 +31,17 @@ from worker_runtime.protocol.messages import (
     decode,
 )
 from worker_runtime.protocol.requests import ControlMessage
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import (
+    CheckWorker,
+    ClaimStatus,
+    ReloadRequest,
+    StopWorker,
+    WorkerHealth,
+    WorkerRef,
+)
 
 
-async def serving_user(yard: Yard) -> tuple[str, ScriptedPoolWorker, m.WorkerRef]:
+async def serving_user(yard: Yard) -> tuple[str, ScriptedPoolWorker, WorkerRef]:
     """A user with an Active worker that has put up its mark."""
     user, worker = await yard.user(), await yard.worker()
     result, _ = await asyncio.gather(
@@ -65,8 +72,8 @@ async def control(yard: Yard, user: str) -> ControlMessage:
     return message
 
 
-def stop(user: str, ref: m.WorkerRef, grace: float = 0.0) -> m.StopWorker:
-    return m.StopWorker(user_id=user, worker=ref, reason="idle", grace=grace)
+def stop(user: str, ref: WorkerRef, grace: float = 0.0) -> StopWorker:
+    return StopWorker(user_id=user, worker=ref, reason="idle", grace=grace)
 
 
 async def test_a_stopped_worker_can_no_longer_log_in_to_valkey(yard: Yard) -> None:
@@ -127,11 +134,11 @@ async def test_a_claimed_worker_without_mark_hears_on_its_inbox(yard: Yard) -> N
 async def test_an_unconfirmed_claim_can_be_stopped_by_its_claim_id_alone(yard: Yard) -> None:
     user, worker = await yard.user(), await yard.worker()
     await yard.run(yard.claiming.claim_worker, yard.claim(user, reply_wait=0.05))
-    unknown = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id="c1", pool=POOL)
+    unknown = WorkerRef(worker_id="", task_id="", epoch=0, claim_id="c1", pool=POOL)
     await yard.run(yard.stopping.stop_worker, stop(user, unknown))
     assert yard.launcher.stops == [(worker.task_id, "idle")]
     gone = await yard.run(yard.claiming.claim_worker, yard.claim(user))
-    assert gone.status == m.ClaimStatus.GONE
+    assert gone.status == ClaimStatus.GONE
 
 
 async def test_a_stop_leaves_the_mark_of_a_later_worker(yard: Yard) -> None:
@@ -156,7 +163,7 @@ async def test_a_worker_that_slept_through_its_claim_gets_no_other_user_and_is_s
     await yard.client.delete(keys.pool_worker(POOL, worker.worker_id))
     assert await worker.announce() == "ready"
     other = await yard.run(yard.claiming.claim_worker, yard.claim(await yard.user(), "new"))
-    assert other.status == m.ClaimStatus.EMPTY
+    assert other.status == ClaimStatus.EMPTY
     await yard.run(yard.stopping.stop_worker, stop(user, lost.worker))
     assert yard.launcher.stops == [(worker.task_id, "idle")]
 
@@ -167,7 +174,7 @@ async def test_a_claims_note_that_names_another_claims_worker_stops_nobody(yard:
     user = await yard.user()
     for victim in (yard.made[next(iter(yard.made))], free):
         await yard.client.set(keys.pool_claim(POOL, "forged"), victim.worker_id)
-        unknown = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id="forged", pool=POOL)
+        unknown = WorkerRef(worker_id="", task_id="", epoch=0, claim_id="forged", pool=POOL)
         await yard.run(yard.stopping.stop_worker, stop(user, unknown))
     assert not yard.launcher.stops
 
@@ -196,15 +203,15 @@ async def test_jobs_of_a_runner_that_did_not_sign_off_need_another_worker(yard: 
     assert (await yard.run(yard.stopping.stop_worker, stop(user, ref))).waiting == 1
 
 
-def check(user: str, ref: m.WorkerRef) -> m.CheckWorker:
-    return m.CheckWorker(user_id=user, worker=ref)
+def check(user: str, ref: WorkerRef) -> CheckWorker:
+    return CheckWorker(user_id=user, worker=ref)
 
 
 async def test_a_check_tells_mark_task_and_last_use(yard: Yard) -> None:
     user, worker, ref = await serving_user(yard)
     health = await yard.run(yard.checking.check_worker, check(user, ref))
     generation = await reply_of(yard.client.get(keys.GENERATION))
-    assert health == m.WorkerHealth(
+    assert health == WorkerHealth(
         marked=True,
         running=True,
         last_activity=123.0,
@@ -214,9 +221,7 @@ async def test_a_check_tells_mark_task_and_last_use(yard: Yard) -> None:
     yard.launcher.end(worker.task_id)
     await yard.client.delete(keys.mark(user))
     gone = await yard.run(yard.checking.check_worker, check(user, ref))
-    assert gone == m.WorkerHealth(
-        marked=False, running=False, generation=generation.decode(), unreported=True
-    )
+    assert gone == WorkerHealth(marked=False, running=False, generation=generation.decode(), unreported=True)
 
 
 async def test_a_check_without_a_launcher_does_not_know(yard: Yard) -> None:
@@ -250,7 +255,7 @@ async def audited(yard: Yard, user: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 async def reloads(
-    yard: Yard, user: str, worker: ScriptedPoolWorker, ref: m.WorkerRef, *failures: Failure
+    yard: Yard, user: str, worker: ScriptedPoolWorker, ref: WorkerRef, *failures: Failure
 ) -> Credentials:
     """The worker's part of a reload: opens what it gets, and answers."""
     message = await control(yard, user)
@@ -269,8 +274,8 @@ async def reloads(
     return msgspec.json.decode(plain, type=Credentials)
 
 
-def reload(user: str, ref: m.WorkerRef, cause: str = "signal", timeout: float = 20.0) -> m.ReloadRequest:
-    return m.ReloadRequest(user_id=user, worker=ref, reload_id="r1", timeout=timeout, cause=cause)
+def reload(user: str, ref: WorkerRef, cause: str = "signal", timeout: float = 20.0) -> ReloadRequest:
+    return ReloadRequest(user_id=user, worker=ref, reload_id="r1", timeout=timeout, cause=cause)
 
 
 async def test_a_reload_is_sealed_to_the_worker_answered_and_audited_once(yard: Yard) -> None:
@@ -351,7 +356,7 @@ async def test_a_forged_key_in_the_metadata_gets_no_reload(yard: Yard) -> None:
             mapping={"public_key": forger.public_key.hex(), "proof": worker.proof.hex()},
         )
     )
-    request = m.ReloadRequest(user_id=user, worker=ref, reload_id="r1", timeout=0.1)
+    request = ReloadRequest(user_id=user, worker=ref, reload_id="r1", timeout=0.1)
     result = await yard.run(yard.reloading.reload_credentials, request)
     assert (result.ok, result.failure_code) == (False, "WORKER_UNAVAILABLE")
     message = await control(yard, user)

@@ -18,7 +18,7 @@ from worker_runtime.protocol.messages import (
     Signed,
     decode,
 )
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import ReloadRequest
 
 
 async def accept(yard: Yard, user: str, number: int, state: OrderState) -> str:
@@ -52,7 +52,7 @@ async def test_orders_that_are_not_final_go_with_the_claim_and_with_a_reload(yar
     [claim] = worker.received
     assert isinstance(claim, Claim)
     assert [order.order_id for order in claim.open_orders] == [unknown]
-    request = m.ReloadRequest(user_id=user, worker=result.worker, reload_id="r1", timeout=0.1, cause="signal")
+    request = ReloadRequest(user_id=user, worker=result.worker, reload_id="r1", timeout=0.1, cause="signal")
     await yard.run(yard.reloading.reload_credentials, request)
     signed: Signed = decode(await reply_of(yard.client.lpop(keys.control(user))), Signed)
     reload: ReloadCredentials = decode(signed.payload, ReloadCredentials)

@@ -21,7 +21,7 @@ from worker_runtime.protocol.messages import (
     WorkerEventKind,
 )
 from worker_runtime.protocol.requests import AccountReport, encode_report
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import ClaimResult, ClaimStatus, StopWorker, WorkerRef
 
 REJECTED = Failure(code="LOGIN_REJECTED", detail="wrong key")
 
@@ -65,25 +65,25 @@ def rejected(version: int = 1, account_id: str = "main") -> AccountLogin:
     return AccountLogin(account_id=account_id, code="LOGIN_REJECTED", rejected=version, detail="wrong key")
 
 
-async def claimed(yard: Yard, user: str, worker: ScriptedPoolWorker, claim_id: str) -> m.ClaimResult:
+async def claimed(yard: Yard, user: str, worker: ScriptedPoolWorker, claim_id: str) -> ClaimResult:
     request = yard.claim(user, claim_id)
     result, _ = await asyncio.gather(yard.run(yard.claiming.claim_worker, request), worker.serve())
     return result
 
 
 async def stopped(yard: Yard, user: str, claim_id: str) -> None:
-    ref = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id=claim_id, pool="default")
-    await yard.run(yard.stopping.stop_worker, m.StopWorker(user_id=user, worker=ref, reason="test"))
+    ref = WorkerRef(worker_id="", task_id="", epoch=0, claim_id=claim_id, pool="default")
+    await yard.run(yard.stopping.stop_worker, StopWorker(user_id=user, worker=ref, reason="test"))
 
 
 async def test_a_rejected_login_takes_no_second_worker_until_there_are_other_credentials(yard: Yard) -> None:
     user, worker, other = await yard.user(), await yard.worker(), await yard.worker()
     worker.failures, worker.logins = [REJECTED], [rejected()]
     first = await claimed(yard, user, worker, "c1")
-    assert (first.status, first.failure_code) == (m.ClaimStatus.FAILED, "LOGIN_REJECTED")
+    assert (first.status, first.failure_code) == (ClaimStatus.FAILED, "LOGIN_REJECTED")
     assert first.worker is not None
     await yard.run(
-        yard.stopping.stop_worker, m.StopWorker(user_id=user, worker=first.worker, reason="LOGIN_REJECTED")
+        yard.stopping.stop_worker, StopWorker(user_id=user, worker=first.worker, reason="LOGIN_REJECTED")
     )
     for number in (2, 3):
         again = await yard.run(yard.claiming.claim_worker, yard.claim(user, f"c{number}"))
@@ -94,14 +94,14 @@ async def test_a_rejected_login_takes_no_second_worker_until_there_are_other_cre
     assert await standing(yard, user) == (LoginState.REJECTED, "LOGIN_REJECTED", "wrong key")
     assert await put(yard, user) == 2
     assert await standing(yard, user) == (LoginState.IDLE, "", "")
-    assert (await claimed(yard, user, other, "c4")).status == m.ClaimStatus.ACTIVE
+    assert (await claimed(yard, user, other, "c4")).status == ClaimStatus.ACTIVE
 
 
 async def test_a_claim_goes_on_without_the_account_that_was_rejected(yard: Yard) -> None:
     user, worker = await yard.user(), await yard.worker()
     await put(yard, user, "second")
     await record(yard, user, 1, 1000, rejected())
-    assert (await claimed(yard, user, worker, "c1")).status == m.ClaimStatus.ACTIVE
+    assert (await claimed(yard, user, worker, "c1")).status == ClaimStatus.ACTIVE
     [claim] = worker.received
     assert isinstance(claim, Claim)
     assert [account.account_id for account in claim.accounts] == ["second"]

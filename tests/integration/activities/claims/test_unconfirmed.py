@@ -17,7 +17,7 @@ from tests.contract.launchers.fake import FakeLauncher
 from tests.integration.activities.claims.test_ending import check, mark, serving_user, stop
 from tests.integration.activities.conftest import FENCED_FOR, Yard
 from worker_runtime.protocol import keys
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import ClaimStatus
 
 
 async def test_without_a_confirmed_end_the_worker_is_fenced_and_ends_later(yard: Yard) -> None:
@@ -32,7 +32,7 @@ async def test_without_a_confirmed_end_the_worker_is_fenced_and_ends_later(yard:
         assert await worker_sessions.workers_in_service(await session.connection()) == []
     # Before it counts as ended no other worker is claimed, whoever asks.
     early = await yard.run(yard.claiming.claim_worker, yard.claim(user, "early"))
-    assert early.status == m.ClaimStatus.GONE
+    assert early.status == ClaimStatus.GONE
     await asyncio.sleep(FENCED_FOR)
     await yard.run(yard.stopping.stop_worker, stop(user, ref))
     yard.launcher.unreachable = False

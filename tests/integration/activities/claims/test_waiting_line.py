@@ -10,7 +10,7 @@ from infra.valkey.client import reply_of
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import ClaimStatus, LaunchForClaim
 
 
 def limited(yard: Yard, limit: int) -> LaunchActivities:
@@ -19,8 +19,8 @@ def limited(yard: Yard, limit: int) -> LaunchActivities:
     return yard.launching
 
 
-def launch(user: str) -> m.LaunchForClaim:
-    return m.LaunchForClaim(user_id=user, pool=POOL, claim_id=f"c-{user}", timeout=5.0)
+def launch(user: str) -> LaunchForClaim:
+    return LaunchForClaim(user_id=user, pool=POOL, claim_id=f"c-{user}", timeout=5.0)
 
 
 async def refused(yard: Yard, launching: LaunchActivities, user: str) -> str:
@@ -54,9 +54,9 @@ async def test_a_free_worker_is_not_claimed_past_the_line(yard: Yard) -> None:
     yard.launcher.end(held.task_id)
     await yard.worker()  # the pool was quicker
     late = await yard.run(yard.claiming.claim_worker, yard.claim(eager, "eager", reply_wait=0.05))
-    assert late.status == m.ClaimStatus.EMPTY
+    assert late.status == ClaimStatus.EMPTY
     served = await yard.run(yard.claiming.claim_worker, yard.claim(first, "first", reply_wait=0.05))
-    assert served.status == m.ClaimStatus.CONNECTING
+    assert served.status == ClaimStatus.CONNECTING
 
 
 async def test_without_a_limit_nobody_waits_in_line(yard: Yard) -> None:

@@ -29,7 +29,7 @@ from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys, sealing
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.worker_reports import sign_event
-from workflows.worker_pool import messages as pm
+from workflows.worker_pool.messages import CountPool
 
 
 def pump_of(yard: Yard, users: WorkerUsers | None = None) -> EventPump:
@@ -284,7 +284,7 @@ async def test_a_worker_launched_for_a_claim_is_admitted_for_it(yard: Yard) -> N
 async def test_a_free_worker_that_fell_off_the_list_is_put_back(yard: Yard) -> None:
     worker = await yard.worker()
     await reply_of(yard.client.zrem(keys.pool_ready(POOL), worker.worker_id))
-    counted = await yard.run(yard.pool.count_pool, pm.CountPool(pool=POOL, launching=(), launch_timeout=30.0))
+    counted = await yard.run(yard.pool.count_pool, CountPool(pool=POOL, launching=(), launch_timeout=30.0))
     assert counted.ready == 1
     assert await is_free(yard, worker.worker_id)
 

@@ -19,20 +19,21 @@ from activities.events.quota_watcher import (
     MAX_CONNECTIONS,
     MAX_NAMES,
     MAX_RATE,
+    TICK_S,
     ClientCounts,
     QuotaWatcher,
 )
 from infra.local.servers import ValkeyServer
 from infra.process_metrics import read_samples
 from infra.valkey import client as valkey
-from infra.valkey.client import reply_of
+from infra.valkey.client import reply_of, text_of
 from infra.valkey.memory import read_memory
 from infra.valkey.worker_users import WorkerUsers
 from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.protocol import keys
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import WorkerRef
 
 MEGABYTE = b"x" * 1_000_000
 
@@ -49,7 +50,7 @@ class WatchedFleet:
         self.watcher = QuotaWatcher(yard.client, "", self.cutting)
         yard.claiming.users = self.users
 
-    async def connected(self) -> tuple[str, m.WorkerRef]:
+    async def connected(self) -> tuple[str, WorkerRef]:
         user, worker = await self.yard.user(), await self.yard.worker()
         await self.users.create(worker.worker_id, POOL)
         request = self.yard.claim(user, f"claim-{user}")
@@ -60,10 +61,10 @@ class WatchedFleet:
         await self.yard.renew_mark(user, result.worker.worker_id, result.worker.epoch, state="Active")
         return user, result.worker
 
-    def login(self, worker: m.WorkerRef) -> Redis:
+    def login(self, worker: WorkerRef) -> Redis:
         return valkey.connect_valkey(self.users.url(worker.worker_id, self.server.url))
 
-    async def names_of(self, user: str, worker: m.WorkerRef) -> set[str]:
+    async def names_of(self, user: str, worker: WorkerRef) -> set[str]:
         found = [name.decode() async for name in self.client.scan_iter(count=1000)]
         return {
             name
@@ -252,3 +253,74 @@ def test_a_client_that_sends_too_much_is_named_and_a_busy_service_is_not() -> No
     assert counts.look(0.0, listing(9)) == []
     assert [user for user, _ in counts.look(1.0, listing(9 + MAX_RATE + 1))] == ["p-1"]
     assert counts.look(2.0, listing(9 + 2 * MAX_RATE)) == []
+
+
+def activity(*clients: tuple[str, int]) -> bytes:
+    """A list of clients: user and commands of each. The address follows from the user."""
+    line = "id={} addr={}:1 name=user=x age=1 user={} redir=-1 tot-net-in=9 tot-net-out=9 tot-cmds={}"
+    return "\n".join(
+        line.format(number, user, user, commands) for number, (user, commands) in enumerate(clients)
+    ).encode()
+
+
+def test_who_keeps_a_busy_server_busy_is_named_at_the_second_look() -> None:
+    def looks(*rounds: tuple[int, bool]) -> list[list[str]]:
+        """Commands of p-1 in each second, where p-2 sends 900 and a service 400, and whether it is busy."""
+        counts, sent, found = ClientCounts(), 0, []
+        for second, (commands, is_busy) in enumerate(rounds):
+            sent += commands
+            others = ("p-2", 900 * second), ("default", 400 * second)
+            listing = activity(("p-1", sent), *others)
+            found.append([user for user, _ in counts.look(float(second), listing, is_busy=is_busy)])
+        return found
+
+    assert looks((9, True), (3000, True), (3000, True)) == [[], [], ["p-1"]]
+    assert looks((9, True), (3000, True), (3000, False), (3000, True)) == [[], [], [], []]
+    assert looks((9, False), (3000, False), (3000, False)) == [[], [], []], "the server is not busy"
+    assert looks((9, True), (1200, True), (1200, True)) == [[], [], []], "others send more"
+    assert looks((9, True), (900, True), (900, True)) == [[], [], []]
+
+
+def test_whose_slow_commands_fill_the_time_is_named_and_a_service_is_not() -> None:
+    counts = ClientCounts()
+    found = []
+    for second, seconds in enumerate((0.9, 0.9, 0.9, 0.3)):
+        slow = {b"p-1:1": seconds, b"default:1": 0.9, b"nobody:1": 9.0}
+        listing = activity(("p-1", 100 * second), ("default", 9000 * second))
+        found.append([user for user, _ in counts.look(float(second), listing, is_busy=True, slow=slow)])
+    assert found == [[], [], ["p-1"], []]
+
+
+@pytest.mark.timeout(90)
+async def test_a_worker_that_keeps_valkey_busy_is_cut_off(fleet: WatchedFleet) -> None:
+    """By quick commands that it may call, on what it may hold, with little traffic, but one after the other.
+
+    The server carries out all that one read of a connection gave it. How busy its thread is depends on what
+    else this machine does, so that the test lowers what counts as busy.
+    """
+    fleet.watcher.busy_share = 0.01
+    user, worker = await fleet.connected()
+    victim, healthy = await fleet.connected()
+    own = keys.requests(user)
+    async with fleet.login(worker) as hostile, fleet.login(healthy) as other:
+        await reply_of(hostile.rpush(own, *["an entry"] * 1000))
+
+        async def attack_on() -> None:
+            while True:
+                pipe = hostile.pipeline(transaction=False)
+                for _ in range(1000):
+                    pipe.lrem(own, 0, "none")
+                await pipe.execute()
+
+        attacking = asyncio.create_task(attack_on())
+        while not fleet.cutting.count:
+            await fleet.watcher.look()
+            await other.get(keys.mark(victim))
+            await asyncio.sleep(TICK_S)
+        with pytest.raises((AuthenticationError, ConnectionError)):
+            await attacking
+        assert await other.ping(), "who asks now and then stays"
+    await fleet.cutting.wait()
+    assert fleet.cutting.count == 1
+    reason = await fleet.client.get(keys.cut_off(worker.worker_id))
+    assert "commands a second" in text_of(reason)

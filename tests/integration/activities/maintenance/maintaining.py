@@ -29,8 +29,8 @@ from tests.integration.activities.conftest import Yard
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.launch import WorkerConfig
-from workflows.maintenance import messages as mm
-from workflows.user_worker import messages as m
+from workflows.maintenance.messages import Batch, FinishPass, MaintenanceInput, Scanned
+from workflows.user_worker.messages import WorkerRef
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class ServingUser:
 
     yard: Yard
     user: str
-    ref: m.WorkerRef
+    ref: WorkerRef
 
     async def renew(self, state: str = "Active", idle: float = 0.0) -> str:
         """As its supervisor does; `idle`: seconds since its last order."""
@@ -93,20 +93,20 @@ class MaintainedFleet:
         assert await one.renew() == "ok"
         return one
 
-    async def scan(self, *, override: bool = False) -> mm.Scanned:
-        return await self.yard.run(self.maintenance.scan_fleet, mm.MaintenanceInput(override_guard=override))
+    async def scan(self, *, override: bool = False) -> Scanned:
+        return await self.yard.run(self.maintenance.scan_fleet, MaintenanceInput(override_guard=override))
 
-    async def run(self, *, override: bool = False) -> tuple[mm.Scanned, dict[str, int]]:
+    async def run(self, *, override: bool = False) -> tuple[Scanned, dict[str, int]]:
         """One pass, as the workflow does it."""
         scanned = await self.scan(override=override)
         cleaned = await self.yard.run(self.maintenance.clean_up, self.batch(scanned))
         await self.yard.run(
-            self.maintenance.finish_pass, mm.FinishPass(number=scanned.number, outcomes=cleaned.outcomes)
+            self.maintenance.finish_pass, FinishPass(number=scanned.number, outcomes=cleaned.outcomes)
         )
         return scanned, cleaned.outcomes
 
-    def batch(self, scanned: mm.Scanned) -> mm.Batch:
-        return mm.Batch(number=scanned.number, first=0, count=scanned.confirmed)
+    def batch(self, scanned: Scanned) -> Batch:
+        return Batch(number=scanned.number, first=0, count=scanned.confirmed)
 
     async def quiet(self) -> None:
         """A pass that finds nothing: the first one only scans."""

@@ -32,7 +32,7 @@ from worker_runtime.protocol import keys, scripts
 from worker_runtime.protocol.errors import MalformedMessage
 from worker_runtime.protocol.requests import EVERY_ACCOUNT, QueryAccount, SwitchState
 from workflows import names
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import CheckWorker
 
 __all__ = ["temporal"]  # a fixture
 
@@ -167,7 +167,7 @@ async def test_values_of_100_megabytes_are_not_read(yard: Yard, temporal: Client
             scanned, _ = await fleet.run()
             await watcher.check_marks(connection, Absences(confirm=0, settle=0))
             for one in fleet.serving:
-                request = m.CheckWorker(user_id=one.user, worker=one.ref)
+                request = CheckWorker(user_id=one.user, worker=one.ref)
                 seen = await yard.run(yard.checking.check_worker, request)
                 assert seen.marked == (one is not marked)
             _, peak = tracemalloc.get_traced_memory()

@@ -20,7 +20,7 @@ from tests.integration.activities.maintenance.maintaining import MaintainedFleet
 from tests.integration.activities.scripted import POOL
 from worker_runtime.protocol import keys
 from workflows import names
-from workflows.maintenance import messages as mm
+from workflows.maintenance.messages import Batch
 
 
 @pytest.fixture
@@ -326,7 +326,7 @@ async def test_a_clean_up_lists_the_fleet_once_and_asks_about_each_anomaly_by_it
     launcher.tasks_shown = 0
     half = anomalies // 2
     for first in (0, half):
-        batch = mm.Batch(number=scanned.number, first=first, count=half)
+        batch = Batch(number=scanned.number, first=first, count=half)
         cleaned = await fleet.yard.run(fleet.maintenance.clean_up, batch)
         assert cleaned.outcomes == {"stopped": half}
     assert launcher.calls["list"] == 1

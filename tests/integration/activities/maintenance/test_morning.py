@@ -15,9 +15,9 @@ from temporalio.testing import ActivityEnvironment
 from activities.claims.morning import MorningActivities, first_recent_day
 from infra.database.engine import Database
 from infra.market import calendar
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from worker_runtime.protocol.errors import BerthError, WorkerUnavailable
-from workflows.morning import messages as mo
+from workflows.morning.messages import ConnectUser, PlanMorning, RecentUsers
 
 DAYS = calendar.load_calendar()
 
@@ -47,7 +47,7 @@ async def trade(
     database: Database, user_id: str, day: date, market: str = "stock", clock: time = time(10)
 ) -> None:
     """One order of this user on that day."""
-    at = datetime.combine(day, clock, TAIPEI)
+    at = datetime.combine(day, clock, HOME_ZONE)
     given = {"user": user_id, "at": at, "day": day, "market": market}
     async with database.session() as session:
         await session.execute(text("insert into users (id) values (:user) on conflict do nothing"), given)
@@ -85,11 +85,11 @@ async def test_recent_are_those_with_an_order_in_the_last_trading_days(database:
         MorningActivities(database, DAYS, ScriptedStarter().ensure_active),
         ActivityEnvironment().run,
     )
-    plan = await run(morning.plan_morning, mo.PlanMorning(day="2026-02-23", days=5))
+    plan = await run(morning.plan_morning, PlanMorning(day="2026-02-23", days=5))
     assert (plan.reason, plan.users) == ("", 3)
-    assert datetime.fromtimestamp(plan.bell, TAIPEI) == datetime(2026, 2, 23, 9, 0, tzinfo=TAIPEI)
-    first = await run(morning.recent_users, mo.RecentUsers(since=plan.since, after="", limit=2))
-    rest = await run(morning.recent_users, mo.RecentUsers(since=plan.since, after=first[-1], limit=2))
+    assert datetime.fromtimestamp(plan.bell, HOME_ZONE) == datetime(2026, 2, 23, 9, 0, tzinfo=HOME_ZONE)
+    first = await run(morning.recent_users, RecentUsers(since=plan.since, after="", limit=2))
+    rest = await run(morning.recent_users, RecentUsers(since=plan.since, after=first[-1], limit=2))
     assert first + rest == ["also", "first-day", "last-day"]
 
 
@@ -112,15 +112,15 @@ async def test_users_are_planned_for_the_first_bell_of_what_they_traded(
     tried = MorningActivities(database, DAYS, ScriptedStarter().ensure_active)
 
     async def planned(morning: MorningActivities, *, evening: bool = False) -> list[tuple[str, list[str]]]:
-        request = mo.PlanMorning(day=day.isoformat(), days=1, evening=evening)
+        request = PlanMorning(day=day.isoformat(), days=1, evening=evening)
         plan = await run(morning.plan_morning, request)
         assert plan.bell == plan.groups[-1].bell
         found = []
         for group in plan.groups:
-            wanted = mo.RecentUsers(since=plan.since, after="", limit=9, market=group.market, evening=evening)
+            wanted = RecentUsers(since=plan.since, after="", limit=9, market=group.market, evening=evening)
             users = await run(morning.recent_users, wanted)
             assert len(users) == group.users
-            found.append((f"{datetime.fromtimestamp(group.bell, TAIPEI):%H:%M}", users))
+            found.append((f"{datetime.fromtimestamp(group.bell, HOME_ZONE):%H:%M}", users))
         return found
 
     by_day = [("08:45", ["always", "both", "index"]), ("09:00", ["shares"])]
@@ -134,9 +134,9 @@ async def test_users_are_planned_for_the_first_bell_of_what_they_traded(
 
 async def test_a_holiday_is_said_and_nobody_is_counted(database: Database) -> None:
     morning = MorningActivities(database, DAYS, ScriptedStarter().ensure_active)
-    plan = await ActivityEnvironment().run(morning.plan_morning, mo.PlanMorning(day="2026-02-17", days=5))
+    plan = await ActivityEnvironment().run(morning.plan_morning, PlanMorning(day="2026-02-17", days=5))
     assert plan.reason == "2026-02-17 is not a trading day"
-    evening = mo.PlanMorning(day="2026-02-17", days=5, evening=True)
+    evening = PlanMorning(day="2026-02-17", days=5, evening=True)
     assert (
         await ActivityEnvironment().run(morning.plan_morning, evening)
     ).reason == "2026-02-17 has no evening session"
@@ -145,7 +145,7 @@ async def test_a_holiday_is_said_and_nobody_is_counted(database: Database) -> No
 async def test_a_day_that_is_none_is_refused_for_good(database: Database) -> None:
     morning = MorningActivities(database, DAYS, ScriptedStarter().ensure_active)
     with pytest.raises(ApplicationError) as refused:
-        await ActivityEnvironment().run(morning.plan_morning, mo.PlanMorning(day="tomorrow", days=5))
+        await ActivityEnvironment().run(morning.plan_morning, PlanMorning(day="tomorrow", days=5))
     assert refused.value.non_retryable
 
 
@@ -153,8 +153,8 @@ async def test_the_error_of_one_user_is_an_answer_and_not_a_failure(database: Da
     starter = ScriptedStarter()
     starter.errors["u2"] = WorkerUnavailable("no room")
     morning, run = MorningActivities(database, DAYS, starter.ensure_active), ActivityEnvironment().run
-    assert (await run(morning.connect_user, mo.ConnectUser(user_id="u1"))).ok
-    failed = await run(morning.connect_user, mo.ConnectUser(user_id="u2"))
+    assert (await run(morning.connect_user, ConnectUser(user_id="u1"))).ok
+    failed = await run(morning.connect_user, ConnectUser(user_id="u2"))
     assert (failed.ok, failed.code, failed.retryable) == (False, "WORKER_UNAVAILABLE", True)
     assert starter.asked == ["u1", "u2"]
 

@@ -24,14 +24,20 @@ from infra.jobs.client import JobClient
 from infra.jobs.kept import KeptJobs
 from infra.local.servers import TemporalServer
 from infra.market import calendar
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from infra.settings import Settings
 from tests.signed import SECRETS
 from worker_runtime.jobs.protocol import catalog
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol.messages import Job, read_signed_job
 from workflows import names
-from workflows.reports import messages as sm
+from workflows.reports.messages import (
+    EnqueueStatements,
+    PlanStatements,
+    StatementsInput,
+    StatementsPage,
+    StatementsPlan,
+)
 from workflows.reports.workflow import StatementsWorkflow
 from workflows.sandbox import workflow_runner
 
@@ -75,7 +81,7 @@ async def trade(database: Database, user_id: str, *times: datetime, symbol: str 
                     "left(t, 6), :day, 'filled', '', cast(:at as timestamptz), cast(:at as timestamptz), "
                     "1, 100 from (select md5(random()::text) as t) as tag"
                 ),
-                {"user": user_id, "at": at, "day": at.astimezone(TAIPEI).date(), "symbol": symbol},
+                {"user": user_id, "at": at, "day": at.astimezone(HOME_ZONE).date(), "symbol": symbol},
             )
 
 
@@ -93,8 +99,8 @@ def statements(
 
 async def enqueue(
     made: DailyActivities, *, after: str = "", limit: int = 100, rate: float = 5.0
-) -> sm.StatementsPage:
-    request = sm.EnqueueStatements(day=DAY.isoformat(), after=after, limit=limit, rate=rate)
+) -> StatementsPage:
+    request = EnqueueStatements(day=DAY.isoformat(), after=after, limit=limit, rate=rate)
     return await ActivityEnvironment().run(made.enqueue_statements, request)
 
 
@@ -113,15 +119,15 @@ async def test_each_user_with_an_address_gets_one_by_each_way_and_a_repeat_sends
         bob=StatementAddress(email="bob@example.com", webhook_url="https://bob.example.com/hook"),
         eve=StatementAddress(),
     )
-    begin = datetime.combine(DAY, datetime.min.time(), TAIPEI) + timedelta(hours=5, minutes=30)
+    begin = datetime.combine(DAY, datetime.min.time(), HOME_ZONE) + timedelta(hours=5, minutes=30)
     second = timedelta(seconds=1)
     # From 05:30 to 05:30: the evening's trading belongs to the day before.
     await trade(database, "bob", begin, begin + timedelta(hours=24) - second)
     await trade(database, "bob", begin - second, begin + timedelta(hours=24), symbol="9999")
     made = statements(database, valkey_client)
-    assert await enqueue(made) == sm.StatementsPage(users=2, after="bob", enqueued=3)
-    assert await enqueue(made) == sm.StatementsPage(users=2, after="bob", known=3)
-    assert await enqueue(made, after="bob") == sm.StatementsPage()
+    assert await enqueue(made) == StatementsPage(users=2, after="bob", enqueued=3)
+    assert await enqueue(made) == StatementsPage(users=2, after="bob", known=3)
+    assert await enqueue(made, after="bob") == StatementsPage()
 
     mail = msgspec.json.decode(
         (await job(valkey_client, "statement-mail.2025-10-03.ann")).args, type=catalog.MailStatement
@@ -139,10 +145,8 @@ async def test_the_users_of_a_page_are_spread_by_the_rate(database: Database, va
     await with_addresses(database, **addresses)
     made = statements(database, valkey_client)
     page = await enqueue(made, limit=3, rate=0.1)
-    assert page == sm.StatementsPage(users=3, after="u2", enqueued=3)
-    assert await enqueue(made, after=page.after, limit=3) == sm.StatementsPage(
-        users=2, after="u4", enqueued=2
-    )
+    assert page == StatementsPage(users=3, after="u2", enqueued=3)
+    assert await enqueue(made, after=page.after, limit=3) == StatementsPage(users=2, after="u4", enqueued=2)
     delays = [(await job(valkey_client, f"statement-mail.{DAY}.u{number}")).delay for number in range(5)]
     assert delays == [0.0, 10.0, 20.0, 0.0, 0.2]
 
@@ -155,10 +159,10 @@ async def test_a_user_with_too_many_orders_is_told_so_and_one_with_a_bad_address
         ann=StatementAddress(webhook_url="https://{ann}/"),
         bob=StatementAddress(email="bob@example.com", webhook_url="https://bob.example.com/hook"),
     )
-    noon = datetime.combine(DAY, datetime.min.time(), TAIPEI) + timedelta(hours=12)
+    noon = datetime.combine(DAY, datetime.min.time(), HOME_ZONE) + timedelta(hours=12)
     await trade(database, "bob", *(noon + timedelta(seconds=number) for number in range(3)))
     made = statements(database, valkey_client, most_orders=2)
-    assert await enqueue(made) == sm.StatementsPage(users=2, after="bob", enqueued=2, too_many=1, refused=1)
+    assert await enqueue(made) == StatementsPage(users=2, after="bob", enqueued=2, too_many=1, refused=1)
     mail = await job(valkey_client, "statement-mail.2025-10-03.bob")
     assert (mail.name, "orders.csv" in msgspec.json.decode(mail.args)["text"]) == ("email", True)
     post = await job(valkey_client, "statement-post.2025-10-03.bob")
@@ -174,7 +178,7 @@ async def test_who_has_an_address_counts_by_the_ways_that_there_are(
         ann=StatementAddress(email="ann@example.com"),
         bob=StatementAddress(webhook_url="https://bob.example.com/hook"),
     )
-    plan = sm.PlanStatements(day=DAY.isoformat())
+    plan = PlanStatements(day=DAY.isoformat())
     for settings, wanted in (
         (BOTH, 2),
         (Settings(mail_host="mail.example.com"), 1),
@@ -184,24 +188,24 @@ async def test_who_has_an_address_counts_by_the_ways_that_there_are(
         planned = await ActivityEnvironment().run(
             statements(database, valkey_client, settings).plan_statements, plan
         )
-        assert planned == sm.StatementsPlan(day="2025-10-03", users=wanted)
+        assert planned == StatementsPlan(day="2025-10-03", users=wanted)
 
 
 async def test_days_without_trading_are_left_out_and_days_to_come_refused(
     database: Database, valkey_client: Redis
 ) -> None:
     made, run = statements(database, valkey_client), ActivityEnvironment().run
-    holiday = await run(made.plan_statements, sm.PlanStatements(day="2025-10-05"))
+    holiday = await run(made.plan_statements, PlanStatements(day="2025-10-05"))
     assert holiday.reason == "2025-10-05 was no trading day"
     for day, code in (("2199-01-01", "DAY_NOT_OVER"), ("yesterday", "INVALID_DAY")):
         with pytest.raises(ApplicationError) as refused:
-            await run(made.plan_statements, sm.PlanStatements(day=day))
+            await run(made.plan_statements, PlanStatements(day=day))
         assert (refused.value.type, refused.value.non_retryable) == (code, True)
 
 
 def test_a_day_has_ended_when_its_evening_has() -> None:
     end = timedelta(seconds=Settings().trading_day_end)
-    at = datetime(2025, 10, 4, 5, 29, 59, tzinfo=TAIPEI)
+    at = datetime(2025, 10, 4, 5, 29, 59, tzinfo=HOME_ZONE)
     assert last_ended(at, end) == date(2025, 10, 2)
     assert last_ended((at + timedelta(seconds=1)).astimezone(UTC), end) == DAY
 
@@ -221,7 +225,7 @@ async def test_the_workflow_finds_its_activities_and_enqueues_a_days_statements(
     ):
         result = await client.execute_workflow(
             StatementsWorkflow.run,
-            sm.StatementsInput(day=DAY.isoformat()),
+            StatementsInput(day=DAY.isoformat()),
             id="statements-of-a-test",
             task_queue=names.BULK_QUEUE,
         )

@@ -31,7 +31,7 @@ from tests.signed import SECRETS
 from worker_runtime.jobs.protocol import scripts as job_scripts
 from worker_runtime.protocol import keys, scripts
 from workflows import names
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import WorkerRef
 
 CONFIRM, SETTLE = 0.4, 0.6
 
@@ -56,7 +56,7 @@ async def watching(yard: Yard, temporal: Client) -> AsyncIterator[None]:
 class WatchedUser:
     """A user with a connected worker; its mark is renewed until it dies."""
 
-    def __init__(self, yard: Yard, user: str, ref: m.WorkerRef) -> None:
+    def __init__(self, yard: Yard, user: str, ref: WorkerRef) -> None:
         self._yard = yard
         self.user = user
         self.ref = ref

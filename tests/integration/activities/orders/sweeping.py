@@ -25,7 +25,7 @@ from infra.database.engine import Database
 from infra.database.models import Order
 from infra.database.orders import acceptance, recording
 from infra.database.orders.acceptance import NO_BOUNDS, OrderBounds
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from infra.settings import Settings
 from infra.temporal.starter import WorkerStarter
 from infra.valkey import client as valkey
@@ -101,7 +101,7 @@ class SweeperStage:
             time_in_force="IOC",
             generation=generation,
             lifetime_s=left,
-            trading_day=datetime.now(TAIPEI).date(),
+            trading_day=datetime.now(HOME_ZONE).date(),
             unknown_blocks="off",
         )
         async with self.database.session() as session:

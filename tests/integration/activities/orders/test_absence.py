@@ -29,11 +29,11 @@ from tests.integration.activities.reporting_worker import ReportingWorker
 from tests.signed import SECRETS
 from worker_runtime.brokers.paper.broker import PaperBroker
 from worker_runtime.protocol.messages import Credentials, OrderState, PlaceOrder, PriceType, Side, TimeInForce
-from workflows.order import messages as om
+from workflows.order.messages import FollowSettings, VerificationFinding, Verified, VerifyOrder
 from workflows.order.state import FollowedOrder, OrderStep
 
 #: The rule of a minute in short, so that a listing that is seconds behind is one that lags longer.
-SHORT = om.FollowSettings(first_pause=0.05, longest_pause=0.1, absent_after=0.5, absent_after_alive=0.5)
+SHORT = FollowSettings(first_pause=0.05, longest_pause=0.1, absent_after=0.5, absent_after_alive=0.5)
 FAR = 4e9
 
 
@@ -86,7 +86,7 @@ class AbsenceScene:
             )
         return order_id
 
-    async def check(self, order_id: uuid.UUID) -> om.Verified:
+    async def check(self, order_id: uuid.UUID) -> Verified:
         asking = AccountQueryClient(
             self.stage.client,
             self.stage.database,
@@ -94,7 +94,7 @@ class AbsenceScene:
             SECRETS,
         )
         verifying = OrderActivities(self.stage.client, self.stage.database, asking, SECRETS)
-        request = om.VerifyOrder(order_id=str(order_id), user_id=self.stage.user_id, check=0, timeout=20.0)
+        request = VerifyOrder(order_id=str(order_id), user_id=self.stage.user_id, check=0, timeout=20.0)
         return await ActivityEnvironment().run(verifying.verify_order, request)
 
     async def follow(
@@ -172,11 +172,11 @@ async def test_a_list_that_is_ninety_seconds_behind_proves_nothing_after_sixty(s
     worker.broker = lambda: scene.asked.orders(5.0)
     async with worker:
         seen = await scene.check(order_id)
-    assert (seen.finding, seen.certain) == (om.VerificationFinding.MISSING, True)
+    assert (seen.finding, seen.certain) == (VerificationFinding.MISSING, True)
     assert seen.behind >= 90
     follow, quiet = FollowedOrder(), seen.quiet_since
     for later in (60.0, 90.0, 119.0, 121.0, 149.0):
-        follow = follow.after_check(seen, quiet + later, om.FollowSettings())
+        follow = follow.after_check(seen, quiet + later, FollowSettings())
         assert follow.step(quiet + later, FAR) == OrderStep.WAIT
     assert await scene.in_ledger(order_id)
 

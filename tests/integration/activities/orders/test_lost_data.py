@@ -22,7 +22,7 @@ from infra.worker_task import Task
 from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import OrderEvent, OrderState
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import ClaimStatus, StopWorker, WorkerRef
 
 
 async def test_a_claim_that_valkey_lost_takes_no_second_worker(yard: Yard) -> None:
@@ -32,7 +32,7 @@ async def test_a_claim_that_valkey_lost_takes_no_second_worker(yard: Yard) -> No
     await yard.client.flushall()
     other = await yard.worker()
     again = await yard.run(yard.claiming.claim_worker, yard.claim(user))
-    assert again.status == m.ClaimStatus.GONE
+    assert again.status == ClaimStatus.GONE
     assert again.worker is not None
     assert again.worker.worker_id == worker.worker_id
     assert await other.announce() == "ready"
@@ -43,8 +43,8 @@ async def test_a_claim_that_valkey_lost_is_stopped_by_its_claim_id_alone(yard: Y
     user, worker = await yard.user(), await yard.worker()
     await asyncio.gather(yard.run(yard.claiming.claim_worker, yard.claim(user)), worker.serve())
     await yard.client.flushall()
-    unknown = m.WorkerRef(worker_id="", task_id="", epoch=0, claim_id="c1", pool="p")
-    request = m.StopWorker(user_id=user, worker=unknown, reason="claim ran out", grace=0.0)
+    unknown = WorkerRef(worker_id="", task_id="", epoch=0, claim_id="c1", pool="p")
+    request = StopWorker(user_id=user, worker=unknown, reason="claim ran out", grace=0.0)
     await yard.run(yard.stopping.stop_worker, request)
     running: list[Task] = await yard.launcher.list()
     assert worker.worker_id not in {task.worker_id for task in running}

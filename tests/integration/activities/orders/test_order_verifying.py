@@ -42,7 +42,7 @@ from worker_runtime.protocol.messages import (
     Side,
     TimeInForce,
 )
-from workflows.order import messages as om
+from workflows.order.messages import UnresolvedOrder, VerificationFinding, Verified, VerifyOrder
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def verifying(stage: SweeperStage) -> OrderActivities:
     return OrderActivities(stage.client, stage.database, asking, SECRETS)
 
 
-async def check(stage: SweeperStage, order_id: uuid.UUID, by: OrderActivities | None = None) -> om.Verified:
-    request = om.VerifyOrder(order_id=str(order_id), user_id=stage.user_id, check=0, timeout=20.0)
+async def check(stage: SweeperStage, order_id: uuid.UUID, by: OrderActivities | None = None) -> Verified:
+    request = VerifyOrder(order_id=str(order_id), user_id=stage.user_id, check=0, timeout=20.0)
     return await ActivityEnvironment().run((by or verifying(stage)).verify_order, request)
 
 
@@ -98,11 +98,11 @@ async def test_a_final_order_asks_nobody(stage: SweeperStage) -> None:
     order_id = await stage.order(state="filled")
     async with ReportingWorker(stage.client, stage.user_id) as worker:
         seen = await check(stage, order_id)
-    assert (seen.finding, seen.state, worker.asked) == (om.VerificationFinding.FINAL, "filled", [])
+    assert (seen.finding, seen.state, worker.asked) == (VerificationFinding.FINAL, "filled", [])
 
 
 async def test_an_order_that_nobody_knows_ends_its_workflow(stage: SweeperStage) -> None:
-    assert (await check(stage, uuid.uuid4())).finding == om.VerificationFinding.GONE
+    assert (await check(stage, uuid.uuid4())).finding == VerificationFinding.GONE
 
 
 async def test_an_answer_that_was_not_recorded_comes_before_the_broker(stage: SweeperStage) -> None:
@@ -110,7 +110,7 @@ async def test_an_answer_that_was_not_recorded_comes_before_the_broker(stage: Sw
     outcome = OrderOutcome(order_id=str(order_id), state=OrderState.FILLED, filled_quantity=2)
     answer = worker_answer(stage.user_id, Answer(request_id=str(order_id), outcome=outcome))
     await stage.client.set(keys.response(stage.user_id, str(order_id)), answer)
-    assert (await check(stage, order_id)).finding == om.VerificationFinding.FINAL
+    assert (await check(stage, order_id)).finding == VerificationFinding.FINAL
     assert (await stage.row(order_id)).filled_quantity == 2
 
 
@@ -119,7 +119,7 @@ async def test_an_unknown_order_is_found_by_its_tag_with_its_fills(stage: Sweepe
     found = await listed(stage, order_id, OrderState.FILLED, 1, 1)
     async with ReportingWorker(stage.client, stage.user_id, found):
         seen = await check(stage, order_id)
-    assert (seen.finding, seen.state) == (om.VerificationFinding.FINAL, "filled")
+    assert (seen.finding, seen.state) == (VerificationFinding.FINAL, "filled")
     row = await stage.row(order_id)
     assert (row.broker_order_id, row.filled_quantity) == (found.broker_order_id, 2)
     assert (row.average_price, row.verify_at) == (Decimal("100.5"), None)
@@ -132,7 +132,7 @@ async def test_an_order_for_a_rolling_code_is_found_under_the_contract_that_it_s
     found = structs.replace(await listed(stage, order_id, OrderState.FILLED, 2), symbol="TXFL6")
     async with ReportingWorker(stage.client, stage.user_id, found):
         seen = await check(stage, order_id)
-    assert (seen.finding, seen.state) == (om.VerificationFinding.FINAL, "filled")
+    assert (seen.finding, seen.state) == (VerificationFinding.FINAL, "filled")
 
 
 async def test_an_order_with_our_tag_that_cannot_be_ours_makes_an_absence_uncertain(
@@ -142,7 +142,7 @@ async def test_an_order_with_our_tag_that_cannot_be_ours_makes_an_absence_uncert
     sold = await listed(stage, order_id, OrderState.FILLED, 2, side=Side.SELL)
     async with ReportingWorker(stage.client, stage.user_id, sold):
         seen = await check(stage, order_id)
-    assert (seen.finding, seen.complete, seen.certain) == (om.VerificationFinding.MISSING, True, False)
+    assert (seen.finding, seen.complete, seen.certain) == (VerificationFinding.MISSING, True, False)
 
 
 async def test_an_order_that_works_at_the_broker_is_followed_on(stage: SweeperStage) -> None:
@@ -151,7 +151,7 @@ async def test_an_order_that_works_at_the_broker_is_followed_on(stage: SweeperSt
     async with ReportingWorker(stage.client, stage.user_id, found):
         for _ in range(2):
             seen = await check(stage, order_id)
-    assert (seen.finding, seen.state) == (om.VerificationFinding.LISTED, "part_filled")
+    assert (seen.finding, seen.state) == (VerificationFinding.LISTED, "part_filled")
     assert (await stage.row(order_id)).filled_quantity == 1
 
 
@@ -165,7 +165,7 @@ async def test_the_same_tag_on_another_days_or_sides_order_is_not_ours(stage: Sw
         row.broker_order_id = taken.broker_order_id
     async with ReportingWorker(stage.client, stage.user_id, sold, taken):
         seen = await check(stage, order_id)
-    assert seen.finding == om.VerificationFinding.MISSING
+    assert seen.finding == VerificationFinding.MISSING
 
 
 async def serve(stage: SweeperStage, *, ended: bool) -> int:
@@ -205,7 +205,7 @@ async def test_a_missing_order_comes_with_what_its_absence_is_worth(stage: Sweep
         worker.complete = False
         partial = await check(stage, order_id)
     assert (seen.finding, seen.complete, seen.certain, seen.dead) == (
-        om.VerificationFinding.MISSING,
+        VerificationFinding.MISSING,
         True,
         True,
         died,
@@ -221,7 +221,7 @@ async def test_why_a_broker_could_not_be_asked_is_told(stage: SweeperStage) -> N
         worker.failure = SessionDown("it is being rebuilt")
         seen = await check(stage, order_id)
     assert (seen.finding, seen.code, seen.detail) == (
-        om.VerificationFinding.UNASKED,
+        VerificationFinding.UNASKED,
         "SESSION_DOWN",
         "it is being rebuilt",
     )
@@ -229,7 +229,7 @@ async def test_why_a_broker_could_not_be_asked_is_told(stage: SweeperStage) -> N
 
 async def test_without_a_worker_one_is_asked_for_first(stage: SweeperStage) -> None:
     seen = await check(stage, await stage.order(state="unknown"))
-    assert (seen.finding, seen.code) == (om.VerificationFinding.UNASKED, "WORKER_UNAVAILABLE")
+    assert (seen.finding, seen.code) == (VerificationFinding.UNASKED, "WORKER_UNAVAILABLE")
     assert "no worker within" in seen.detail
 
 
@@ -238,7 +238,7 @@ async def test_checks_of_one_account_share_a_question(stage: SweeperStage) -> No
     ids = [await stage.order(state="unknown") for _ in range(5)]
     async with ReportingWorker(stage.client, stage.user_id) as worker:
         seen = await asyncio.gather(*(check(stage, order_id, by) for order_id in ids))
-    assert {one.finding for one in seen} == {om.VerificationFinding.MISSING}
+    assert {one.finding for one in seen} == {VerificationFinding.MISSING}
     assert len(worker.asked) < 5
 
 
@@ -249,7 +249,7 @@ async def test_only_an_order_that_the_broker_never_confirmed_is_settled_as_absen
     stage: SweeperStage, state: str, settled: bool
 ) -> None:
     order_id = await stage.order(state=state)
-    request = om.UnresolvedOrder(order_id=str(order_id), reason="never reached the broker: …")
+    request = UnresolvedOrder(order_id=str(order_id), reason="never reached the broker: …")
     assert await ActivityEnvironment().run(verifying(stage).settle_absent, request) == settled
     row = await stage.row(order_id)
     assert row.state == ("rejected" if settled else state)
@@ -260,7 +260,7 @@ async def test_only_an_order_that_the_broker_never_confirmed_is_settled_as_absen
 
 async def test_a_dead_end_is_put_on_the_list_for_a_person(stage: SweeperStage) -> None:
     order_id = await stage.order(state="unknown")
-    request = om.UnresolvedOrder(order_id=str(order_id), reason="nobody knows")
+    request = UnresolvedOrder(order_id=str(order_id), reason="nobody knows")
     assert await ActivityEnvironment().run(verifying(stage).demand_attention, request)
     assert (await stage.row(order_id)).attention == "nobody knows"
 

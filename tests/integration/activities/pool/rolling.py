@@ -29,12 +29,12 @@ from tests.integration.activities.scripted import POOL, ScriptedPoolWorker
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import Claim
 from workflows import names
-from workflows.rollout import messages as rm
+from workflows.rollout.messages import Release, RolloutInput, RolloutView
 from workflows.rollout.workflow import RolloutWorkflow
 from workflows.sandbox import workflow_runner
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import UserWorkerView
 from workflows.user_worker.workflow import UserWorkerWorkflow
-from workflows.worker_pool import messages as pm
+from workflows.worker_pool.messages import PoolInput
 from workflows.worker_pool.policy import PoolPolicy
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
@@ -193,7 +193,7 @@ class Dock:
     ) -> WorkflowHandle[WorkerPoolWorkflow, None]:
         handle = await self.temporal.start_workflow(
             WorkerPoolWorkflow.run,
-            pm.PoolInput(
+            PoolInput(
                 pool=POOL,
                 policy=PoolPolicy(target=target),
                 launch_timeout=launch_timeout,
@@ -206,10 +206,10 @@ class Dock:
 
     async def start_rollout(
         self, version: str, **given: float
-    ) -> WorkflowHandle[RolloutWorkflow, rm.RolloutView]:
-        request = rm.RolloutInput(
+    ) -> WorkflowHandle[RolloutWorkflow, RolloutView]:
+        request = RolloutInput(
             pool=POOL,
-            release=rm.Release(version=version),
+            release=Release(version=version),
             batch=2,
             quiet=0.0,
             pause=0.1,
@@ -256,7 +256,7 @@ class Dock:
         while await self.free() != wanted:  # noqa: ASYNC110 — a condition that only a question tells
             await asyncio.sleep(0.05)
 
-    async def view(self, user_id: str) -> m.UserWorkerView:
+    async def view(self, user_id: str) -> UserWorkerView:
         handle: WorkflowHandle[UserWorkerWorkflow, None] = self.temporal.get_workflow_handle_for(
             UserWorkerWorkflow.run, names.user_worker_id(user_id)
         )

@@ -27,7 +27,7 @@ from tests.integration.activities.conftest import Yard
 from worker_runtime.protocol import keys, scripts
 from workflows import names
 from workflows.sandbox import workflow_runner
-from workflows.worker_pool import messages as pm
+from workflows.worker_pool.messages import PoolInput
 from workflows.worker_pool.policy import PoolPolicy
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
@@ -107,7 +107,7 @@ async def test_five_hundred_wanted_are_five_hundred_launched(
     policy = PoolPolicy(target=WANTED)
     handle: WorkflowHandle[WorkerPoolWorkflow, None] = await temporal.start_workflow(
         WorkerPoolWorkflow.run,
-        pm.PoolInput(pool=POOL, policy=policy, configured=policy, check_period=0.5),
+        PoolInput(pool=POOL, policy=policy, configured=policy, check_period=0.5),
         id=names.worker_pool_id(POOL),
         task_queue=names.LIFECYCLE_QUEUE,
     )

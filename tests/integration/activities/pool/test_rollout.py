@@ -23,7 +23,7 @@ from tests.integration.activities.scripted import POOL
 from workflows import names
 from workflows.rollout.messages import AbortRollout, AskToMove, RolloutPhase
 from workflows.rollout.workflow import RolloutWorkflow
-from workflows.user_worker import messages as m
+from workflows.user_worker.messages import WorkerState
 
 #: Free workers that the pool keeps.
 READY = 4
@@ -188,4 +188,4 @@ async def test_an_operator_takes_a_rollout_back_while_a_user_still_trades(dock: 
     result = await rollout.result()
     assert (result.phase, result.reason) == (RolloutPhase.ROLLED_BACK, "not today")
     await dock.until_ready({"1": 2})
-    assert (await dock.view(user_id)).state == m.WorkerState.ACTIVE
+    assert (await dock.view(user_id)).state == WorkerState.ACTIVE

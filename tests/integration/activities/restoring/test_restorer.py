@@ -32,8 +32,14 @@ from tests.integration.activities.scripted import POOL
 from tests.workflow.fakes import serving
 from worker_runtime.protocol.messages import ReleaseClaim
 from workflows import names
-from workflows.user_worker import messages as m
-from workflows.worker_pool import messages as pm
+from workflows.user_worker.messages import (
+    ShutdownRequest,
+    UserWorkerView,
+    WorkerLostSignal,
+    WorkerRef,
+    WorkerState,
+)
+from workflows.worker_pool.messages import PoolView, SetPolicy, SetRelease
 from workflows.worker_pool.policy import PoolPolicy
 
 PATIENCE = 40.0
@@ -61,30 +67,30 @@ class Site:
     settings: Settings
     restorer: EntityRestorer
 
-    async def pool_view(self) -> pm.PoolView:
+    async def pool_view(self) -> PoolView:
         handle = self.temporal.get_workflow_handle(names.worker_pool_id(POOL))
-        view: pm.PoolView = await handle.query("view", result_type=pm.PoolView)
+        view: PoolView = await handle.query("view", result_type=PoolView)
         return view
 
-    async def user_view(self, user: str) -> m.UserWorkerView:
+    async def user_view(self, user: str) -> UserWorkerView:
         handle = self.temporal.get_workflow_handle(names.user_worker_id(user))
-        view: m.UserWorkerView = await handle.query("view", result_type=m.UserWorkerView)
+        view: UserWorkerView = await handle.query("view", result_type=UserWorkerView)
         return view
 
-    async def change_pool(self, update: str, *given: Any) -> pm.PoolView:
+    async def change_pool(self, update: str, *given: Any) -> PoolView:
         handle = self.temporal.get_workflow_handle(names.worker_pool_id(POOL))
-        view: pm.PoolView = await handle.execute_update(update, args=given, result_type=pm.PoolView)
+        view: PoolView = await handle.execute_update(update, args=given, result_type=PoolView)
         return view
 
-    async def pool_is_filled(self, count: int) -> pm.PoolView:
-        async def filled() -> pm.PoolView | None:
+    async def pool_is_filled(self, count: int) -> PoolView:
+        async def filled() -> PoolView | None:
             view = await self.pool_view()
             return view if view.ready == count and not view.starting else None
 
-        view: pm.PoolView = await until(filled, f"pool of {count}")
+        view: PoolView = await until(filled, f"pool of {count}")
         return view
 
-    async def active_user(self) -> tuple[str, m.WorkerRef]:
+    async def active_user(self) -> tuple[str, WorkerRef]:
         """A new user whose worker is Active, as PostgreSQL knows."""
         user = await self.yard.user()
         before = set(self.yard.made)
@@ -101,7 +107,7 @@ class Site:
         await self.yard.renew_mark(user, worker.worker_id, worker.epoch, state="Active")
         return user, worker
 
-    async def let_end(self, worker: m.WorkerRef) -> None:
+    async def let_end(self, worker: WorkerRef) -> None:
         """Ends a worker once it is asked to, as a real one ends within its time to drain."""
         message = await self.yard.made[worker.worker_id].next()
         assert isinstance(message, ReleaseClaim)
@@ -212,7 +218,7 @@ async def reset_to(temporal: Client, handle: WorkflowHandle[Any, Any], number: i
     ids=lambda value: getattr(value, "__name__", ""),
 )
 async def test_a_pool_comes_back_with_what_operators_had_set(site: Site, end: End, reason: str) -> None:
-    await site.change_pool("set_policy", pm.SetPolicy(policy=PoolPolicy(target=3, shrink_after=7.0)))
+    await site.change_pool("set_policy", SetPolicy(policy=PoolPolicy(target=3, shrink_after=7.0)))
     before = await site.pool_is_filled(3)
     await site.change_pool("pause")
     handle: WorkflowHandle[Any, Any] = site.temporal.get_workflow_handle(names.worker_pool_id(POOL))
@@ -233,20 +239,20 @@ async def test_a_pool_comes_back_with_what_operators_had_set(site: Site, end: En
     assert site.yard.launcher.stops == []
 
 
-async def _known_pool(site: Site, target: int) -> pm.PoolView | None:
+async def _known_pool(site: Site, target: int) -> PoolView | None:
     view = await site.pool_view()
     return view if view.target == target and view.ready == target else None
 
 
 async def test_a_pool_that_was_reset_to_its_first_event_keeps_what_was_set_since(site: Site) -> None:
-    await site.change_pool("set_policy", pm.SetPolicy(policy=PoolPolicy(target=3)))
+    await site.change_pool("set_policy", SetPolicy(policy=PoolPolicy(target=3)))
     await site.pool_is_filled(3)
     await site.change_pool("pause")
     handle = site.temporal.get_workflow_handle(names.worker_pool_id(POOL))
     await reset_to(site.temporal, handle)
     view = await until(lambda: _known_pool(site, 3), "pool as it was")
     assert view.mode == "paused"
-    await site.change_pool("set_policy", pm.SetPolicy(policy=PoolPolicy(target=4)))
+    await site.change_pool("set_policy", SetPolicy(policy=PoolPolicy(target=4)))
     await site.change_pool("resume")
     await site.pool_is_filled(4)
     workers = [spec.config.worker_id for spec in site.yard.launcher.launched]
@@ -261,9 +267,9 @@ async def test_a_users_workflow_comes_back_and_goes_on_with_the_same_worker(site
     await until(lambda: _unlisted(site, handle.id), "end in Temporal's index")
     await site.restorer.look_at_runs()
 
-    async def adopted() -> m.UserWorkerView | None:
+    async def adopted() -> UserWorkerView | None:
         view = await site.user_view(user)
-        return view if view.state == m.WorkerState.ACTIVE else None
+        return view if view.state == WorkerState.ACTIVE else None
 
     view = await until(adopted, "adopted worker")
     assert view.worker is not None
@@ -274,7 +280,7 @@ async def test_a_users_workflow_comes_back_and_goes_on_with_the_same_worker(site
     assert finding is not None
     assert finding[0] == FindingState.REBUILT
     # What it adopted it can end, too.
-    await handle.signal("shutdown", m.ShutdownRequest(reason="test"))
+    await handle.signal("shutdown", ShutdownRequest(reason="test"))
     await site.let_end(worker)
     await until(lambda: site.is_gone(handle.id), "end")
 
@@ -309,7 +315,7 @@ async def test_a_users_workflow_that_was_reset_behind_its_worker_adopts_the_pres
     user, first = await site.active_user()
     handle: WorkflowHandle[Any, Any] = site.temporal.get_workflow_handle(names.user_worker_id(user))
     view = await site.user_view(user)
-    assert view.state == m.WorkerState.ACTIVE
+    assert view.state == WorkerState.ACTIVE
     run_id = (await handle.describe()).run_id
     tasks = [
         event
@@ -319,15 +325,15 @@ async def test_a_users_workflow_that_was_reset_behind_its_worker_adopts_the_pres
     # The first worker dies; the second one takes its place.
     second = asyncio.create_task(_serve_next(site))
     site.yard.launcher.end(first.task_id)
-    lost = m.WorkerLostSignal(task_id=first.task_id, worker_id=first.worker_id, exit_code=1, reason="killed")
+    lost = WorkerLostSignal(task_id=first.task_id, worker_id=first.worker_id, exit_code=1, reason="killed")
     await handle.signal("worker_lost", lost)
 
-    async def replaced() -> m.WorkerRef | None:
+    async def replaced() -> WorkerRef | None:
         now = await site.user_view(user)
-        found = now.worker if now.state == m.WorkerState.ACTIVE else None
+        found = now.worker if now.state == WorkerState.ACTIVE else None
         return found if found is not None and found.worker_id != first.worker_id else None
 
-    present: m.WorkerRef = await until(replaced, "second worker")
+    present: WorkerRef = await until(replaced, "second worker")
     second.cancel()
     await site.yard.sql("update worker_sessions set connected_at = now() where connected_at is null")
     await site.yard.renew_mark(user, present.worker_id, present.epoch, state="Active")
@@ -337,7 +343,7 @@ async def test_a_users_workflow_that_was_reset_behind_its_worker_adopts_the_pres
 
     async def adopted() -> bool:
         now = await site.user_view(user)
-        return now.state == m.WorkerState.ACTIVE and now.worker is not None and now.worker.epoch == 2
+        return now.state == WorkerState.ACTIVE and now.worker is not None and now.worker.epoch == 2
 
     await until(adopted, "adopted worker")
     now = await site.user_view(user)
@@ -412,7 +418,7 @@ async def test_a_rollout_that_was_ended_is_reported_and_leaves_no_extra_workers(
         )
 
     await until(listed, "rollout in Temporal's index")
-    await site.change_pool("set_release", pm.SetRelease(release=release, surge=2))
+    await site.change_pool("set_release", SetRelease(release=release, surge=2))
     await site.pool_is_filled(4)
     await site.restorer.look_at_runs()
     assert (await site.pool_view()).surge == 2  # while it is under way

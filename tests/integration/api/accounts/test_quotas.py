@@ -13,10 +13,10 @@ from infra.database import api_keys, quotas
 from infra.database.engine import Database
 from infra.database.models import ApiKey, AuditEntry, DailyActs
 from infra.database.quotas import DailyQuotaReached
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from tests.integration.api.conftest import ServedApi, an_order, on_one_day
 
-NOON = datetime(2026, 11, 27, 12, 0, tzinfo=TAIPEI)
+NOON = datetime(2026, 11, 27, 12, 0, tzinfo=HOME_ZONE)
 
 
 async def count_entries(api: ServedApi, prefix: str = "") -> int:

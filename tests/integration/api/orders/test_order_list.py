@@ -16,7 +16,7 @@ from sqlalchemy import update
 from api.orders.export import PAGE
 from infra.database.models import Order
 from infra.database.orders import acceptance, attention
-from infra.market.calendar import TAIPEI
+from infra.market.calendar import HOME_ZONE
 from tests.integration.api.conftest import ServedApi
 from worker_runtime.jobs.protocol.catalog import OrderRow
 
@@ -238,7 +238,7 @@ async def test_an_export_for_a_spreadsheet_begins_with_a_mark_and_has_times_it_r
     expected = list(csv.DictReader(io.StringIO(plain.decode(), newline="")))
     assert [UUID(row["id"]) for row in rows] == made[::-1]
     for row, other in zip(rows, expected, strict=True):
-        at = datetime.strptime(row.pop("accepted_at"), "%Y-%m-%d %H:%M:%S.%f").replace(tzinfo=TAIPEI)
+        at = datetime.strptime(row.pop("accepted_at"), "%Y-%m-%d %H:%M:%S.%f").replace(tzinfo=HOME_ZONE)
         assert abs(at - datetime.fromisoformat(other.pop("accepted_at"))) < timedelta(milliseconds=1)
         assert row == other
     assert rows[0]["reason"] == f"'{reason}"

@@ -80,7 +80,7 @@ async def test_a_clock_that_is_off_changes_no_deadline(skewed: Skewed, start_wor
     async with api.services.database.session() as session:
         await session.execute(text("update orders set verify_at = clock_timestamp()"))
     async with api.services.database.session() as session:
-        (due,) = await watch.take_due_orders(session, most=10, lease=1.0, grace=0.0)
+        (due,) = await watch.take_due_orders(session, limit=10, lease=1.0, grace=0.0)
     lasts = api.settings.order_deadline
     assert (str(due.order.id), due.overdue) == (order_id, False)
     assert lasts - 15 < due.remaining <= lasts

@@ -23,7 +23,7 @@ from tests.integration.api.conftest import ServedApi, operator, running_api
 from tests.integration.api.test_page import browser
 from tests.workflow.fakes import FakePool, serving
 from workflows import names
-from workflows.worker_pool import messages as pm
+from workflows.worker_pool.messages import PoolInput
 from workflows.worker_pool.policy import PoolPolicy
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
@@ -39,7 +39,7 @@ async def pool(temporal_server: TemporalServer) -> AsyncIterator[FakePool]:
     async with serving(client, fake.activities()):
         handle = await client.start_workflow(
             WorkerPoolWorkflow.run,
-            pm.PoolInput(pool=POOL, policy=PoolPolicy(target=2)),
+            PoolInput(pool=POOL, policy=PoolPolicy(target=2)),
             id=names.worker_pool_id(POOL),
             task_queue=names.LIFECYCLE_QUEUE,
         )
@@ -195,7 +195,7 @@ async def test_a_pool_that_was_ended_by_hand_says_so_and_by_whom(
     client = await Client.connect(temporal_server.address)
     handle = await client.start_workflow(
         WorkerPoolWorkflow.run,
-        pm.PoolInput(pool="ended", policy=PoolPolicy(target=2)),
+        PoolInput(pool="ended", policy=PoolPolicy(target=2)),
         id=names.worker_pool_id("ended"),
         task_queue=names.LIFECYCLE_QUEUE,
     )

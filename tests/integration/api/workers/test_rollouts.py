@@ -25,8 +25,8 @@ from tests.integration.api.conftest import ServedApi, operator, running_api
 from tests.workflow.bulk_fakes import FakeMaintenance, FakeRollout
 from tests.workflow.fakes import FakePool, serving
 from workflows import names
-from workflows.maintenance import messages as mm
-from workflows.worker_pool import messages as pm
+from workflows.maintenance.messages import Scanned
+from workflows.worker_pool.messages import PoolInput
 from workflows.worker_pool.policy import PoolPolicy
 from workflows.worker_pool.workflow import WorkerPoolWorkflow
 
@@ -45,7 +45,7 @@ async def rollout(temporal: Client) -> AsyncIterator[FakeRollout]:
     async with serving(temporal, FakePool().activities()), fake.worker(temporal):
         pool = await temporal.start_workflow(
             WorkerPoolWorkflow.run,
-            pm.PoolInput(pool=POOL, policy=PoolPolicy(target=0)),
+            PoolInput(pool=POOL, policy=PoolPolicy(target=0)),
             id=names.worker_pool_id(POOL),
             task_queue=names.LIFECYCLE_QUEUE,
         )
@@ -165,7 +165,7 @@ async def test_the_command_begins_watches_and_takes_back(
 async def test_maintenance_is_run_by_hand(
     api: ServedApi, temporal: Client, commands: CommandForker, tmp_path: Path
 ) -> None:
-    fake = FakeMaintenance(mm.Scanned(number=3, workers=12, found=2, confirmed=1))
+    fake = FakeMaintenance(Scanned(number=3, workers=12, found=2, confirmed=1))
     async with operator(api, commands, tmp_path) as berth:
         code, _, err = await berth("maintenance", "run")
         assert code == 1
@@ -178,7 +178,7 @@ async def test_maintenance_is_run_by_hand(
                 code, out, err = await berth("maintenance", "run", "--reason", "a test")
                 assert (code, err) == (0, "")
                 assert out == "12 workers, 2 anomalies, 1 of them seen before; done: 1 stopped\n"
-                fake.scanned = mm.Scanned(number=0, guarded="too soon after the last pass")
+                fake.scanned = Scanned(number=0, guarded="too soon after the last pass")
                 code, out, _ = await berth("maintenance", "run")
                 assert out.splitlines()[1] == "held still because: too soon after the last pass"
             assert len(fake.finished) == 1

@@ -55,7 +55,7 @@ class Crowd:
         stage.broker, stage.person = "paper", person
         account = f"account-{stage.user}"
         asyncio.run(self._register(account, person))
-        allowance = Allowance(paper=limits, egress=egress, egress_persons=PERSONS)
+        allowance = Allowance(limits={"paper": limits}, egress=egress, egress_persons=PERSONS)
         worker = stage.launch(REAL, paper_exchange=self.exchange.address, allowance=allowance, **config)
         return stage, worker
 
@@ -187,7 +187,7 @@ def limiter_with(
     stage: WorkerStage, *budgets: str, epoch: int = 1, limits: BrokerLimits = LIMITS
 ) -> Callable[[str], str]:
     """Takes 'orders' or 'connection NAME' for one person, and returns why it is refused, or ''."""
-    config = stage.config(allowance=Allowance(paper=limits))
+    config = stage.config(allowance=Allowance(limits={"paper": limits}))
     shared_state = SharedState()
     shared_state.session_number = 1
     shared_state.assign(stage.user, "c1", epoch)

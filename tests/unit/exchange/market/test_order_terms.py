@@ -17,7 +17,7 @@ from infra.exchange.ledger import ExchangeLedger
 from infra.exchange.records import LedgerSession
 from tests.unit.exchange.conftest import ExchangeClock
 from tests.unit.exchange.trader import limit, login, market
-from worker_runtime.brokers.paper.wire import Place, Position, Replace
+from worker_runtime.brokers.paper.wire import ExchangePosition, Place, Replace
 from worker_runtime.protocol.errors import OrderRejected
 from worker_runtime.protocol.messages import OrderState, PriceType, Side, TimeInForce
 from worker_runtime.protocol.order_terms import OpenClose, OrderCondition, OrderLot
@@ -217,7 +217,7 @@ def test_terms_are_in_the_ledger_of_this_release_and_the_usual_ones_in_an_older_
     ("shares", "lots", "odd"), [(2345, 2, 345), (-2345, -2, -345), (999, 0, 999), (-1, 0, -1), (1000, 1, 0)]
 )
 def test_a_position_of_shares_is_lots_and_the_rest_with_one_sign(shares: int, lots: int, odd: int) -> None:
-    position = Position.of_shares("2330", shares, HUNDRED)
+    position = ExchangePosition.of_shares("2330", shares, HUNDRED)
     assert (position.quantity, position.odd_shares, position.shares) == (lots, odd, shares)
     assert position.held(ODD) == odd
     assert position.held(FIXING) == lots

@@ -15,9 +15,9 @@ import msgspec
 from worker_runtime.brokers.paper.broker import PaperConnection
 from worker_runtime.brokers.paper.wire import (
     ExchangeOrder,
+    ExchangeOrderChanged,
     ExchangePing,
     ExchangeReply,
-    OrderChanged,
     ServerMessage,
 )
 from worker_runtime.brokers.port import OnOrderChanged
@@ -46,8 +46,8 @@ def a_broker_order(name: str) -> ExchangeOrder:
     )
 
 
-def event(name: str) -> OrderChanged:
-    return OrderChanged(event_id=name, order=a_broker_order(name))
+def event(name: str) -> ExchangeOrderChanged:
+    return ExchangeOrderChanged(event_id=name, order=a_broker_order(name))
 
 
 def in_bytes(*messages: ServerMessage) -> bytes:

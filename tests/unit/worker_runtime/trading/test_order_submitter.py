@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.unit.worker_runtime.trading.test_request_handler import ORDER
+from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol.errors import DeadlineExceeded
@@ -29,7 +30,9 @@ class Late:
         return object()
 
     def session(self, account_id: str) -> object:
-        return SimpleNamespace(books_awaited=False, differs_since=0)
+        key = ConnectionKey("paper", "stock", True, account_id)
+        account = SimpleNamespace(key=key)
+        return SimpleNamespace(account=account, books_awaited=False, differs_since=0)
 
     def spend_budget(self, account_id: str, what: CallKind, item: QueueItem) -> None:
         self.grants += 1

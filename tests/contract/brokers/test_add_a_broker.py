@@ -1,0 +1,90 @@
+"""The page on adding a broker is followed: its files are written, installed, and pass the contract suite."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.example_broker import ROOT, install, write_example
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_example(tmp_path_factory.mktemp("example"))
+
+
+@pytest.fixture(scope="module")
+def installed(project: Path) -> Path:
+    target = project.parent / "installed"
+    install(target, project, ROOT / "infra" / "berth_testing")
+    return target
+
+
+def run(installed: Path, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": f"{installed}{os.pathsep}{ROOT}"}
+    return subprocess.run(
+        [sys.executable, *command],
+        env=environment,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_its_record_is_found_without_importing_it(installed: Path) -> None:
+    program = (
+        "import sys; from worker_runtime.protocol import installed_brokers as found;"
+        "plugin = found.installed_brokers()['harbour'];"
+        "print(found.announced_brokers(), plugin.record.markets['spot'].currency, plugin.distribution);"
+        "print([name for name in sys.modules if name.startswith('berth_harbour')])"
+    )
+    done = run(installed, "-c", program)
+    assert done.returncode == 0, done.stderr
+    words, imported = done.stdout.splitlines()
+    assert words == "harbour=1@berth-harbour-0.1.0 paper=1 shioaji=1 EUR berth-harbour"
+    assert imported == "[]"
+
+
+@pytest.mark.timeout(180)
+def test_it_passes_the_contract_suite(installed: Path, project: Path) -> None:
+    done = run(
+        installed,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(project),
+        "tests",
+        cwd=project,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "sentence"),
+    [
+        ("schema = 1", "schema = 9", "schema is 9"),
+        ('name = "harbour"', 'name = "harbor"', "its entry point 'harbour'"),
+        ('name = "harbour"', 'name = "paper"', "paper"),
+    ],
+)
+def test_a_worker_and_the_api_refuse_a_broken_record_at_their_start(
+    installed: Path, tmp_path: Path, written: str, instead: str, sentence: str
+) -> None:
+    broken = tmp_path / "installed"
+    shutil.copytree(installed, broken)
+    record = broken / "berth_harbour" / "broker.toml"
+    record.write_text(record.read_text(encoding="utf-8").replace(written, instead, 1), encoding="utf-8")
+    done = run(broken, "-c", "from infra.market.calendar import load_calendar; load_calendar()")
+    assert "BrokerRecordRefused" in done.stderr
+    assert sentence in done.stderr

@@ -1,0 +1,133 @@
+"""A broker's record: what it says, and how a broken one is refused."""
+
+from __future__ import annotations
+
+import shutil
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+import worker_runtime
+from worker_runtime.protocol import installed_brokers
+from worker_runtime.protocol.broker_record import BrokerRecordRefused, MarketRule
+from worker_runtime.protocol.errors import BerthError, OrderTermsRule, PriceTypeRule
+
+BROKERS = Path(worker_runtime.__path__[0]) / "brokers"
+STOCK = installed_brokers.own_brokers()["paper"].record.markets["stock"]
+FUTURES = installed_brokers.own_brokers()["paper"].record.markets["futures"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of a record that can be broken."""
+    for name in ("taiwan.toml", "taiwan_holidays.json"):
+        shutil.copy(BROKERS / name, tmp_path / name)
+    (tmp_path / "paper").mkdir()
+    shutil.copy(BROKERS / "paper" / "broker.toml", tmp_path / "paper" / "broker.toml")
+    return tmp_path
+
+
+def test_the_brokers_that_come_with_berth_have_records() -> None:
+    assert {"paper", "shioaji"} <= set(installed_brokers.own_brokers())
+    assert {"paper=1", "shioaji=1"} <= set(installed_brokers.announced_brokers().split())
+
+
+@pytest.mark.parametrize(
+    ("market", "terms", "error"),
+    [
+        (STOCK, ("common", "LMT", "ROD", "margin", "auto"), None),
+        (STOCK, ("odd", "LMT", "ROD", "cash", "auto"), None),
+        (STOCK, ("odd", "MKT", "ROD", "cash", "auto"), PriceTypeRule),
+        (STOCK, ("odd", "LMT", "ROD", "margin", "auto"), OrderTermsRule),
+        (STOCK, ("common", "MKP", "IOC", "cash", "auto"), PriceTypeRule),
+        (STOCK, ("common", "LMT", "ROD", "cash", "new"), OrderTermsRule),
+        (FUTURES, ("common", "MKP", "IOC", "cash", "cover"), None),
+        (FUTURES, ("common", "MKT", "ROD", "cash", "auto"), PriceTypeRule),
+        (FUTURES, ("odd", "LMT", "ROD", "cash", "auto"), OrderTermsRule),
+    ],
+)
+def test_terms_are_taken_in_the_combinations_of_the_record(
+    market: MarketRule, terms: tuple[str, str, str, str, str], error: type[BerthError] | None
+) -> None:
+    refusal = market.refusal(*terms)
+    assert market.takes(*terms) is (refusal is None)
+    assert (type(refusal) if refusal else None) is error
+
+
+def test_a_refusal_says_what_is_possible_and_where_that_is_written() -> None:
+    refusal = FUTURES.refusal("common", "MKT", "ROD", "cash", "auto")
+    assert refusal is not None
+    assert "`ROD` with lot `common`, price type `MKT`" in refusal.detail
+    assert "Possible here: FOK, IOC (code 9938" in refusal.detail
+
+
+@pytest.mark.parametrize(
+    ("symbol", "price", "tick"),
+    [("2330", "9.99", "0.01"), ("2330", "1000", "5"), ("0050", "60", "0.05"), ("233", "9", None)],
+)
+def test_the_tick_depends_on_symbol_and_price(symbol: str, price: str, tick: str | None) -> None:
+    assert STOCK.tick(symbol, Decimal(price)) == (None if tick is None else Decimal(tick))
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "sentence"),
+    [
+        ("schema = 1", "schema = 2", "schema is 2, and this release of Berth reads 1"),
+        ("tag_length", "tag_lenght", "unknown field `tag_lenght`"),
+        ("tag_length = 6", 'tag_length = "six"', "tag_length"),
+        ("schema = 1", "schema = ", "Invalid value"),
+        ('adapter = "', 'adapter = "no path: ', "adapter"),
+        ("[credentials.api_key]", "[credentials.pin]", "credentials.pin: Berth stores api_key"),
+        ('counted_per = "account"', 'counted_per = "planet"', "counted_per"),
+        ("../taiwan.toml", "../atlantis.toml", "atlantis.toml"),
+    ],
+)
+def test_a_broken_record_is_refused_with_a_sentence(
+    folder: Path, written: str, instead: str, sentence: str
+) -> None:
+    path = folder / "paper" / "broker.toml"
+    text = path.read_text(encoding="utf-8")
+    assert written in text
+    path.write_text(text.replace(written, instead, 1), encoding="utf-8")
+    with pytest.raises(BrokerRecordRefused) as refused:
+        installed_brokers.load_plugin(path)
+    assert str(path) in refused.value.detail
+    assert sentence in refused.value.detail
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "sentence"),
+    [
+        ("[stock.lots.odd]", "[stock.lots.tiny]", "tiny"),
+        ('{ tick = "5" }', '{ below = "5", tick = "5" }', "must rise by `below`"),
+        (r"\d{4,6}[A-Z]?", r"\d{4,6}[A-Z", "is no pattern"),
+        ("max_quantity = 999", "max_quantity = 0", "max_quantity"),
+        ("taiwan_holidays.json", "nowhere.json", "names nowhere.json"),
+        ('currency = "TWD"', 'currency = "dollars"', "currency"),
+    ],
+)
+def test_a_broken_market_is_refused_with_a_sentence(
+    folder: Path, written: str, instead: str, sentence: str
+) -> None:
+    path = folder / "taiwan.toml"
+    text = path.read_text(encoding="utf-8")
+    assert written in text
+    path.write_text(text.replace(written, instead, 1), encoding="utf-8")
+    with pytest.raises(BrokerRecordRefused, match=r"broker\.toml") as refused:
+        installed_brokers.load_plugin(folder / "paper" / "broker.toml")
+    assert sentence in refused.value.detail
+
+
+def test_a_look_up_of_terms_reads_no_file_and_no_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed_brokers.installed_brokers()
+
+    def refuse(*args: object, **named: object) -> None:
+        raise AssertionError("a file was opened")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "glob", refuse)
+    plugin, market = installed_brokers.market_of("paper", "stock")
+    assert market.takes("common", "LMT", "ROD", "cash", "auto")
+    assert plugin.record.name == "paper"

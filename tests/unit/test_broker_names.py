@@ -1,0 +1,95 @@
+"""No code names a broker, a market of one, or its currency: records do."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+from worker_runtime.protocol.installed_brokers import own_brokers
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = ("activities", "api", "infra", "worker_runtime", "workflows")
+#: Adapters and records, and the paper exchange with the programs that start it.
+EXEMPT = ("worker_runtime/brokers/", "infra/exchange/", "infra/lab/", "infra/local/", "infra/images/")
+_MARKET = re.compile(r"\b(TWD|taipei|twse|tpex|taifex|taiwan)", re.IGNORECASE)
+
+#: Files that still name a market. This list may only shrink.
+NAME_A_MARKET = {
+    "activities/reports/daily.py",
+    "api/http/times.py",
+    "api/jobs/router.py",
+    "api/jobs/schemas.py",
+    "api/keys/router.py",
+    "api/orders/export.py",
+    "api/orders/router.py",
+    "api/orders/schemas.py",
+    "api/page/rendering.py",
+    "api/page/static/page.js",
+    "api/page/templates/symbols.html",
+    "api/pools/schemas.py",
+    "api/positions/parts.py",
+    "api/webhook_calls/router.py",
+    "api/webhooks/planning.py",
+    "infra/cli/options.py",
+    "infra/cli/trading.py",
+    "infra/cli/users.py",
+    "infra/client/calls.py",
+    "infra/database/models.py",
+    "infra/database/orders/acceptance.py",
+    "infra/database/orders/checks.py",
+    "infra/database/orders/listing.py",
+    "infra/database/quotas.py",
+    "infra/market/signal_symbols.py",
+    "infra/market/windows.py",
+    "infra/recovery/restore.py",
+    "infra/settings.py",
+    "infra/temporal/schedules.py",
+    "worker_runtime/jobs/protocol/catalog.py",
+    "worker_runtime/protocol/lua/limits/spend_budget.lua",
+    "worker_runtime/protocol/order_terms.py",
+    "worker_runtime/protocol/requests.py",
+    "workflows/morning/messages.py",
+    "workflows/reports/messages.py",
+    "workflows/worker_pool/policy.py",
+}
+#: Files that still name a broker. This list may only shrink.
+NAME_A_BROKER = {
+    "api/fleet/service.py",
+    "infra/cli/broker.py",
+    "infra/cli/users.py",
+    "infra/settings.py",
+}
+
+
+def sources() -> dict[str, str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", *LAYERS],  # noqa: S607
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    kept = [name for name in listed if name.endswith((".py", ".lua", ".sql", ".html", ".js"))]
+    return {
+        name: (ROOT / name).read_text(encoding="utf-8")
+        for name in kept
+        if not name.startswith(EXEMPT) and (ROOT / name).is_file()
+    }
+
+
+def names_a_broker(text: str) -> bool:
+    """Return True if a string of the source is the name of a broker."""
+    return any(
+        isinstance(node, ast.Constant) and node.value in own_brokers() for node in ast.walk(ast.parse(text))
+    )
+
+
+def test_no_code_names_a_market() -> None:
+    assert {name for name, text in sources().items() if _MARKET.search(text)} == NAME_A_MARKET
+
+
+def test_no_code_names_a_broker() -> None:
+    named = {name for name, text in sources().items() if name.endswith(".py") and names_a_broker(text)}
+    assert named == NAME_A_BROKER

@@ -1,0 +1,428 @@
+"""What is known of a broker: a record, which is data next to its adapter.
+
+A record is a TOML file (`broker.toml`). It says what the broker's markets take, when they are open, what a
+login needs and what the broker limits. Pre-trade checks, rate limits, the API's validation and the documents
+read it; no other code knows a broker by name. `installed_brokers.py` finds records; nothing is imported for
+them.
+
+Times of day are local to the market. Quantities are in the lot's own unit. Prices are in the market's
+currency.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
+from enum import StrEnum
+from functools import cached_property
+from itertools import product
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+
+from worker_runtime.protocol.errors import BerthError, OrderTermsRule, PriceTypeRule
+from worker_runtime.protocol.launch import BrokerLimits
+from worker_runtime.protocol.order_terms import (
+    OpenClose,
+    OrderCondition,
+    OrderLot,
+    PriceType,
+    TimeInForce,
+)
+
+#: The schema of records that this release reads.
+SCHEMA = 1
+
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z][a-z0-9_]{0,15}$")]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class BrokerRecordRefused(BerthError, code="BROKER_RECORD_REFUSED"):
+    """A broker's record cannot be used: the sentence names the file and what is wrong with it. Correct the
+    record, or uninstall the plug-in, then start again."""
+
+
+class RecordPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """The base of all parts: a misspelt key is refused."""
+
+
+class CredentialKind(StrEnum):
+    """What an API takes for a field of credentials."""
+
+    TEXT = "text"
+    SECRET = "secret"  # noqa: S105 - a kind
+    FILE = "file"
+
+
+class CountedPer(StrEnum):
+    """Whose calls a broker counts together."""
+
+    PERSON = "person"
+    KEY = "key"
+    ACCOUNT = "account"
+
+
+class QuantityChange(StrEnum):
+    """What the number in a quantity change means to the broker."""
+
+    NEW_TOTAL = "new_total"
+    REDUCE_BY = "reduce_by"
+    #: Nobody knows before somebody has seen one (`berth broker check`).
+    CONFIRM = "confirm"
+    UNSUPPORTED = "unsupported"
+
+
+class TradingHours(RecordPart, frozen=True, kw_only=True):
+    """A session of a trading day. One that closes before it opens ends on the next day."""
+
+    #: When orders are taken.
+    opens: time
+    closes: time
+    #: When matching begins.
+    bell: time
+
+
+class LotRule(RecordPart, frozen=True, kw_only=True):
+    """A kind of lot: what one of it is, and how many an order may have."""
+
+    #: Units (shares, contracts) in one; 1: an order counts units.
+    units: Count
+    min_quantity: Count = 1
+    max_quantity: Count
+    #: Minutes after the day's close from which on, and until when, it is taken; None: with the market.
+    after_close_min: tuple[int, int] | None = None
+    #: Whether it is taken from the bell on, and not when the market begins to take orders.
+    from_bell: bool = False
+
+
+class OrderRule(RecordPart, frozen=True, kw_only=True):
+    """Terms that may be combined: each with each."""
+
+    lots: tuple[OrderLot, ...] = (OrderLot.COMMON,)
+    price_types: tuple[PriceType, ...]
+    times_in_force: tuple[TimeInForce, ...]
+    conditions: tuple[OrderCondition, ...] = (OrderCondition.CASH,)
+    open_close: tuple[OpenClose, ...] = (OpenClose.AUTO,)
+    #: Where it is written, for the sentence that refuses an order.
+    source: str = ""
+
+
+class TickStep(RecordPart, frozen=True, kw_only=True):
+    """The step of prices below a price; the last step of a table has no end."""
+
+    below: Decimal | None = None
+    tick: Decimal
+
+
+class SymbolRule(RecordPart, frozen=True, kw_only=True):
+    """Symbols of one form, until the broker's own instruments say more."""
+
+    pattern: str
+    #: Value of one common lot at a price of 1, in the market's currency.
+    lot_value: Decimal
+    ticks: tuple[TickStep, ...] = ()
+
+
+class MarketRule(RecordPart, frozen=True, kw_only=True):
+    """A market, as its accounts trade it."""
+
+    title: str
+    zone: str
+    #: ISO 4217.
+    currency: Annotated[str, msgspec.Meta(pattern=r"^[A-Z]{3}$")]
+    #: Holidays: a JSON file next to the record (`holidays`, `last`); '': every weekday is a trading day.
+    holidays: str = ""
+    day: TradingHours
+    evening: TradingHours | None = None
+    lots: dict[OrderLot, LotRule]
+    orders: tuple[OrderRule, ...]
+    symbols: tuple[SymbolRule, ...]
+    #: How far a price may be from the day's reference price; None: without a limit.
+    daily_limit: Decimal | None = None
+
+    @cached_property
+    def _combinations(self) -> frozenset[tuple[str, ...]]:
+        return frozenset(
+            tuple(map(str, terms))
+            for rule in self.orders
+            for terms in product(
+                rule.lots,
+                rule.price_types,
+                rule.times_in_force,
+                rule.conditions,
+                rule.open_close,
+            )
+        )
+
+    @cached_property
+    def _symbols(self) -> list[tuple[re.Pattern[str], SymbolRule]]:
+        return [(re.compile(rule.pattern), rule) for rule in self.symbols]
+
+    def takes(
+        self,
+        lot: str,
+        price_type: str,
+        time_in_force: str,
+        condition: str,
+        open_close: str,
+    ) -> bool:
+        """Return True if the market takes these terms together. No I/O: a look-up in a set."""
+        return (lot, price_type, time_in_force, condition, open_close) in self._combinations
+
+    def refusal(
+        self,
+        lot: str,
+        price_type: str,
+        time_in_force: str,
+        condition: str,
+        open_close: str,
+    ) -> BerthError | None:
+        """Return why the market does not take these terms together; None if it does."""
+        if self.takes(lot, price_type, time_in_force, condition, open_close):
+            return None
+        rules: Iterable[OrderRule] = self.orders
+        terms: tuple[tuple[str, str, str, type[BerthError]], ...] = (
+            ("lots", "lot", lot, OrderTermsRule),
+            ("price_types", "price type", price_type, PriceTypeRule),
+            ("times_in_force", "time in force", time_in_force, PriceTypeRule),
+            ("conditions", "condition", condition, OrderTermsRule),
+            ("open_close", "open or close type", open_close, OrderTermsRule),
+        )
+        so_far: list[str] = []
+        for name, title, value, kind in terms:
+            matching = [rule for rule in rules if value in getattr(rule, name)]
+            if not matching:
+                possible = sorted({str(other) for rule in rules for other in getattr(rule, name)})
+                sources = sorted({rule.source for rule in rules if rule.source})
+                with_terms = f" with {', '.join(so_far)}" if so_far else ""
+                source = f" ({'; '.join(sources)})" if sources else ""
+                return kind(
+                    f"{self.title} takes no {title} `{value}`{with_terms}. Possible here:"
+                    f" {', '.join(possible)}{source}."
+                )
+            rules = matching
+            so_far.append(f"{title} `{value}`")
+        return OrderTermsRule(f"{self.title} does not take these terms together.")
+
+    def symbol_rule(self, symbol: str) -> SymbolRule | None:
+        """Return the rule of the first pattern that fits the symbol."""
+        return next((rule for form, rule in self._symbols if form.fullmatch(symbol)), None)
+
+    def tick(self, symbol: str, price: Decimal) -> Decimal | None:
+        """Return the smallest step of a price; None if the record does not know it."""
+        rule = self.symbol_rule(symbol)
+        if rule is None:
+            return None
+        return next((step.tick for step in rule.ticks if step.below is None or price < step.below), None)
+
+
+class ListCoverage(RecordPart, frozen=True, kw_only=True):
+    """What a list of orders proves. An adapter may prove less at times, and says so with each list."""
+
+    #: Whether a list has the orders of all sessions; with a simulation's own value if it differs.
+    all_sessions: bool
+    all_sessions_in_simulation: bool
+    #: Orders younger than this may be missing.
+    lag_s: Seconds
+    #: How far back lists reach: `day` for the broker's day, `always`.
+    reach: str = "day"
+    #: Whether positions that are asked for after a list include its fills.
+    positions_agree: bool = False
+
+
+class CallLimits(RecordPart, frozen=True, kw_only=True):
+    """The broker's limits."""
+
+    counted_per: CountedPer
+    connections: Count
+    logins_per_day: Count
+    orders_per_10s: Count
+    queries_per_5s: Count
+    #: Persons whose calls one address may make; None: not published.
+    persons_per_address: int | None = None
+    #: Seconds without any call after the broker has banned a person or an address.
+    cool_down_s: Seconds = 0.0
+
+    def as_limits(self) -> BrokerLimits:
+        return BrokerLimits(
+            connections=self.connections,
+            logins_per_day=self.logins_per_day,
+            orders_per_10s=self.orders_per_10s,
+            queries_per_5s=self.queries_per_5s,
+        )
+
+
+class CredentialField(RecordPart, frozen=True, kw_only=True):
+    """A field of the credentials."""
+
+    title: str
+    kind: CredentialKind = CredentialKind.SECRET
+    #: `always`, `live` (not in simulation), or `never`.
+    needed: Annotated[str, msgspec.Meta(pattern="^(always|live|never)$")] = "always"
+    max_length: Count = 512
+
+
+#: Fields that credentials can have (`messages.Credentials`).
+CREDENTIAL_FIELDS = ("api_key", "secret_key", "person_id", "ca_certificate", "ca_password")
+
+
+class SessionRule(RecordPart, frozen=True, kw_only=True):
+    """A broker session."""
+
+    #: Seconds after which the broker ends it; None: it does not.
+    life_s: float | None = None
+
+
+class BrokerRecord(RecordPart, frozen=True, kw_only=True):
+    """All that is known of a broker. `version` grows with each change of its content."""
+
+    schema: int
+    name: Name
+    title: str
+    version: Count
+    #: `package.module:Class`; imported in a session process only, and called as `AdapterFactory` says.
+    adapter: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    #: Whether the adapter or its SDK may write to standard output or error, perhaps a part of a secret: then
+    #: both are closed in its process.
+    adapter_prints: bool = True
+    #: False for a broker at which no account trades for real.
+    trades_live: bool
+    has_simulation: bool
+    #: Characters of our tag that the broker keeps and lists.
+    tag_length: Count
+    quantity_change: QuantityChange
+    #: Markets by the `broker_type` of their accounts.
+    markets: dict[Name, MarketRule]
+    lists: ListCoverage
+    limits: CallLimits
+    session: SessionRule = SessionRule()
+    credentials: dict[str, CredentialField]
+    #: How the API tries credentials without a login: `line` (see `credential_check.py`), or '' for not.
+    credential_check: Annotated[str, msgspec.Meta(pattern="^(line)?$")] = ""
+    #: What only a person with an account can confirm.
+    unconfirmed: tuple[str, ...] = ()
+
+    def market(self, broker_type: str) -> MarketRule:
+        """Return the market of an account. Release 0.1.0 stored accounts of any type: those trade the first
+        one."""
+        return self.markets.get(broker_type) or next(iter(self.markets.values()))
+
+    def needed_credentials(self, *, simulation: bool) -> list[str]:
+        """Return the names of the fields that an account must have."""
+        return [
+            name
+            for name, field in self.credentials.items()
+            if field.needed == "always" or (field.needed == "live" and not simulation)
+        ]
+
+
+class HolidayTable(msgspec.Struct, frozen=True, kw_only=True):
+    """Weekdays without trading, and the last day that the table knows."""
+
+    holidays: frozenset[date]
+    last: date
+    source: str = ""
+
+
+class Plugin(NamedTuple):
+    """A broker that is installed: its record, and the distribution that brought it."""
+
+    record: BrokerRecord
+    #: Name and version of the distribution; '': it came with Berth.
+    distribution: str = ""
+    release: str = ""
+    #: By market; a market without a table is not in it.
+    holidays: Mapping[str, HolidayTable] = MappingProxyType({})
+
+    @property
+    def announced(self) -> str:
+        """Return what a worker announces: `name=version of the record`, with the distribution if it is one
+        of its own."""
+        origin = f"@{self.distribution}-{self.release}" if self.distribution else ""
+        return f"{self.record.name}={self.record.version}{origin}"
+
+
+def read_record(text: str, *, where: str, included: Callable[[str], str]) -> BrokerRecord:
+    """Read a record. `included` returns the text of a file next to it. Raises `BrokerRecordRefused`."""
+    import tomllib
+
+    try:
+        content = tomllib.loads(text)
+        shared = content.pop("markets_from", None)
+        if isinstance(shared, str):
+            content["markets"] = tomllib.loads(included(shared)) | content.get("markets", {})
+        if content.get("schema") != SCHEMA:
+            raise ValueError(f"schema is {content.get('schema')!r}, and this release of Berth reads {SCHEMA}")
+        record = msgspec.convert(
+            content, BrokerRecord, builtin_types=(time, date), strict=False, str_keys=True
+        )
+        _check(record)
+    except (ValueError, OSError, KeyError) as error:  # TOML's and msgspec's errors are ValueErrors
+        raise BrokerRecordRefused(f"The broker record {where} cannot be used: {error}") from None
+    return record
+
+
+def read_holidays(text: str, *, where: str) -> HolidayTable:
+    """Read a table of holidays. Raises `BrokerRecordRefused`."""
+    try:
+        return msgspec.json.decode(text, type=HolidayTable)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise BrokerRecordRefused(f"The table of holidays {where} cannot be used: {error}") from None
+
+
+def _check(record: BrokerRecord) -> None:
+    """Raise `ValueError` for what the types allow and nobody can trade with."""
+    if not record.markets:
+        raise ValueError("it has no market")
+    for unknown in record.credentials.keys() - set(CREDENTIAL_FIELDS):
+        raise ValueError(
+            f"credentials.{unknown}: Berth stores {', '.join(CREDENTIAL_FIELDS)}, and nothing else"
+        )
+    for name, market in record.markets.items():
+        _check_market(name, market)
+
+
+def _check_market(name: str, market: MarketRule) -> None:
+    if not market.orders:
+        raise ValueError(f"markets.{name}.orders: no order could be placed")
+    for rule in market.orders:
+        for lot in rule.lots:
+            if lot not in market.lots:
+                raise ValueError(f"markets.{name}.lots.{lot} is missing, and an order rule names it")
+    for symbol in market.symbols:
+        try:
+            re.compile(symbol.pattern)
+        except re.error as error:
+            raise ValueError(f"markets.{name}.symbols: {symbol.pattern!r} is no pattern: {error}") from None
+        if symbol.lot_value <= 0 or any(step.tick <= 0 for step in symbol.ticks):
+            raise ValueError(f"markets.{name}.symbols: {symbol.pattern!r} has a value that is not above 0")
+        bounds = [step.below for step in symbol.ticks]
+        if bounds and (bounds[-1] is not None or None in bounds[:-1] or bounds[:-1] != sorted(bounds[:-1])):  # type: ignore[type-var]
+            raise ValueError(
+                f"markets.{name}.symbols: the ticks of {symbol.pattern!r} must rise by `below`, and only the"
+                " last one has none"
+            )
+    for lot, lot_rule in market.lots.items():
+        if lot_rule.min_quantity > lot_rule.max_quantity:
+            raise ValueError(f"markets.{name}.lots.{lot}: min_quantity is above max_quantity")
+
+
+def terms_of(order: Any) -> tuple[str, str, str, str, str]:
+    """Return the terms of an order in the order in which `MarketRule.takes` has them."""
+    return (
+        order.lot,
+        order.price_type,
+        order.time_in_force,
+        order.condition,
+        order.open_close,
+    )
+
+
+def after_close(rule: LotRule) -> tuple[timedelta, timedelta] | None:
+    """Return from how long after the close until how long after it a lot is taken; None: with the market."""
+    if rule.after_close_min is None:
+        return None
+    first, last = rule.after_close_min
+    return timedelta(minutes=first), timedelta(minutes=last)
