@@ -36,11 +36,13 @@ quick: check ## What a change needs, in under 2 minutes: `check`, then the unit 
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder \
 	  --max-worker-restart 0 --quiet tests/unit --ignore tests/unit/bench --ignore tests/unit/chaos $(ARGS)
 
-check: setup ## Lint, types, arrows between the rooms, the documents
+check: setup ## Lint, types, imports between layers, names and phrases, the documents
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python .ci/check_names.py
+	@$(BIN)/python .ci/check_phrases.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: setup ## All benchmarks, one after the other

@@ -29,7 +29,7 @@ def parse_network(text: str, *, strict: bool = True) -> Network:
 
 
 def is_within(address: str, networks: Iterable[Network]) -> bool:
-    """Return True for an address of one of these networks, False for any other and for what is no address."""
+    """Return True for an address of one of these networks; False for any other text."""
     try:
         parsed = parse_address(address)
     except ValueError:

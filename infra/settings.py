@@ -141,6 +141,11 @@ class Settings(BaseSettings):
     jobs_tiers: dict[str, str] = {}
     jobs_lease: float = Field(default=5.0, ge=1, le=300)
     jobs_key_file: str = ""
+    # A fleet of an application's own job types
+    jobs_application: str = Field(default="", pattern=r"^([a-z][a-z0-9-]{0,31})?$")
+    jobs_modules: tuple[str, ...] = ()
+    jobs_path: tuple[str, ...] = ()
+    jobs_secrets_dir: str = ""
     webhook_key_file: str = ""
     webhook_allow_private: bool = False
     mail_host: str = ""

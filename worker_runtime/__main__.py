@@ -7,8 +7,8 @@ from functools import partial
 from worker_runtime.brokers.port import BrokerFactory
 from worker_runtime.process.config import BadConfig, read_config
 from worker_runtime.process.log import Log
-from worker_runtime.process.zygote import Zygote
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
+from worker_runtime.zygote import Zygote
 
 
 def load_brokers(config: WorkerConfig) -> BrokerFactory:

@@ -45,7 +45,7 @@ class MorningActivities:
             raise ApplicationError(str(error), type="INVALID_DAY", non_retryable=True) from None
         bells = self._calendar.bells(day, evening=request.evening)
         if not bells:
-            why = "has no evening session" if request.evening else "is no trading day"
+            why = "has no evening session" if request.evening else "is not a trading day"
             return MorningPlan(day=day.isoformat(), reason=f"{day} {why}")
         first = first_recent_day(self._calendar, day, request.days)
         since = datetime.combine(first, time(), TAIPEI)

@@ -45,7 +45,7 @@ POLL = 0.1
 MARGIN = 10.0
 #: Seconds that the launcher gets to confirm the end of a worker whose mark has run out, before it is fenced.
 ASK_FIRST = 2.0
-#: Stands in the owner key of a user whose last worker was fenced. No worker has this name.
+#: The worker id in the owner key of a user whose last worker was fenced. No worker has this name.
 FENCED = "-"
 
 

@@ -55,7 +55,7 @@ class Recorder:
     database: Database
     _: KW_ONLY
     traces: Traces | None = None
-    #: An account whose books differ from the broker's takes no orders. Its worker is told of each comparison
+    #: An account whose books differ from the broker's takes no orders. Each comparison is sent to its worker
     #: then, by `send_control`.
     differences_block: bool = False
     send_control: Callable[[ControlMessage], Awaitable[None]] | None = None

@@ -155,7 +155,7 @@ class DailyActivities:
         day = _asked_day(request.day, last) or due
         trading_day = day if request.day else now.date()
         if not self.calendar.trades_on(trading_day):
-            return ReportResult(day=day.isoformat(), reason=f"{trading_day} is no trading day")
+            return ReportResult(day=day.isoformat(), reason=f"{trading_day} is not a trading day")
         async with beating():
             report = await self.database.write(reports.make_report, self.calendar, day, self._end)
             mails = 0 if report.mailed_at else await self._mail(report)

@@ -55,7 +55,7 @@ class ResolveOrderRequest(Body):
     average_price: Decimal | None = Field(
         default=None, gt=0, max_digits=18, decimal_places=6, description="Of the filled lots."
     )
-    reason: LongReason = Field(min_length=1, description="How it is known; it stands in the audit trail.")
+    reason: LongReason = Field(min_length=1, description="How it is known; kept in the audit trail.")
 
 
 class ReconciliationView(View):
@@ -136,7 +136,7 @@ class ResolvePersonMatchRequest(Body):
         description="true: their calls count together, as at the broker, and each may use up what the"
         " other has. false: each user has limits of their own."
     )
-    reason: LongReason = Field(min_length=1, description="How it is known; it stands in the audit trail.")
+    reason: LongReason = Field(min_length=1, description="How it is known; kept in the audit trail.")
 
 
 class ResolveReconciliationRequest(Body):
@@ -198,7 +198,7 @@ async def recheck_order(order_id: UUID, call: Call) -> OrderView:
 async def resolve_order(order_id: UUID, body: ResolveOrderRequest, call: Call) -> OrderView:
     """Writes down how an order ended that is not final. It is final then, whatever is reported later.
 
-    Nothing is changed at the broker: find out there first. Operators only; it stands in the audit trail.
+    Nothing is changed at the broker: find out there first. Operators only; kept in the audit trail.
     """
     resolution = attention.Resolution(**body.model_dump())
     row = await call.database.write(attention.resolve_order, order_id, resolution, actor=call.actor)

@@ -132,7 +132,7 @@ async def _redrive(call: AuthorizedCall, letter: DeadLetterRow) -> None:
             except ValueError:
                 raise LetterRefused("it names no order") from None
     else:
-        raise LetterRefused("there is nothing to do again: see to it, then dismiss it")
+        raise LetterRefused("This entry cannot be retried. Fix the cause, then dismiss it.")
 
 
 async def _requeue(services: Services, letter: DeadLetterRow) -> None:

@@ -240,7 +240,7 @@ class OperatorAlerts:
         refused = False
         while True:
             try:
-                # One process checks at a time, and keeps its turn until the next check at the most.
+                # One process checks at a time, and keeps its turn at most until the next check.
                 if await self.client.set(keys.ALERTS_TURN, 1, nx=True, px=int(period * 900)):
                     await self.look()
                     refused = False

@@ -89,12 +89,10 @@ class Principal:
         right = RIGHTS.get(route)
         if right is None or self.role not in right.roles:
             raise Forbidden
-        scope = right.scope_for(self.role)
-        if scope is None or self.scopes is None or right.or_scope in self.scopes:
-            return
-        if scope not in self.scopes:
+        missing = right.missing_scope(self.role, self.scopes)
+        if missing is not None:
             raise ScopeMissing(
-                f"This API key does not have the scope `{scope}`, which this call needs."
+                f"This API key does not have the scope `{missing}`, which this call needs."
                 " Use a key that has it, or ask an administrator for one."
             )
 

@@ -22,7 +22,7 @@ NOT_BLANK = rf"^[^{_REFUSED}]*[^\s{_REFUSED}][^{_REFUSED}]*$"
 #: Why something is done.
 Reason = Annotated[PlainText, Field(max_length=200)]
 #: The same in a body that a person fills in.
-LongReason = Annotated[PlainText, Field(max_length=500, description="Why; it stands in the audit trail.")]
+LongReason = Annotated[PlainText, Field(max_length=500, description="The reason; kept in the audit trail.")]
 UserId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["alice"])]
 AccountId = Annotated[str, Field(pattern=ID_PATTERN, max_length=64, examples=["9A95-0123456"])]
 OfUser = Annotated[str | None, Query(pattern=ID_PATTERN, max_length=64, description="Only of this user.")]

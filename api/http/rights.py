@@ -29,7 +29,8 @@ class Scope(StrEnum):
     TRADE = "trade"
     #: Store and remove a broker's credentials; users: have a login tried again.
     CREDENTIALS = "credentials"
-    #: Make, change and revoke webhooks; operators: name symbols in signals.
+    #: Make, change and revoke webhooks; what lets a webhook place orders needs `trade`, too. Operators: name
+    #: symbols in signals.
     WEBHOOKS = "webhooks"
     #: Enqueue and cancel jobs; operators: limits of job types.
     JOBS = "jobs"
@@ -60,11 +61,21 @@ class Right:
     scope: Scope | None
     #: The scope that an operator's or administrator's key needs, where it is another one.
     staff_scope: Scope | None = None
-    #: A scope that is enough, too.
+    #: A scope that a key needs besides.
+    also: Scope | None = None
+    #: A scope that is enough by itself.
     or_scope: Scope | None = None
 
-    def scope_for(self, role: Role) -> Scope | None:
-        return self.staff_scope if self.staff_scope and role is not Role.USER else self.scope
+    def scopes_for(self, role: Role) -> tuple[Scope, ...]:
+        """Return the scopes that a key of this role needs, all of them."""
+        scope = self.staff_scope if self.staff_scope and role is not Role.USER else self.scope
+        return tuple(needed for needed in (scope, self.also) if needed is not None)
+
+    def missing_scope(self, role: Role, held: Collection[Scope] | None) -> Scope | None:
+        """Return a scope that a key lacks which holds these (None: all); None: it has what it needs."""
+        if held is None or self.or_scope in held:
+            return None
+        return next((scope for scope in self.scopes_for(role) if scope not in held), None)
 
 
 def known_scopes(words: Collection[str] | None) -> frozenset[Scope] | None:
@@ -96,14 +107,14 @@ RIGHTS: Mapping[str, Right] = {
     f"GET {_ACCOUNT}/balance": Right(ALL, Scope.READ),
     f"POST {_ACCOUNT}/positions/{{symbol}}/close": Right(ALL, Scope.TRADE),
     f"POST {_ACCOUNT}/intents": Right(OWNERS, Scope.TRADE),
-    # A webhook's token places orders.
-    f"POST {_USER}/webhooks": Right(OWNERS, Scope.WEBHOOKS),
+    # A webhook's token places orders: who makes one, or gets its token or secret, trades by it.
+    f"POST {_USER}/webhooks": Right(OWNERS, Scope.WEBHOOKS, also=Scope.TRADE),
     f"GET {_USER}/webhooks": Right(ALL, Scope.READ),
-    f"PATCH {_USER}/webhooks/{{webhook_id}}": Right(OWNERS, Scope.WEBHOOKS),
+    f"PATCH {_USER}/webhooks/{{webhook_id}}": Right(OWNERS, Scope.WEBHOOKS, also=Scope.TRADE),
     f"DELETE {_USER}/webhooks/{{webhook_id}}": Right(ALL, Scope.WEBHOOKS),
     f"POST {_USER}/webhooks/{{webhook_id}}/pause": Right(ALL, Scope.WEBHOOKS),
-    f"POST {_USER}/webhooks/{{webhook_id}}/resume": Right(OWNERS, Scope.WEBHOOKS),
-    f"POST {_USER}/webhooks/{{webhook_id}}/rotate": Right(OWNERS, Scope.WEBHOOKS),
+    f"POST {_USER}/webhooks/{{webhook_id}}/resume": Right(OWNERS, Scope.WEBHOOKS, also=Scope.TRADE),
+    f"POST {_USER}/webhooks/{{webhook_id}}/rotate": Right(OWNERS, Scope.WEBHOOKS, also=Scope.TRADE),
     f"POST {_USER}/webhooks/{{webhook_id}}/test": Right(ALL, Scope.WEBHOOKS),
     f"GET {_USER}/webhooks/{{webhook_id}}/calls": Right(ALL, Scope.READ),
     f"GET {_USER}/webhooks/{{webhook_id}}/calls.csv": Right(ALL, Scope.READ),
@@ -167,6 +178,8 @@ RIGHTS: Mapping[str, Right] = {
     "GET /job-types": Right(STAFF, Scope.READ, or_scope=Scope.JOBS),
     "GET /job-types/{application}/{name}": Right(STAFF, Scope.READ, or_scope=Scope.JOBS),
     "GET /job-applications": Right(STAFF, Scope.READ, or_scope=Scope.JOBS),
+    "GET /job-queues": Right(STAFF, Scope.READ),
+    "PUT /job-queues/{queue}": Right(STAFF, Scope.JOBS),
     "GET /job-limits": Right(STAFF, Scope.READ),
     "PUT /job-limits/{job_type}": Right(STAFF, Scope.JOBS),
     "PUT /job-limits/{application}/{name}": Right(STAFF, Scope.JOBS),
@@ -199,8 +212,8 @@ RIGHTS: Mapping[str, Right] = {
 
 
 def _scopes_of(role: Role) -> frozenset[Scope]:
-    needed = (right.scope_for(role) for right in RIGHTS.values() if role in right.roles)
-    return frozenset(scope for scope in needed if scope is not None)
+    rights = [right for right in RIGHTS.values() if role in right.roles]
+    return frozenset(scope for right in rights for scope in right.scopes_for(role))
 
 
 #: Role → the scopes that its routes need: those that its keys may have.

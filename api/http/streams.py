@@ -115,7 +115,7 @@ class EventFeed(Protocol):
         ...
 
     async def events_after(self, last: int) -> Sequence[ServerEvent]:
-        """The next events behind this id, a page at the most; empty when there are none yet."""
+        """The next events behind this id, at most a page; empty when there are none yet."""
         ...
 
 

@@ -29,6 +29,7 @@ from api.orders import export
 from api.orders.schemas import Bom
 from infra.database.accounts import AccountNotFound
 from infra.jobs import limits as job_limits
+from infra.jobs import queues as job_queues
 from infra.jobs.applications import ApplicationNotFound
 from infra.jobs.client import JobIdReused
 from infra.jobs.limits import JobLimits
@@ -66,7 +67,7 @@ async def put_user_job(user_id: KnownUserId, body: UserJobRequest, call: Call) -
     async def note() -> None:
         await call.audit("job.requested", f"user:{user_id}", **about)
 
-    return await call.services.jobs.enqueue_user_job(user_id, body.job, note)
+    return await call.services.jobs.enqueue_user_job(user_id, body.job, note, priority=body.priority)
 
 
 @router.get(
@@ -108,7 +109,7 @@ async def get_user_file(
     responses=problems.responses(ValkeyUnavailable),
 )
 async def cancel_user_job(user_id: KnownUserId, job_id: JobIdInPath, call: Call) -> JobStateView:
-    """Ends a job that waits; has one that runs killed (`cancelling` until then). What has ended stays so."""
+    """Cancels a waiting job, or kills a running one (`cancelling` until then); an ended job stays as is."""
     await call.services.jobs.get_job(job_id, user_id)
     await call.audit("job.cancel_requested", f"user:{user_id}", job_id=job_id)
     return await call.services.jobs.cancel(job_id, user_id)
@@ -215,7 +216,7 @@ async def get_job(job_id: JobIdInPath, call: Call, seconds: Seconds = 0.0) -> Jo
     responses=problems.responses(NotFound, ValkeyUnavailable),
 )
 async def cancel_job(job_id: JobIdInPath, call: Call) -> JobStateView:
-    """Ends a job that waits; has one that runs killed (`cancelling` until then). What has ended stays so."""
+    """Cancels a waiting job, or kills a running one (`cancelling` until then); an ended job stays as is."""
     found = await call.services.own_jobs.find(job_id)
     if found is None:
         await call.services.jobs.get_job(job_id)
@@ -287,6 +288,55 @@ async def get_job_applications(call: Call) -> schemas.ApplicationList:
 
 JobType = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9_.-]*$", max_length=64, examples=["webhook"])]
 _KNOWN = {kind.name for kind in catalog.JOB_KINDS.values()}
+
+
+QueueName = Annotated[str, Path(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$", examples=["email"])]
+OfApplication = Annotated[
+    str | None,
+    Query(
+        alias="application",
+        pattern=r"^[a-z][a-z0-9-]{0,31}$",
+        description="Of this application, instead of the fleet's.",
+    ),
+]
+_QUEUES = {kind.queue for kind in catalog.JOB_KINDS.values()}
+
+
+async def _tag_of(call: AuthorizedCall, application: str | None) -> str:
+    """Raises `ApplicationNotFound`."""
+    if application is None:
+        return job_keys.FLEET_TAG
+    await call.services.job_types.applications.require(application)
+    return job_keys.application_tag(application)
+
+
+@router.get(
+    "/job-queues",
+    summary="List queues with their weights",
+    responses=problems.responses(ApplicationNotFound, ValkeyUnavailable),
+)
+async def get_job_queues(call: Call, application: OfApplication = None) -> schemas.QueueList:
+    """The queues of the fleet, or of an application: weight, suspension, and jobs that could run now."""
+    tag = await _tag_of(call, application)
+    known = () if application else _QUEUES
+    queues = await job_queues.read_queues(call.services.valkey, tag, known)
+    return schemas.QueueList(queues=[schemas.QueueView.model_validate(queue) for queue in queues])
+
+
+@router.put(
+    "/job-queues/{queue}",
+    summary="Set the weight of a queue",
+    responses=problems.responses(ApplicationNotFound, ValkeyUnavailable),
+)
+async def put_job_queue(queue: QueueName, body: schemas.QueueWeightRequest, call: Call) -> schemas.QueueView:
+    """Among queues with work, each gets turns by its weight. It holds from the next claim on."""
+    tag = await _tag_of(call, body.application)
+    subject = f"job-queue:{body.application or 'fleet'}:{queue}"
+    await call.audit("job_queue.set", subject, reason=body.reason, weight=body.weight)
+    await job_queues.put_weight(call.database, call.services.valkey, queue, body.weight, tag)
+    queues = await job_queues.read_queues(call.services.valkey, tag, (queue,))
+    [changed] = [summary for summary in queues if summary.queue == queue]
+    return schemas.QueueView.model_validate(changed)
 
 
 @router.get(

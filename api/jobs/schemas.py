@@ -80,6 +80,9 @@ class UserJobRequest(Body):
     """A job of one user."""
 
     job: UserJob = Field(discriminator="type")
+    priority: int = Field(
+        default=5, ge=0, le=9, description="Among the jobs of this user: a higher one comes earlier."
+    )
 
 
 class PingJobRequest(_JobRequest):
@@ -406,3 +409,31 @@ class JobLimitsList(View):
     """Of every type that the fleet runs."""
 
     limits: list[JobLimitsView]
+
+
+class QueueWeightRequest(ReasonBody):
+    """The weight of a queue."""
+
+    weight: float | None = Field(
+        default=None, ge=0, le=1000, description="Turns for each turn of a queue with weight 1; null: 1."
+    )
+    application: str | None = Field(
+        default=None,
+        pattern=r"^[a-z][a-z0-9-]{0,31}$",
+        description="Whose queue it is; null: the fleet's.",
+    )
+
+
+class QueueView(View):
+    """A queue."""
+
+    queue: str
+    weight: float
+    suspended: bool = Field(description="No runner takes jobs of it: `berth jobs resume`.")
+    waiting: int = Field(description="Jobs that could run now.")
+
+
+class QueueList(View):
+    """Queues with work, a weight or a suspension; of the fleet also those of Berth's own types."""
+
+    queues: list[QueueView]

@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 #: Orders that are read for one job: more do not fit into it, however well they are packed.
 _MOST_ORDERS = 2000
-#: Jobs that a user may ask for while a result is kept (500 s). A result has up to 64 KiB and stands in the
+#: Jobs that a user may ask for while a result is kept (500 s). A result has up to 64 KiB and is in the
 #: Valkey that holds the leases: so this is what one key can put there, however quick its jobs are.
 _MOST_LATELY = 50
 _USERS = [
@@ -58,10 +58,16 @@ class JobService:
     limit: int
 
     async def enqueue_user_job(
-        self, user_id: str, wanted: schemas.UserJob, admitted: Callable[[], Awaitable[None]]
+        self,
+        user_id: str,
+        wanted: schemas.UserJob,
+        admitted: Callable[[], Awaitable[None]],
+        *,
+        priority: int = 5,
     ) -> schemas.JobStateView:
         """Enqueues a job on the user's own queue, and starts the worker that runs it if there is none.
 
+        `priority`: 0 to 9, among the jobs of this user.
         `admitted` is awaited once before a new job is enqueued, when there is room for it.
         Raises `TooManyJobs`, `TooManyOrders`, `AccountNotFound`, `JobIdReused`, `DatabaseUnavailable`.
         """
@@ -72,7 +78,8 @@ class JobService:
         work = await self._work(user_id, wanted)
         if not known:
             await admitted()
-        state = await self._put(wanted, work, user_id, wanted.job_id or str(uuid4()))
+        options = {} if priority == 5 else {"priority": priority}  # so a repeat of a call of 0.1.0 is one
+        state = await self._put(wanted, work, user_id, wanted.job_id or str(uuid4()), **options)
         if not state.ended and not await self.queue.has_live_worker(user_id):
             self.starter.ensure(user_id, mark_missing=True).add_done_callback(self._started)
         return view(state)

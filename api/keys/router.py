@@ -11,7 +11,7 @@ from pydantic import Field, computed_field, field_validator, model_validator
 from api.container import Call
 from api.http import problems
 from api.http.auth import Principal
-from api.http.errors import GrantTooWide
+from api.http.errors import GrantTooWide, NotFound
 from api.http.fields import EMPTY_IS_NONE, Body, OfUser, PlainText, Reason, Rows, UserId, View
 from api.http.rights import SCOPES_OF, Role, Scope, known_scopes
 from api.http.times import AwareTime, QueryStart
@@ -211,7 +211,7 @@ WithRevoked = Annotated[bool, Query(description="Revoked and expired ones, too."
 Image = Annotated[str, Query(pattern=IMAGE_PATTERN, max_length=512, description="As it stands on the list.")]
 
 
-@router.get("", summary="List API keys")
+@router.get("", summary="List API keys", responses=problems.responses(NotFound))
 async def list_api_keys(
     call: Call,
     user_id: OfUser = None,

@@ -135,7 +135,7 @@ class OrderReader:
         if serving is not None:
             last = max((at for at, _, _ in steps), default=order.accepted_at)
             for at, name in ((serving.claimed_at, "claimed"), (serving.connected_at, "connected")):
-                # A worker that was there before the order, or came after its end, is no part of it.
+                # The timeline leaves out a worker that was there before the order, or came after its end.
                 if at is not None and order.accepted_at <= at and (at <= last or not order.final):
                     steps.append((at, name, serving.worker_id))
         steps.sort(key=lambda step: step[0])

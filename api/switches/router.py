@@ -27,7 +27,7 @@ class SwitchScope(StrEnum):
 
 
 class SwitchHolder(StrEnum):
-    """Whose switch it is. Each opens only his own, and the strictest of all counts."""
+    """Whose switch it is. Each person opens only their own, and the strictest of all counts."""
 
     OPERATOR = "operator"
     USER = "user"
@@ -41,7 +41,7 @@ class SwitchRequest(Body):
     account_id: AccountId | None = None
     state: SwitchState
     reason: str = Field(
-        min_length=1, max_length=500, pattern=NOT_BLANK, description="Why; it stands in the audit trail."
+        min_length=1, max_length=500, pattern=NOT_BLANK, description="The reason; kept in the audit trail."
     )
     held_by: SwitchHolder | None = Field(
         default=None, description="For operators: `user` sets the user's own switch, on the user's request."
@@ -99,7 +99,7 @@ class SwitchList(View):
     switches: list[SwitchView]
     next_cursor: int | None = None
     effective: EffectiveSwitchView | None = Field(
-        default=None, description="With a user: what counts for him. Else nothing."
+        default=None, description="The switches that apply to `user`; null if no user is given."
     )
 
 

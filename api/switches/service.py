@@ -79,7 +79,7 @@ class SwitchControl:
     async def list_switches(
         self, user_id: str | None, **filters: Any
     ) -> tuple[Sequence[Switch], UserSwitch | None]:
-        """All switches, or those that can hold for one user and what counts for him. `wanted`: which, as
+        """All switches, or those that can hold for one user and what applies to them. `wanted`: which, as
         `switches.list_switches` takes it. Raises `UserNotFound`."""
         async with self.database.session() as session:
             effective = None

@@ -48,7 +48,8 @@ _LIMITS_PATH = "/{user_id}/accounts/{account_id}/limits"
 async def create_user(body: schemas.UserRequest, call: Call) -> schemas.UserWithKeyView:
     """Creates a user and an API key for it, which is shown this once.
 
-    The key may do all that a user may do, and ends after 90 days; rotate it before. For administrators.
+    The key may do all that a user may do, unless `scopes` says less, and ends after 90 days; rotate it
+    before. For administrators.
     """
     user_id = body.user_id or f"u-{secrets.token_hex(8)}"
     async with call.database.session() as session:
@@ -61,7 +62,7 @@ async def create_user(body: schemas.UserRequest, call: Call) -> schemas.UserWith
             user_id,
             "the first key",
             datetime.now(UTC) + api_keys.KEY_LIFE,
-            scopes=SCOPES_OF[Role.USER],
+            scopes=SCOPES_OF[Role.USER] if body.scopes is None else body.scopes,
             made_by=UUID(call.caller.key_id),
         )
         audit.append_entry(session, call.actor, "user.created", f"user:{user_id}", key_id=str(key.id))

@@ -8,9 +8,10 @@ from decimal import Decimal
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
-from pydantic import AliasChoices, Base64Bytes, Field, SecretStr
+from pydantic import AliasChoices, Base64Bytes, Field, SecretStr, field_validator
 
 from api.http.fields import Body, Price, UserId, View
+from api.http.rights import SCOPES_OF, Role, Scope
 from api.jobs.schemas import MailAddress, WebUrl
 from api.orders.schemas import MAX_QUANTITY
 from infra.database.accounts import LoginState, login_of
@@ -21,6 +22,18 @@ class UserRequest(Body):
     """A user to be. Without a `user_id` one is made up."""
 
     user_id: UserId | None = None
+    scopes: list[Scope] | None = Field(
+        default=None,
+        min_length=1,
+        description="What the user's first key may do; null: all that a user may do.",
+    )
+
+    @field_validator("scopes")
+    @classmethod
+    def _are_of_users(cls, scopes: list[Scope] | None) -> list[Scope] | None:
+        if surplus := sorted(set(scopes or ()) - SCOPES_OF[Role.USER]):
+            raise ValueError(f"users have no scope {', '.join(surplus)}")
+        return scopes
 
 
 class UserWithKeyView(View):

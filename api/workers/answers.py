@@ -203,7 +203,7 @@ class AnswerListener:
                 self._pending.pop(request_id, None)
 
     async def read(self, user_id: str, request_id: str, order_id: str, first_epoch: int) -> Answer | None:
-        """The answer that stands in the response key, if any; also hands it to the call that waits for it."""
+        """Returns the answer in the response key, if any, and hands it to the call that waits for it."""
         data = await valkey.read_answer(self.client, user_id, request_id)
         answer = self._authenticator.read(data, user_id, request_id, order_id, first_epoch)
         pending = self._pending.get(request_id)

@@ -115,6 +115,7 @@ def _accepted_response(call: AuthorizedCall, user_id: str, signal: str) -> Respo
 )
 async def stop_worker(user_id: KnownUserId, call: Call, reason: schemas.GivenReason) -> schemas.SignalledView:
     """Asks the worker to finish the order in hand, close its broker sessions and end."""
+    await call.services.control.require_worker(user_id)  # what is refused is not noted
     await call.audit("worker.stop_requested", f"user:{user_id}", reason=reason)
     await call.services.control.signal(user_id, "shutdown", ShutdownRequest(reason=reason))
     return schemas.SignalledView(user_id=user_id, signal="shutdown")
@@ -133,6 +134,7 @@ async def resume_worker(
 
     For operators and administrators. A user that is not parked stays as it is.
     """
+    await call.services.control.require_worker(user_id)  # what is refused is not noted
     await call.audit("worker.resume_requested", f"user:{user_id}", reason=reason)
     await call.services.control.signal(user_id, "resume")
     return schemas.SignalledView(user_id=user_id, signal="resume")
@@ -165,6 +167,7 @@ async def reload_credentials(
     Without `wait` the worker is only told (202). With it the answer is the worker's: 200, or a problem, such
     as `LOGIN_REJECTED` when the broker refused the new credentials; the old session then stays up.
     """
+    await call.services.control.require_worker(user_id)  # what is refused is not noted
     await call.audit("worker.reload_requested", f"user:{user_id}", reason=reason)
     if wait > 0:
         detail = await call.services.control.reload_credentials_now(user_id, wait)

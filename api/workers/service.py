@@ -14,6 +14,7 @@ import structlog
 from temporalio.client import (
     Client,
     Interceptor,
+    WorkflowExecutionStatus,
     WorkflowUpdateFailedError,
     WorkflowUpdateRPCTimeoutOrCancelledError,
     WorkflowUpdateStage,
@@ -47,6 +48,14 @@ async def connect_temporal(settings: Settings, interceptors: Sequence[Intercepto
 @dataclass(frozen=True, eq=False)
 class WorkerControl:
     client: Client
+
+    async def require_worker(self, user_id: str) -> None:
+        """Raises `NoWorker` if the user's workflow does not run, and `TemporalUnavailable`."""
+        handle = self.client.get_workflow_handle(user_worker_id(user_id))
+        with temporal_errors(missing=NoWorker(), server_only=True):
+            found = await handle.describe(rpc_timeout=CALL)
+        if found.status is not WorkflowExecutionStatus.RUNNING:
+            raise NoWorker
 
     async def signal(self, user_id: str, name: str, *args: object) -> None:
         """Raises `NoWorker`, `TemporalUnavailable`."""

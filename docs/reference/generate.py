@@ -143,7 +143,8 @@ def _scopes(right: Right | None) -> str:
     if right is None or right.scope is None:
         return "-"
     staff = f", staff `{right.staff_scope}`" if right.staff_scope else ""
-    return f"`{right.scope}`{staff}"
+    also = f" and `{right.also}`" if right.also else ""
+    return f"`{right.scope}`{also}{staff}"
 
 
 def rest_page() -> str:

@@ -77,7 +77,7 @@ class JobRequest:
 Call = Generator[JobRequest | float, Any, T]
 
 
-class SendOptions(JobOptions, frozen=True, kw_only=True, omit_defaults=True):
+class EnqueueOptions(JobOptions, frozen=True, kw_only=True, omit_defaults=True):
     """How one job is enqueued. What is left out is what its type says."""
 
     #: 1 to 64 of letters, digits, `_`, `.` and `-`. The same call with the same id is done once.
@@ -104,7 +104,7 @@ class OptionValues(TypedDict, total=False):
     group: str
     #: While a job of the type with the same key has not ended, no other one is accepted.
     unique: str
-    #: For which a result is kept.
+    #: For which a result is kept; of a job over REST at least a day.
     result_ttl: float | timedelta
     #: Jobs of the type with the same key share the type's rate.
     rate_key: str
@@ -113,7 +113,7 @@ class OptionValues(TypedDict, total=False):
 _IN_SECONDS = ("timeout", "delay", "result_ttl")
 
 
-def options_with(options: SendOptions, changes: OptionValues) -> SendOptions:
+def options_with(options: EnqueueOptions, changes: OptionValues) -> EnqueueOptions:
     """Return options with these changes. Raises `ValueError` or `TypeError`, which name the option."""
     fields: dict[str, Any] = msgspec.to_builtins(options)
     for name, value in changes.items():
@@ -126,7 +126,7 @@ def options_with(options: SendOptions, changes: OptionValues) -> SendOptions:
     if "result_ttl_s" in fields:
         fields["result_ttl_s"] = math.ceil(fields["result_ttl_s"])
     try:
-        return msgspec.convert(fields, SendOptions)
+        return msgspec.convert(fields, EnqueueOptions)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
         raise ValueError(f"{path.rstrip('`').removesuffix('_s') or 'options'}: {reason}") from None
@@ -138,7 +138,7 @@ class JobCall(Struct, frozen=True, kw_only=True):
     type: str
     #: A JSON object.
     args: msgspec.Raw
-    options: SendOptions
+    options: EnqueueOptions
     #: What the job returns; not sent.
     result_type: Any = Any
 

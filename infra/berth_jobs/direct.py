@@ -21,6 +21,7 @@ from datetime import datetime, timedelta
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, Self, Unpack
+from urllib.parse import urlsplit
 
 import msgspec
 import redis
@@ -29,7 +30,7 @@ from redis.exceptions import ConnectionError as ConnectionLost
 from redis.exceptions import TimeoutError as TooLate
 
 from . import api_calls
-from .api_calls import MAX_PAUSE_S, OptionValues, SendOptions
+from .api_calls import MAX_PAUSE_S, EnqueueOptions, OptionValues
 from .declaration import JobFunction
 from .errors import (
     EnqueueUnsettled,
@@ -79,6 +80,10 @@ class DirectCall(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+class _ScriptMissing(Exception):
+    """Valkey does not know the script."""
+
+
 class DirectProducer:
     """Enqueues jobs into Valkey. Threads may share it. A context manager, or `close` it.
 
@@ -93,25 +98,33 @@ class DirectProducer:
         application: str,
         defaults: JobDefaults | None = None,
         retry_for: float = RETRY_FOR_S,
+        use_login: bool = True,
         **connection: Any,
     ) -> None:
-        """`valkey_url`: with the application's user and password. `key_file`: the application's keys, which
-        only its owner may read. `defaults`: those of the deployment, where it has others.
+        """`valkey_url`: if it names no user, the application's own login is used; it follows from the keys.
+        `key_file`: the application's keys, which only its owner may read. `defaults`: those of the
+        deployment, where it has others.
 
-        `retry_for`: seconds for which an enqueue is repeated while Valkey is away. `connection`: arguments
-        for `redis.Redis.from_url`, such as `ssl_ca_certs`. Raises `NotConfigured`.
+        `retry_for`: seconds for which an enqueue is repeated while Valkey is away. `use_login`: False for a
+        Valkey that asks for none. `connection`: arguments for `redis.Redis.from_url`, such as
+        `ssl_ca_certs`. Raises `NotConfigured`.
         """
         try:
             self._application = check_application(application)
-            settings = {"socket_connect_timeout": CONNECT_TIMEOUT_S, "socket_timeout": ANSWER_TIMEOUT_S}
+            settings: dict[str, Any] = {
+                "socket_connect_timeout": CONNECT_TIMEOUT_S,
+                "socket_timeout": ANSWER_TIMEOUT_S,
+            }
+            self._keys = _read_keys(Path(key_file))
+            if not (urlsplit(valkey_url).username or urlsplit(valkey_url).password) and use_login:
+                settings |= {"username": f"fleet-app:{application}", "password": _password(self._keys)}
             self._redis = redis.Redis.from_url(valkey_url, **settings, **connection)
         except (BadManifest, ValueError) as error:
             raise NotConfigured(str(error)) from None
-        self._keys = _read_keys(Path(key_file))
         self._settings_key = f"jobs:{{app:{application}}}:meta"
         self._defaults = defaults or JobDefaults()
         self._retry_for_s = retry_for
-        self._options = SendOptions()
+        self._options = EnqueueOptions()
         self._kinds: dict[int, ManifestType] = {}
 
     def close(self) -> None:
@@ -188,7 +201,7 @@ class DirectProducer:
                         packed = connection.pack_commands([self._command(call) for call in batch])
                         connection.send_packed_command(packed)
                     done = self._jobs_of(pending, [_read_reply(connection) for _ in pending])
-                except (ConnectionLost, TooLate):
+                except (ConnectionLost, TooLate, _ScriptMissing):
                     connection.disconnect()
                     done, batch = self._send(pending) + self._send(batch), []
                 jobs += done
@@ -250,19 +263,21 @@ class DirectProducer:
         deadline = time.monotonic() + self._retry_for_s
         pause_s, may_be_done = api_calls.FIRST_PAUSE_S, False
         while True:
+            failure: Exception
             try:
                 return self._send_once(calls)
             except AuthenticationError as error:
                 raise NotConfigured(f"Valkey refused the application's login: {error}") from None
+            except _ScriptMissing as error:  # an orchestrator loads it after a restart of Valkey
+                failure = ValkeyRefused(str(error))
             except (ConnectionLost, TooLate) as error:
                 may_be_done = may_be_done or "connecting" not in str(error)
-                sleep_s = pause_s * random.uniform(0.75, 1.25)  # noqa: S311 - no secret
-                if time.monotonic() + sleep_s > deadline:
-                    if may_be_done:
-                        raise EnqueueUnsettled(calls[0].job_id) from error
-                    raise Unreachable(f"Valkey cannot be reached: {error}") from error
-                time.sleep(sleep_s)
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                failure = Unreachable(f"Valkey cannot be reached: {error}")
+            sleep_s = pause_s * random.uniform(0.75, 1.25)  # noqa: S311 - no secret
+            if time.monotonic() + sleep_s > deadline:
+                raise EnqueueUnsettled(calls[0].job_id) if may_be_done else failure from failure
+            time.sleep(sleep_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def _send_once(self, calls: Sequence[DirectCall]) -> list[DirectJob]:
         return self._jobs_of(calls, self._replies_to(calls))
@@ -286,10 +301,10 @@ class DirectProducer:
             try:
                 self._redis.script_load(_SCRIPT)
             except ResponseError as error:
-                reason = (
-                    "it does not know the script of this release of berth-jobs, and the login may not load it"
-                )
-                raise ValkeyRefused(f"Valkey refused job {calls[0].job_id}: {reason} ({error})") from None
+                raise _ScriptMissing(
+                    "Valkey does not know the script of this release of berth-jobs, and the login may not"
+                    f" load it: use the release of berth-jobs that belongs to the servers ({error})"
+                ) from None
             for at, reply in zip(missing, self._replies_to([calls[at] for at in missing]), strict=True):
                 replies[at] = reply
         jobs = []
@@ -322,6 +337,12 @@ def _read_keys(path: Path) -> tuple[tuple[bytes, bytes], ...]:
     if not keys:
         raise NotConfigured(f"{path} does not hold the keys of an application")
     return tuple((str(version).encode(), key) for version, key in keys)
+
+
+def _password(keys: Sequence[tuple[bytes, bytes]]) -> str:
+    """Return the password of the application's Valkey user, as orchestrators derive it."""
+    newest = keys[0][1]
+    return hashlib.blake2b(newest, person=b"valkey jobs", digest_size=32, key=b"berth job fleet").hexdigest()
 
 
 def _sign(keys: Sequence[tuple[bytes, bytes]], body: bytes) -> bytes:

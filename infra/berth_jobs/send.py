@@ -26,7 +26,7 @@ import httpx
 import msgspec
 
 from . import api_calls
-from .api_calls import RETRY_FOR_S, Call, JobCall, JobRequest, JobSnapshot, OptionValues, SendOptions
+from .api_calls import RETRY_FOR_S, Call, EnqueueOptions, JobCall, JobRequest, JobSnapshot, OptionValues
 from .connections import (
     APPLICATION_VARIABLE,
     Connection,
@@ -48,7 +48,7 @@ class _Sender:
 
     def __init__(self, application: str, retry_for_s: float) -> None:
         self._application = application
-        self._options = SendOptions()
+        self._options = EnqueueOptions()
         self._retry_for_s = retry_for_s
 
     def type_name(self, job: JobFunction[..., Any] | str) -> str:

@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from .api_calls import JobFailure, JobRequest, JobSnapshot, SendOptions
+from .api_calls import EnqueueOptions, JobFailure, JobRequest, JobSnapshot
 from .connections import pop_fake, push_fake
 from .context import JobContext, use_context
 from .declaration import JobFunction, declared_jobs, encode_value
@@ -47,7 +47,7 @@ class NotRun(BerthJobsError):
 class _Body(msgspec.Struct, frozen=True):
     type: str
     args: dict[str, Any] = {}
-    options: SendOptions = SendOptions()
+    options: EnqueueOptions = EnqueueOptions()
 
 
 class _BatchRequest(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ class RecordedJob:
     type: str
     #: As JSON has them.
     args: dict[str, Any]
-    options: SendOptions
+    options: EnqueueOptions
     #: How it ended, or stands.
     snapshot: JobSnapshot
     _body: bytes = field(repr=False)

@@ -54,6 +54,11 @@ app.add_typer(fleet.hosts_app, name="hosts")
 app.add_typer(fleet.report_app, name="report")
 
 #: Options are passed on unread: `berth exchange --help` shows the module's own help.
+#: What `berth backup --plain` says.
+PLAIN_BACKUP = (
+    "warning: this backup is not encrypted. It holds orders, addresses, sealed credentials and the keys that"
+    " open them: whoever finds it has everything. Guard it like the master key"
+)
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
@@ -150,26 +155,46 @@ def backup(
     follow: Annotated[
         bool, typer.Option("--follow", help="Write the log to it until Ctrl-C, for any moment in between.")
     ] = False,
-    plain_keys: Annotated[
-        bool, typer.Option("--plain-keys", help="Copy the key files as they are: guard the backup like them.")
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Encrypt nothing: guard the backup like the master key.")
     ] = False,
 ) -> CommandAnswer:
     """Back up PostgreSQL and the key files into a folder of their own (docs/how-to/restore.md).
 
-    The key files are encrypted to BERTH_BACKUP_RECIPIENTS. The database's role needs REPLICATION. Without
-    --data it uses BERTH_DATABASE_URL and the settings of the key files. A backup is noted in the audit trail
-    before it is made.
+    Everything is encrypted to BERTH_BACKUP_RECIPIENTS; `berth unpack` opens it. The database's role needs
+    REPLICATION. Without --data it uses BERTH_DATABASE_URL and the settings of the key files. A backup is
+    noted in the audit trail before it is made.
     """
     from infra.cli.keys import note_act
-    from infra.recovery.backup import follow_log, make_backup, read_recipients
+    from infra.recovery.backup import follow_log, make_backup
+    from infra.recovery.encryption import read_recipients
 
-    if follow:
-        follow_log(settings, folder)
-    if not plain_keys:
+    if plain:
+        typer.echo(PLAIN_BACKUP, err=True)
+    else:
         read_recipients(settings.backup_recipients)
-    note_act(settings, "database.backup_requested", "database", folder=str(folder))
-    made = make_backup(settings, folder, plain_keys=plain_keys)
+    if follow:
+        follow_log(settings, folder, plain=plain)
+        return CommandAnswer(str(folder), "stopped following the log")
+    note_act(settings, "database.backup_requested", "database", folder=str(folder), encrypted=not plain)
+    made = make_backup(settings, folder, plain=plain)
     return CommandAnswer(str(made), f"made {made}")
+
+
+@app.command()
+def unpack(
+    backup: Annotated[Path, typer.Argument(help="A backup that `berth backup` made.")],
+    identity: Annotated[Path, typer.Option(help="File of the identity that opens it.")],
+    to: Annotated[Path, typer.Option(help="An empty folder: base, wal and keys come into it.")],
+) -> None:
+    """Decrypt a backup, with PostgreSQL's log since, so that it can be restored (docs/how-to/restore.md).
+
+    The folder needs room for the data and the log. Nothing is changed in the backup.
+    """
+    from infra.recovery.unpack import unpack_backup
+
+    base, count = unpack_backup(backup, identity, to)
+    typer.echo(f"unpacked {base} and {count} files of the log")
 
 
 @settings_command(app)
@@ -306,11 +331,11 @@ def keys_retire(
 def keys_backup_identity(
     file: Annotated[Path, typer.Argument(help="A new file, mode 0600. Keep it away from the backups.")],
 ) -> None:
-    """Make the identity that opens the key files of backups, and print its recipient.
+    """Make the identity that opens backups, and print its recipient.
 
     Set BERTH_BACKUP_RECIPIENTS to the recipient. `age-keygen` makes such a file, too.
     """
-    from infra.recovery.backup import make_identity
+    from infra.recovery.encryption import make_identity
 
     typer.echo(make_identity(file))
 
@@ -322,7 +347,7 @@ def keys_unpack(
     to: Annotated[Path, typer.Option(help="An empty folder for the key files.")],
 ) -> None:
     """Decrypt the key files of a backup."""
-    from infra.recovery.backup import unpack_keys
+    from infra.recovery.unpack import unpack_keys
 
     typer.echo(f"unpacked {', '.join(unpack_keys(backup, identity, to))}")
 

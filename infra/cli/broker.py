@@ -85,7 +85,7 @@ def check(
 ) -> CommandAnswer:
     """Check an account with its keys: login, rights, certificate, contract; then orders of up to 3 lots.
 
-    In simulation unless --production is given. Exit code 0: all is well, perhaps with warnings; 1: a step
+    In simulation unless --production is given. Exit code 0: no step failed, perhaps with warnings; 1: a step
     failed; 2: the login failed; 3: an order may still work, cancel it by hand.
     """
     if production:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from infra.cli import job_limits, options, tables
+from infra.cli import job_limits, job_runner, job_weights, options, own_jobs, tables
 from infra.cli.options import Command, CommandAnswer, Json, as_json, command_group, json_object
 from infra.vault import key_file
 from worker_runtime.jobs.protocol import calls as job_calls
@@ -34,6 +34,9 @@ app = command_group(
     "Background jobs: queues, runners, failures. Exit codes: 0 done, 1 refused or not found, 2 usage."
 )
 app.add_typer(job_limits.app, name="limits")
+app.add_typer(job_weights.app, name="weights")
+app.command("run")(job_runner.run)
+own_jobs.add_commands(app)
 
 Valkey = Annotated[
     str | None,
@@ -49,6 +52,9 @@ def _named(user: str | None) -> str | None:
 
 User = Annotated[
     str | None, typer.Option(help="This user's own jobs, instead of the fleet's.", callback=_named)
+]
+Application = Annotated[
+    str | None, typer.Option(help="This application's jobs, instead of the fleet's.", callback=_named)
 ]
 Watch = Annotated[bool, typer.Option("--watch", help="Refresh every second, until Ctrl-C.")]
 Queue = Annotated[str, typer.Option(help="Of this queue.")]
@@ -73,7 +79,11 @@ def _message_keys(tag: str) -> MessageKeys:
     from infra.local.stack import known_settings
     from infra.vault.message_secret import MessageSecretFile
 
-    return MessageSecretFile(known_settings("message_key_file").message_key_file).job_keys(tag)
+    settings = known_settings("message_key_file")
+    secrets = MessageSecretFile(settings.message_key_file)
+    if application := job_keys.application_of_tag(tag):
+        secrets.set_generations({application: own_jobs.read_generations(settings, application)})
+    return secrets.job_keys(tag)
 
 
 @dataclass(frozen=True)
@@ -99,10 +109,10 @@ def _job_command(
         from infra.jobs.view import JobInspector
         from infra.valkey.failures import UNREACHABLE, explain_failure
 
-        settings, user = _settings(given.pop("valkey")), given.pop("user")
+        settings, owner = _settings(given.pop("valkey")), _owner(given.pop("user"), given.pop("application"))
         watched = given.pop("watch", False)
         try:
-            with JobInspector(settings.valkey_url, job_keys.tag_of(user or "")) as jobs:
+            with JobInspector(settings.valkey_url, job_keys.tag_of(owner)) as jobs:
                 if check is not None:
                     check(jobs, **given)
                 if act:
@@ -110,9 +120,9 @@ def _job_command(
                     from infra.jobs.kept import keep_settings
 
                     fields = {halt_field(**given): _HALTS[act]} if act in _HALTS else {}
-                    keep = partial(keep_settings, user_id=user or "", fields=fields)
+                    keep = partial(keep_settings, user_id=owner, fields=fields)
                     said = {name: value for name, value in given.items() if value}
-                    note_act(settings, f"jobs.{act}_requested", f"jobs:{user or 'fleet'}", also=keep, **said)
+                    note_act(settings, f"jobs.{act}_requested", f"jobs:{owner or 'fleet'}", also=keep, **said)
                 found = command(jobs, **given)
                 if isinstance(found, JobView) and watched:
                     _watch(found, json)
@@ -125,7 +135,15 @@ def _job_command(
 
     added = {"watch": (Watch, False)} if watch else {}
     added |= {"json": (Json, False)} if json else {}
-    return options.add_command(app, None, run, {**added, "user": (User, None), "valkey": (Valkey, None)})
+    owners = {"user": (User, None), "application": (Application, None)}
+    return options.add_command(app, None, run, {**added, **owners, "valkey": (Valkey, None)})
+
+
+def _owner(user: str | None, application: str | None) -> str:
+    """Whose jobs a command is about, as `job_keys.tag_of` takes it."""
+    if user and application:
+        raise typer.BadParameter("--user or --application, not both")
+    return job_keys.application_tag(application) if application else user or ""
 
 
 def _plain(seen: Any) -> Any:
@@ -295,6 +313,28 @@ def resume(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> Com
     return CommandAnswer(None, f"{_scope(queue, runner)} is open{'' if changed else ' already'}")
 
 
+def _of_application(
+    settings: Settings, name: str, key_file_path: Path | None, *, given_url: bool
+) -> Settings:
+    """Return the settings of a runner of this application: its key file, and its login at Valkey.
+
+    Raises `typer.BadParameter` with what to do, `KeyFileExposed`, `KeyFileCorrupt`.
+    """
+    from infra.jobs import fleet
+    from infra.jobs.applications import key_file_of
+    from worker_runtime.jobs.protocol.manifest import is_application_name
+
+    if not is_application_name(name):
+        raise typer.BadParameter("an application is a letter and up to 31 of a-z, 0-9 and '-'")
+    path = key_file_path or key_file_of(settings, name)
+    if not path.exists():
+        raise typer.BadParameter(
+            f"there is no {path}: make the application with `berth jobs application add {name}`"
+        )
+    settings = settings.model_copy(update={"jobs_application": name, "jobs_key_file": str(path)})
+    return settings if given_url else fleet.with_own_login(settings)
+
+
 @app.command()
 def worker(
     queues: Annotated[str, typer.Option(help="Queues it serves, comma separated, or all.")] = "all",
@@ -318,6 +358,37 @@ def worker(
             help="JSON with the rest of its configuration, such as webhook and mail; mode 0600.",
         ),
     ] = None,
+    application: Annotated[
+        str, typer.Option(metavar="NAME", help="Run the job types of this application, and no others.")
+    ] = "",
+    modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--import",
+            metavar="MODULE",
+            help="A module that declares its jobs; without, those of the entry points `berth.jobs`.",
+        ),
+    ] = None,
+    path: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, file_okay=False, help="A folder that is searched for modules first."),
+    ] = None,
+    secrets_dir: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, help="A file for each secret of its jobs, of its name; mode 0600."
+        ),
+    ] = None,
+    key_file_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--key-file",
+            exists=True,
+            dir_okay=False,
+            show_default="made by `berth jobs application add`",
+            help="The application's keys.",
+        ),
+    ] = None,
     user: User = None,
     valkey: Valkey = None,
 ) -> None:
@@ -325,13 +396,25 @@ def worker(
     from infra.jobs import fleet
 
     served = [] if queues in ("all", "*") else [queue.strip() for queue in queues.split(",")]
+    if not application and (modules or path or secrets_dir or key_file_path):
+        raise typer.BadParameter("--import, --path, --secrets-dir and --key-file need --application")
+    if application and (user or config):
+        raise typer.BadParameter("--application goes with neither --user nor --config")
     try:
-        document = {
+        settings = _settings(valkey)
+        document: dict[str, Any] = {}
+        if application:
+            settings = _of_application(settings, application, key_file_path, given_url=valkey is not None)
+            document["own"] = fleet.own_types(
+                application, modules or (), list(map(str, path or ())), secrets_dir
+            )
+        tag = fleet.fleet_tag(settings) if application else job_keys.tag_of(user or "")
+        document |= {
             "name": name or socket.gethostname(),
             "node": socket.gethostname(),
-            "valkey_url": _settings(valkey).valkey_url,
-            "tag": job_keys.tag_of(user or ""),
-            "message_keys": _message_keys(job_keys.tag_of(user or "")),
+            "valkey_url": settings.valkey_url,
+            "tag": tag,
+            "message_keys": fleet.fleet_keys(settings) if application else _message_keys(tag),
             "queues": served or ["*"],
             "slots": slots,
             "recycle": recycle,

@@ -18,6 +18,7 @@ from infra.cli.options import CommandAnswer, KeyName
 from infra.database import api_keys, audit
 from infra.database.engine import Database, DatabaseUnavailable
 from infra.database.workers import launches
+from infra.jobs.applications import key_file_of, list_applications, write_application_keys
 from infra.settings import Settings
 from infra.valkey.client import connect_valkey, reply_of, text_of
 from infra.valkey.failures import explain_failure
@@ -137,6 +138,16 @@ def _derive_fleet_keys(settings: Settings, key: KeyName) -> None:
     """Renews the file of the job runners, where they have one instead of the message secret."""
     if key is KeyName.MESSAGE and settings.jobs_key_file:
         message_secret.write_fleet_keys(Path(settings.jobs_key_file), settings.message_key_file)
+    if key is KeyName.MESSAGE:
+        asyncio.run(_derive_application_keys(settings))
+
+
+async def _derive_application_keys(settings: Settings) -> None:
+    """Renews the files of applications' keys that are on this host."""
+    async with Database(settings.database_url, pool_size=1) as database:
+        for application in await database.fetch(list_applications):
+            if key_file_of(settings, application.name).exists():
+                write_application_keys(settings, application)
 
 
 def _file_of(key: KeyName, settings: Settings) -> Path:

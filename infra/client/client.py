@@ -70,15 +70,15 @@ def _async_iterating(
 
 
 def _settings(url: str, api_key: str) -> dict[str, Any]:
-    """Arguments of an httpx client. Raises `ValueError` for what is no address of an API, or no key."""
+    """Returns the arguments of an httpx client. Raises `ValueError` for an invalid URL or key."""
     if not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url} is no address of an API; it begins with http:// or https://")
+        raise ValueError(f"{url} is not a Berth API URL. It begins with http:// or https://.")
     if not (api_key.isascii() and api_key.isprintable() and api_key) or " " in api_key:
         raise ValueError("this is no API key")
     try:
         base_url = httpx.URL(f"{url.rstrip('/')}/v1")
     except httpx.InvalidURL as error:
-        raise ValueError(f"{url} is no address: {error}") from None
+        raise ValueError(f"{url} is not a URL: {error}") from None
     return {"base_url": base_url, "headers": {"X-API-Key": api_key}, "trust_env": False}
 
 
@@ -88,7 +88,7 @@ class BerthClient:
     def __init__(self, url: str, api_key: str, *, transport: httpx.BaseTransport | None = None) -> None:
         """`url`: the API's address, without `/v1`. `transport`: an `httpx.HTTPTransport` with your own TLS.
 
-        Raises `ValueError` for what is no address, or no key.
+        Raises `ValueError` for a URL or a key that is not one.
         """
         self.url = url.rstrip("/")
         self._http = httpx.Client(**_settings(url, api_key), transport=transport)

@@ -52,7 +52,7 @@ class Check(NamedTuple):
 
 
 class CheckResult(NamedTuple):
-    """`problem`: one sentence; empty: all is well. `wrong`: waiting does not help."""
+    """`problem`: one sentence; empty: there is none. `wrong`: waiting does not help."""
 
     check: Check
     problem: str

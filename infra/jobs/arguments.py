@@ -23,8 +23,8 @@ from pydantic_core import SchemaValidator, core_schema
 
 from worker_runtime.protocol.errors import BerthError
 
-#: Steps of one validation; one takes about 4 µs.
-MAX_STEPS = 60_000
+#: Steps of one validation; one takes about 10 µs.
+MAX_STEPS = 40_000
 #: Errors that are reported.
 MAX_ERRORS = 20
 #: Size of a pattern, with its repetitions, that the API checks: matching 64 KiB with it takes

@@ -6,6 +6,7 @@ of one replaces this process, so nothing of the servers stays in its memory.
 
 import asyncio
 import os
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -36,13 +37,47 @@ _PIPE = 64 * 1024
 WAITING_SLOTS = 8
 
 
+class JobSecretRefused(BerthError, code="JOB_SECRET_REFUSED"):
+    """A secret for jobs of an application cannot be used: it is a text in UTF-8, in a file of its name."""
+
+
 class ProviderKeyUnreadable(BerthError, code="PROVIDER_KEY_UNREADABLE"):
     """This file is no key of a service account: a JSON object with project_id, client_email, private_key…"""
+
+
+#: A secret's name, as a job type names it.
+_SECRET_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 def default_slots(queues: Sequence[str]) -> int:
     """Returns how many jobs a runner of these queues runs at once unless the settings say it."""
     return WAITING_SLOTS if WAITING_QUEUES & set(queues) or "*" in queues else 1
+
+
+def fleet_tag(settings: Settings) -> str:
+    """Return the tag of the jobs that a fleet with these settings runs."""
+    application = settings.jobs_application
+    return job_keys.application_tag(application) if application else job_keys.FLEET_TAG
+
+
+def own_types(
+    application: str, modules: Sequence[str], path: Sequence[str], secrets_dir: Path | None
+) -> dict[str, Any]:
+    """Return the part of a runner's configuration that is about an application's job types.
+
+    `secrets_dir`: a folder with a file for each secret. Raises `KeyFileMissing`, `KeyFileExposed`,
+    `JobSecretRefused`.
+    """
+    secrets: dict[str, str] = {}
+    for file in sorted(secrets_dir.iterdir()) if secrets_dir is not None else ():
+        if not _SECRET_NAME.fullmatch(file.name):
+            continue  # an editor's or the platform's own file
+        try:
+            secrets[file.name] = _secret(str(file)).decode()
+        except UnicodeDecodeError:
+            raise JobSecretRefused(f"{file} is not UTF-8") from None
+    folders = [str(Path(folder).absolute()) for folder in path]
+    return {"application": application, "modules": modules, "path": folders, "secrets": secrets}
 
 
 def runner_config(settings: Settings) -> bytes:
@@ -51,7 +86,8 @@ def runner_config(settings: Settings) -> bytes:
         "name": settings.jobs_runner,
         "node": socket.gethostname(),
         "valkey_url": settings.valkey_url,
-        "message_keys": _fleet_keys(settings),
+        "message_keys": fleet_keys(settings),
+        "tag": fleet_tag(settings),
         "queues": settings.jobs_queues,
         "slots": settings.jobs_slots or default_slots(settings.jobs_queues),
         "recycle": settings.jobs_recycle,
@@ -61,6 +97,14 @@ def runner_config(settings: Settings) -> bytes:
         "version": settings.worker_version,
         "log_level": settings.log_level,
     }
+    if settings.jobs_application:
+        config["own"] = own_types(
+            settings.jobs_application,
+            settings.jobs_modules,
+            settings.jobs_path,
+            Path(settings.jobs_secrets_dir) if settings.jobs_secrets_dir else None,
+        )
+        return msgspec.json.encode(config)
     if settings.webhook_key_file:
         config["webhook"] = {
             "keys": [one.secret for one in load_versions(Path(settings.webhook_key_file))],
@@ -96,7 +140,7 @@ def with_own_login(settings: Settings) -> Settings:
     """
     if not settings.valkey_users:
         return settings
-    url = job_fleet_url(settings.valkey_url, job_keys.FLEET_TAG, _fleet_keys(settings))
+    url = job_fleet_url(settings.valkey_url, fleet_tag(settings), fleet_keys(settings))
     return settings.model_copy(update={"valkey_url": url})
 
 
@@ -113,9 +157,17 @@ def exec_runner(config: bytes) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-P", "-m", "worker_runtime.jobs"])  # noqa: S606
 
 
-def _fleet_keys(settings: Settings) -> tuple[MessageKey, ...]:
+def fleet_keys(settings: Settings) -> tuple[MessageKey, ...]:
+    """Return the keys of the jobs that a fleet with these settings runs, newest first.
+
+    Raises `KeyFileMissing`, `KeyFileExposed`, `KeyFileCorrupt`.
+    """
     if settings.jobs_key_file:
         return load_fleet_keys(Path(settings.jobs_key_file))
+    if settings.jobs_application:
+        from infra.jobs.applications import key_file_of  # loads the database's client
+
+        return load_fleet_keys(key_file_of(settings, settings.jobs_application))
     return MessageSecretFile(settings.message_key_file).job_keys(job_keys.FLEET_TAG)
 
 

@@ -212,7 +212,7 @@ class KeptJobs:
 
 
 def queued_form(job: Job, owner: str) -> Job:
-    """Returns a kept job as it stands in the queue. The fleet's and an application's results are kept until
+    """Returns a kept job as it is in the queue. The fleet's and an application's results are kept until
     their end is noted in PostgreSQL, which may be away for as long (`KeptJobSweeper`)."""
     if owner and not application_of_tag(owner):
         return job

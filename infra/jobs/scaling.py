@@ -12,6 +12,7 @@ from contextlib import suppress
 import structlog
 from redis.exceptions import RedisError
 
+from infra.jobs.fleet import fleet_tag
 from infra.jobs.view import JobInspector
 from infra.processes import end_with_parent
 from infra.settings import Settings
@@ -61,7 +62,7 @@ class ScaledFleet:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note_signal)
-        with JobInspector(self._settings.valkey_url) as jobs:
+        with JobInspector(self._settings.valkey_url, fleet_tag(self._settings)) as jobs:
             while not self._stop.wait(PERIOD if self._runners else 0.0):
                 if any(one.poll() == ExitCode.BAD_CONFIG for one in self._runners):
                     return ExitCode.BAD_CONFIG

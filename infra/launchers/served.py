@@ -71,7 +71,7 @@ class LauncherServer(SocketServer):
                 return protocol.NodeStatus(pid=os.getpid(), log="", workers=len(running), limits="containers")
 
     async def send_exits(self, request: protocol.WatchExits, writer: asyncio.StreamWriter) -> None:
-        """The launcher's position stands in the place of the log; the number says nothing."""
+        """The launcher's position takes the place of the log; the number says nothing."""
         exits = self._launcher.exits(request.log or _BEGINNING)
         coming = asyncio.ensure_future(anext(exits))
         try:

@@ -32,7 +32,7 @@ def zone_of(name: str) -> tzinfo:
     try:
         return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError):
-        raise ZoneUnknown(f"there is no time zone {name!r}; one looks like Asia/Taipei") from None
+        raise ZoneUnknown(f"There is no time zone {name!r}. Use a name like Asia/Taipei.") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,10 @@
-"""`berth backup`: a base backup of PostgreSQL with the key files beside it, and its log as it is written.
+"""`berth backup`: a base backup of PostgreSQL with the key files, and its log as it is written.
 
-The key files are encrypted to recipients (age, https://age-encryption.org) whose identity is kept elsewhere:
-whoever finds a backup has sealed credentials and nothing that opens them.
-
-By PostgreSQL's own programs: of the package that `berth up` uses, or else of this machine. They must not be
-older than the server.
+All of it is encrypted to recipients (`encryption.py`). By PostgreSQL's own programs: of the package that
+`berth up` uses, or else of this machine. They must not be older than the server.
 """
 
+import asyncio
 import io
 import os
 import shutil
@@ -14,37 +12,42 @@ import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from hashlib import blake2b
 from pathlib import Path
-from typing import NoReturn
+from uuid import uuid4
 
-import pyrage
 from pyrage import x25519
-from sqlalchemy import make_url
+from sqlalchemy import make_url, text
 
+from infra.database.engine import Database
 from infra.local.process import ServerFailed
 from infra.local.servers import PostgresServer
+from infra.recovery.base_check import BaseCheck
+from infra.recovery.encryption import SUFFIX, BackupFailed, encrypt_stream, read_recipients
+from infra.recovery.log_follower import LogFollower
 from infra.settings import Settings
-from infra.vault.key_file import read_key_file, write_key_file
+from infra.vault.key_file import write_key_file
 from infra.vault.key_pairs import OrchestratorKey, orchestrator_key_file
 from infra.vault.rotation import kept_files
-from worker_runtime.protocol.errors import BerthError
 
 #: The folder of the log in a folder of backups.
 LOG = "wal"
-#: The key files in a backup: a tar archive, encrypted.
-ENCRYPTED_KEYS = "keys.tar.age"
+#: In a backup: tar archives, encrypted.
+ENCRYPTED_KEYS, ENCRYPTED_BASE = f"keys.tar{SUFFIX}", f"base.tar{SUFFIX}"
 
 
-class BackupFailed(BerthError, code="BACKUP_FAILED"):
-    """The backup was not made or not opened. An interrupted backup keeps the suffix `.partial`. Delete it and
-    start again."""
-
-
-def _program(name: str) -> str:
+def find_program(name: str) -> str:
+    """Return the path of one of PostgreSQL's programs, or its name."""
     try:
         return PostgresServer.program(name)
     except ServerFailed:  # production images come without the package
         return shutil.which(name) or name
+
+
+def explain_errors(output: str, command: str) -> str:
+    """Return what a program of PostgreSQL says of its failure."""
+    lines = [line for line in output.splitlines() if "error:" in line or "DETAIL:" in line]
+    return "; ".join(lines[:2]) or f"{command} failed"
 
 
 def _connection(settings: Settings) -> tuple[list[str], dict[str, str]]:
@@ -57,87 +60,88 @@ def _connection(settings: Settings) -> tuple[list[str], dict[str, str]]:
     return words, {**os.environ, **tls, "PGPASSWORD": str(url.password or "")}
 
 
-def make_backup(settings: Settings, folder: Path, *, plain_keys: bool = False) -> Path:
-    """Makes a base backup, verified, with the key files, encrypted to `backup_recipients`; returns its folder
-    (mode 0700).
+def make_backup(settings: Settings, folder: Path, *, plain: bool = False) -> Path:
+    """Makes a base backup, checked, with the key files, both encrypted to `backup_recipients`; returns its
+    folder (mode 0700).
 
-    `plain_keys`: copies the key files as they are. Raises `BackupFailed`, OSError.
+    `plain`: encrypts nothing. Raises `BackupFailed`, `DatabaseUnavailable`, OSError.
     """
     key_files = _key_files(settings)
-    recipients = [] if plain_keys else read_recipients(settings.backup_recipients)
+    recipients = [] if plain else read_recipients(settings.backup_recipients)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     made = folder / f"{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
     partial = made.with_name(f"{made.name}.partial")
-    words, environment = _connection(settings)
-    base = str(partial / "base")
     partial.mkdir(mode=0o700)
-    for command in (
-        [_program("pg_basebackup"), *words, "--pgdata", base, "--checkpoint=fast", "--no-password"],
-        [_program("pg_verifybackup"), "--quiet", base],
-    ):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = [line for line in done.stderr.splitlines() if "error:" in line or "DETAIL:" in line]
-            raise BackupFailed("; ".join(said[:2]) or f"{command[0]} failed")
-    if plain_keys:
+    if plain:
+        _copy_base(settings, partial / "base")
         (partial / "keys").mkdir(mode=0o700)
         for name, path in key_files.items():
             write_key_file(partial / "keys" / name, path.read_bytes(), private=True)
     else:
-        sealed = pyrage.encrypt(_archive(key_files), recipients)
-        write_key_file(partial / ENCRYPTED_KEYS, sealed, private=True)
+        asyncio.run(_encrypt_base(settings, partial / ENCRYPTED_BASE, recipients))
+        encrypt_stream(io.BytesIO(_archive(key_files)), partial / ENCRYPTED_KEYS, recipients)
     partial.rename(made)
     return made
 
 
-def read_recipients(texts: Sequence[str]) -> list[x25519.Recipient]:
-    """Raises `BackupFailed` for what is no recipient, and if there is none."""
-    if not texts:
-        raise BackupFailed(
-            "nobody could open the keys. Make an identity with `berth keys backup-identity FILE`, keep that"
-            " file away from the backups, and set BERTH_BACKUP_RECIPIENTS to what it prints. Or copy the keys"
-            " as they are with --plain-keys"
-        )
-    try:
-        return [x25519.Recipient.from_str(text) for text in texts]
-    except pyrage.RecipientError:
-        raise BackupFailed("BERTH_BACKUP_RECIPIENTS holds what is no recipient of age (age1…)") from None
+def _copy_base(settings: Settings, folder: Path) -> None:
+    words, environment = _connection(settings)
+    for command in (
+        [*_base_backup(words), "--pgdata", str(folder)],
+        [find_program("pg_verifybackup"), "--quiet", str(folder)],
+    ):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BackupFailed(explain_errors(done.stderr, command[0]))
 
 
-def make_identity(path: Path) -> str:
-    """Writes a new identity into a file (mode 0600) that must not exist; returns its recipient."""
-    if path.exists():
-        raise BackupFailed(f"{path} exists: backups may be encrypted to it")
-    identity = x25519.Identity.generate()
-    write_key_file(path, f"{identity}\n".encode(), private=True)
-    return str(identity.to_public())
+async def _encrypt_base(settings: Settings, path: Path, recipients: Sequence[x25519.Recipient]) -> None:
+    """Nothing of it lies on the disk in clear.
 
-
-def unpack_keys(backup: Path, identity_file: Path, folder: Path) -> list[str]:
-    """Decrypts the key files of a backup into a folder (mode 0700), which must be empty; returns their names.
-
-    Raises `BackupFailed`, `KeyFileMissing`, `KeyFileExposed`, OSError.
+    The log that the backup needs comes at its end, so the server has to keep it until then: a replication
+    slot of this connection sees to that.
     """
-    text = read_key_file(
-        identity_file, private=True, made_by="`berth keys backup-identity` makes it"
-    ).decode()
-    try:
-        [line] = [line for line in text.splitlines() if line and not line.startswith("#")]
-        archive = pyrage.decrypt((backup / ENCRYPTED_KEYS).read_bytes(), [x25519.Identity.from_str(line)])
-    except ValueError:
-        raise BackupFailed(f"{identity_file} does not hold one identity of age") from None
-    except (pyrage.IdentityError, pyrage.DecryptError):
-        raise BackupFailed(f"{identity_file} does not open the keys of {backup}") from None
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise BackupFailed(f"{folder} is not empty")
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        for member in tar.getmembers():
-            content = tar.extractfile(member)
-            if content is None or Path(member.name).name != member.name:
-                raise BackupFailed(f"{backup / ENCRYPTED_KEYS} was not made by `berth backup`")
-            write_key_file(folder / member.name, content.read(), private=True)
-        return tar.getnames()
+    async with (
+        Database(settings.session_database_url, pool_size=1, command_timeout=None) as database,
+        database.session(autocommit=True) as session,
+    ):
+        if not await session.scalar(_MAY_REPLICATE):
+            raise BackupFailed("the database's role needs REPLICATION")
+        await session.execute(_HOLD_LOG, {"name": f"berth_backup_{uuid4().hex}"})
+        await asyncio.to_thread(_stream_base, settings, path, recipients)
+
+
+_MAY_REPLICATE = text("select rolreplication or rolsuper from pg_roles where rolname = current_user")
+_HOLD_LOG = text("select pg_create_physical_replication_slot(:name, true, true)")
+
+
+def _stream_base(settings: Settings, path: Path, recipients: Sequence[x25519.Recipient]) -> None:
+    words, environment = _connection(settings)
+    command = [*_base_backup(words), "--format=tar", "--wal-method=fetch", "--manifest-checksums=SHA256"]
+    with subprocess.Popen(
+        [*command, "--pgdata=-"],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as program:
+        assert program.stdout is not None and program.stderr is not None  # noqa: S101, PT018 - pipes
+        check = BaseCheck(program.stdout)
+        try:
+            encrypt_stream(check, path, recipients)
+        except BaseException:
+            program.kill()
+            check.abandon()
+            raise
+        errors = program.stderr.read().decode(errors="replace")  # it says a line or two
+    if program.returncode:
+        check.abandon()
+        raise BackupFailed(explain_errors(errors, command[0]))
+    check.finish()
+
+
+def _base_backup(connection: Sequence[str]) -> list[str]:
+    return [find_program("pg_basebackup"), *connection, "--checkpoint=fast", "--no-password"]
 
 
 def _archive(key_files: Mapping[str, Path]) -> bytes:
@@ -166,9 +170,19 @@ def _key_files(settings: Settings) -> dict[str, Path]:
     return found
 
 
-def follow_log(settings: Settings, folder: Path) -> NoReturn:
-    """Becomes the program that writes the log to `folder/wal` until it is stopped. Raises OSError."""
-    (folder / LOG).mkdir(mode=0o700, parents=True, exist_ok=True)
+def follow_log(settings: Settings, folder: Path, *, plain: bool = False) -> None:
+    """Writes the log to `folder/wal`, encrypted to `backup_recipients`, until SIGTERM or SIGINT.
+
+    `plain`: does not encrypt it, and becomes the program that writes it. Raises `BackupFailed`, OSError.
+    """
+    log_folder = folder / LOG
     words, environment = _connection(settings)
-    command = [_program("pg_receivewal"), *words, "--directory", str(folder / LOG), "--synchronous"]
-    os.execve(command[0], [*command, "--no-password"], environment)  # noqa: S606
+    command = [find_program("pg_receivewal"), *words]
+    if plain:
+        log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        options = ["--directory", str(log_folder), "--synchronous", "--no-password"]
+        os.execve(command[0], [*command, *options], environment)  # noqa: S606
+    recipients = read_recipients(settings.backup_recipients)
+    named = blake2b(str(folder.absolute()).encode(), digest_size=8).hexdigest()
+    spool = settings.data_dir / "backup-log" / named
+    LogFollower(log_folder, spool, recipients).run(command, environment)

@@ -166,7 +166,7 @@ async def read_hashes(client: Redis, names: list[str]) -> list[dict[bytes, bytes
 
 
 async def read_answer(client: Redis, user_id: str, request_id: str) -> bytes:
-    """The answer that stands in a response key, cut where none of ours is as long; empty if there is none."""
+    """Returns the answer in a response key, cut where none of ours is as long; empty if there is none."""
     found: bytes = await reply_of(client.getrange(keys.response(user_id, request_id), 0, 2 * MAX_MESSAGE))
     return found
 

@@ -23,7 +23,7 @@ from worker_runtime.protocol import keys
 from worker_runtime.protocol.authentication import MessageKey
 
 #: A worker's commands, and the scripts.
-JOB_COMMANDS = (*COMMANDS, "evalsha")
+JOB_COMMANDS = (*COMMANDS, "evalsha", "sismember")
 
 log = structlog.get_logger()
 

@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 
 from infra.database.engine import Database
 from infra.database.workers import launches
+from infra.database.workers import sessions as worker_sessions
 from infra.database.workers.sessions import AssignedWorker
 from infra.valkey import client as valkey
 from infra.valkey.client import reply_of, text_of
@@ -187,16 +188,22 @@ class WorkerUsers:
     async def restore(self, free: Iterable[tuple[str, str]], claimed: Iterable[AssignedWorker]) -> None:
         """Makes scripts and users again, on a server that may have lost them. Safe to repeat.
 
-        `free`: worker and pool of all running workers; `claimed`: those with a user.
+        `free`: worker and pool of all running workers; `claimed`: those with a user. A worker whose
+        assignment has ended, or that was cut off, may still run for a while: it gets no login again.
         """
         await self.load_scripts()
+        free, claimed = list(free), list(claimed)
+        ids = [worker_id for worker_id, _ in free]
+        barred = await self._database.fetch(worker_sessions.workers_that_ended, ids)
+        barred |= await self._cut_off([*ids, *(worker.worker_id for worker in claimed)])
         commands = {
             worker.worker_id: self._definition(worker.worker_id, claimed_rights(*worker))
             for worker in claimed
+            if worker.worker_id not in barred
         }
         there = {text_of(name) for name in await self._client.acl_users()}
         for worker_id, pool in free:
-            if worker_id not in there and worker_id not in commands:
+            if worker_id not in there and worker_id not in commands and worker_id not in barred:
                 # Added, so that nothing is taken from a worker that is claimed just now.
                 commands[worker_id] = self._addition(worker_id, free_rights(worker_id, pool))
         waiting = list(commands.values())
@@ -206,6 +213,14 @@ class WorkerUsers:
                     pipe.execute_command(*command)
                 await pipe.execute()
         log.info("worker_users_restored", count=len(waiting))
+
+    async def _cut_off(self, worker_ids: Sequence[str]) -> set[str]:
+        """Those that took more than they may."""
+        found: list[bytes | None] = []
+        for start in range(0, len(worker_ids), _CHUNK):
+            some = [keys.cut_off(worker_id) for worker_id in worker_ids[start : start + _CHUNK]]
+            found += await valkey.read_strings(self._client, some)
+        return {worker_id for worker_id, reason in zip(worker_ids, found, strict=True) if reason is not None}
 
     def _addition(self, worker_id: str, rights: Sequence[str]) -> list[str]:
         passwords = [f">{password}" for password in self._passwords(worker_id)]

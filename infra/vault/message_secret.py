@@ -51,8 +51,11 @@ class MessageSecrets:
         return self._keys(b"service", user_id.encode())
 
     def job_keys(self, tag: str) -> Keys:
-        """Of the jobs of this tag and their results: of a user's own his request keys, of an application's
-        those of the generations that `set_generations` has named, else of the first."""
+        """Returns the keys of a tag's jobs and results.
+
+        A user's own jobs have the user's request keys. An application's jobs have those of the generations
+        that `set_generations` has named, else of the first.
+        """
         if application := job_keys.application_of_tag(tag):
             return self.application_keys(application, self._generations.get(application, (1,)))
         fleet = tag == job_keys.FLEET_TAG

@@ -12,6 +12,12 @@ pytestmark = pytest.mark.timeout(600)
 
 #: Settings that no task gets, each with the reason.
 LEFT_OUT = {
+    "a fleet of an application's own job types, which the stages do not make": {
+        "jobs_application",
+        "jobs_modules",
+        "jobs_path",
+        "jobs_secrets_dir",
+    },
     "its default holds on AWS, too": {
         "live_accounts",
         "api_keep_alive",

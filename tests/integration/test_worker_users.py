@@ -372,6 +372,35 @@ async def test_a_restarted_server_gets_scripts_and_users_again(
                 await free.get(keys.mark("mallory"))
 
 
+async def test_who_was_fenced_or_cut_off_gets_no_login_on_a_new_server_though_it_still_runs(
+    users: WorkerUsers, valkey_client: Redis, database: Database
+) -> None:
+    ended, cut_off, claimed, fresh = "p-ended", "p-cut-off", "p-cut-off-with-user", "p-fresh"
+    async with database.session() as session:
+        session.add(User(id="former"))
+        await session.flush()
+        session.add(
+            WorkerSession(
+                user_id="former",
+                epoch=1,
+                claim_id="c1",
+                pool=POOL,
+                worker_id=ended,
+                ended_at=func.clock_timestamp(),
+                end_reason="fenced",
+            )
+        )
+    for worker_id in (cut_off, claimed):
+        await valkey_client.set(keys.cut_off(worker_id), "wrote too much")
+    await users.restore(
+        [(worker_id, POOL) for worker_id in (ended, cut_off, claimed, fresh)],
+        [AssignedWorker(claimed, POOL, "mallory", [])],
+    )
+    there = {valkey.text_of(name) for name in await valkey_client.acl_users()}
+    assert there & {ended, cut_off, claimed, fresh} == {fresh}
+    await users.delete(fresh)
+
+
 async def test_users_of_workers_that_are_not_there_are_deleted(
     users: WorkerUsers, valkey_client: Redis, database: Database
 ) -> None:

@@ -62,7 +62,7 @@ async def morning(client: Client) -> Histories:
         _, again = await started("replay-morning-again")
         _, first_page = await started("replay-morning-by-hand", mo.MorningInput(day=DAY, page=2, rate=50.0))
         last_page = await client.get_workflow_handle("replay-morning-by-hand").fetch_history()
-        fake.holiday = f"{DAY} is no trading day"
+        fake.holiday = f"{DAY} is not a trading day"
         _, holiday = await started("replay-morning-holiday")
     return {
         "morning_by_the_clock": by_the_clock,

@@ -1,6 +1,7 @@
 """What a worker's processes ask of the Linux kernel: no core dumps, no orphans, a name in `ps`."""
 
 import ctypes
+import errno
 import math
 import os
 import resource
@@ -16,8 +17,12 @@ from worker_runtime.process.clock import SECOND
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_NAME = 15
+_PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
+
+# From <linux/capability.h>.
+_CAPABILITY_VERSION_3 = 0x20080522
 
 _prctl_call = ctypes.CDLL(None, use_errno=True).prctl
 
@@ -37,6 +42,18 @@ def forbid_dumps() -> None:
 def forbid_privileges() -> None:
     """Makes programs with set-user-ID give nothing to this process and its forks. Cannot be undone."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def drop_capabilities() -> None:
+    """Takes root's rights from this process and its forks, for ever; the user id stays. Raises `OSError`."""
+    for capability in range(64):
+        if _prctl_call(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0 and ctypes.get_errno() == errno.EINVAL:
+            break  # the kernel knows no more of them
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    nothing = (ctypes.c_uint32 * 6)()
+    if ctypes.CDLL(None, use_errno=True).capset(header, nothing) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def die_first() -> None:

@@ -89,7 +89,7 @@ def _many(prefix: str, kind: str = "") -> Callable[[str, str], str]:
     return lambda owner, name: f"{prefix}:{{{owner}}}{suffix}{name}"
 
 
-# Of a user, and of his request, order or budget.
+# Of a user, and of their request, order or budget.
 requests = _one("trading:user", "requests")
 processing = _one("trading:user", "processing")
 doorbell = _one("trading:user", "doorbell")

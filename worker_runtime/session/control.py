@@ -23,10 +23,10 @@ from worker_runtime.protocol.messages import (
 )
 from worker_runtime.protocol.requests import BooksCompared, ControlMessage
 from worker_runtime.protocol.sealing import new_worker_key, verify
-from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.account_session import CredentialOpener
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.health import logins_of
+from worker_runtime.trading.send_buffer import SendBuffer
 from worker_runtime.trading.session_recovery import SessionRecovery
 
 #: Seconds that the logins of one credential reload may take together: less than the orchestrator waits for

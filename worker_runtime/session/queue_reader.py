@@ -7,78 +7,18 @@ late has an older number and takes nothing.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from worker_runtime.process.clock import NS_PER_MS, seconds_until
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.process.valkey import Valkey, ValkeyFailed
 from worker_runtime.protocol import keys
-from worker_runtime.protocol.authentication import RefusalCounter
 from worker_runtime.protocol.messages import PlaceOrder
-from worker_runtime.protocol.requests import HALTED_SWITCH, SWITCH_SERVER, UserSwitch, switch_of
+from worker_runtime.protocol.requests import HALTED_SWITCH, SWITCH_SERVER
 from worker_runtime.protocol.scripts import POP, PUT_BACK
 from worker_runtime.trading.broker_sessions import BrokerSessions
-
-
-@dataclass(frozen=True, slots=True)
-class QueueItem:
-    """What `pop.lua` returned. `kind`: control, request, empty, stale, fenced or no_owner."""
-
-    kind: str
-    raw: bytes
-    #: CLOCK_MONOTONIC ns after which a request must not be executed any more.
-    deadline_ns: int
-    #: Generation of Valkey, as the owner key holds it.
-    generation: str
-    #: Who may trade, at the time of the pop; halted if the switch is missing.
-    switch: UserSwitch = HALTED_SWITCH
-    #: The switch is a copy that was written to another server: it says nothing, and the request has to wait.
-    switch_is_stale: bool = False
-    #: CLOCK_MONOTONIC ns since which Valkey's server is known; 0 if nobody has noted it. What was queued
-    #: before may be a copy of another server's data.
-    server_since_ns: int = 0
-
-    def seconds_left(self) -> float:
-        """Seconds until the deadline; negative when it has passed."""
-        return seconds_until(self.deadline_ns)
-
-
-class SwitchReader:
-    """Reads the user's switch as Valkey returns it, and refuses one that is older than the newest seen."""
-
-    def __init__(self, shared_state: SharedState, log: Log) -> None:
-        self._shared_state = shared_state
-        self._log = log
-        self._refused = RefusalCounter()
-        #: The fields that were read last, under which keys, and what they mean: they rarely change.
-        self._last: tuple[tuple[Sequence[bytes], str, int], tuple[UserSwitch, bool]] | None = None
-
-    def read(self, fields: Sequence[bytes], server: str) -> tuple[UserSwitch, bool]:
-        """The switch and whether it is stale (`switch_of`). A missing, forged or older one is halted."""
-        shared_state = self._shared_state
-        source = fields, server, shared_state.message_keys_written
-        if self._last is not None and self._last[0] == source:
-            meaning = self._last[1]
-        else:
-            request_keys = shared_state.message_keys().request
-            meaning = switch_of(fields, server, request_keys, shared_state.user_id)
-            self._last = source, meaning
-        switch, stale = meaning
-        if stale or switch is HALTED_SWITCH:
-            if fields and not stale:
-                self._refuse("forged")
-            return meaning
-        if switch.version < shared_state.switch_version:
-            self._refuse("older than one before it")
-            return HALTED_SWITCH, False
-        shared_state.switch_version = switch.version
-        return meaning
-
-    def _refuse(self, reason: str) -> None:
-        if self._refused.add(reason):
-            self._log.error("switch_refused", reason=reason, count=self._refused.count)
+from worker_runtime.trading.queue_item import QueueItem
+from worker_runtime.trading.switch_reader import SwitchReader
 
 
 class RequestQueueReader:

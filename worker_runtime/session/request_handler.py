@@ -21,12 +21,12 @@ from worker_runtime.protocol.requests import (
     encode_report,
     parse_frame,
 )
-from worker_runtime.session.queue_reader import QueueItem
-from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.broker_sessions import BrokerSessions
 from worker_runtime.trading.order_changer import OrderChanger
 from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter
+from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.reconciliation import AccountReader
+from worker_runtime.trading.send_buffer import SendBuffer
 
 
 @dataclass(eq=False, repr=False)

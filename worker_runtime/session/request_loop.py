@@ -13,7 +13,7 @@ from worker_runtime.protocol.broker_reports import OrderChanged
 from worker_runtime.protocol.launch import ExitCode
 from worker_runtime.protocol.messages import PlaceOrder, WorkerEventKind
 from worker_runtime.session.control import ControlHandler, SessionParts
-from worker_runtime.session.queue_reader import PostponedOrder, QueueItem, RequestQueueReader
+from worker_runtime.session.queue_reader import PostponedOrder, RequestQueueReader
 from worker_runtime.session.request_handler import RequestHandler
 from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_calls import BrokerCalls
@@ -23,6 +23,7 @@ from worker_runtime.trading.login_attempts import LoginAttempts
 from worker_runtime.trading.order_changer import OrderChanger
 from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter, UnknownOutcomes
 from worker_runtime.trading.order_tracker import OrderTracker
+from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import SharedRateLimiter
 from worker_runtime.trading.reconciliation import AccountReader, AccountReconciler
 from worker_runtime.trading.session_recovery import SessionRecovery

@@ -1,4 +1,4 @@
-"""Submits, changes and tracks orders, and opens, checks and rebuilds broker sessions.
+"""Submits, changes and tracks orders, sends their events and answers, and keeps the broker sessions.
 
 Not here: the queue that orders come from (`worker_runtime/session`), and a broker's protocol
 (`worker_runtime/brokers`).

@@ -29,9 +29,9 @@ from worker_runtime.protocol.errors import (
     SessionDown,
 )
 from worker_runtime.protocol.messages import Answer
-from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.trading.account_session import AccountSession
 from worker_runtime.trading.broker_sessions import BrokerSessions
+from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import CallKind, SharedRateLimiter
 
 #: Errors of a changing call after which it certainly changed nothing (see `brokers/port.py`).

@@ -8,12 +8,12 @@ from worker_runtime.protocol.broker_reports import BrokerOrder, OrderChanged
 from worker_runtime.protocol.errors import BerthError, OrderRejected, OutcomeUnknown
 from worker_runtime.protocol.messages import FINAL_ORDER_STATES, Failure, OrderOutcome
 from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
-from worker_runtime.session.queue_reader import QueueItem
-from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.order_submitter import check_price, flush_and_check_switch
 from worker_runtime.trading.order_tracker import OrderTracker, order_outcome_of
+from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import CallKind
+from worker_runtime.trading.send_buffer import SendBuffer
 
 
 class OrderChanger:

@@ -32,11 +32,11 @@ from worker_runtime.protocol.errors import (
 from worker_runtime.protocol.messages import Failure, OrderEvent, OrderOutcome, OrderState, PlaceOrder
 from worker_runtime.protocol.order_terms import may_be_same_contract
 from worker_runtime.protocol.requests import ReplaceOrder, SwitchState, UserSwitch
-from worker_runtime.session.queue_reader import QueueItem
-from worker_runtime.session.send_buffer import SendBuffer
 from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.order_tracker import OrderResult, OrderTracker
+from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import CallKind, CountUnavailable
+from worker_runtime.trading.send_buffer import SendBuffer
 
 #: Reasons for which there is no broker session now but may be one in a moment. (Maintenance takes longer.)
 _TRANSIENT_ERRORS = (BrokerUnreachable, LoginLimited, LeaseLost)

@@ -19,9 +19,9 @@ from worker_runtime.protocol.broker_reports import BrokerOrder, Position
 from worker_runtime.protocol.errors import BerthError
 from worker_runtime.protocol.messages import AccountReported, encode
 from worker_runtime.protocol.requests import AccountReport, QueryAccount, encode_report
-from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.order_tracker import OrderTracker
+from worker_runtime.trading.queue_item import QueueItem
 
 #: Bytes of orders in one report: a message has at most 256 KiB, and an order with its fills has about 500.
 MAX_ORDER_BYTES = 128 * 1024

@@ -186,7 +186,7 @@ class MorningWorkflow:
         continue_as_new(replace(given, carried=asdict(progress)))
 
     async def _repeat(self, pause: float, abreast: asyncio.Semaphore) -> None:
-        """Tries again who failed, one each `pause` seconds at the most, until cancelled."""
+        """Tries again who failed, at most one each `pause` seconds, until cancelled."""
         while True:
             await workflow.wait_condition(lambda: bool(self._again))
             later_try = min(self._again, key=lambda later: later.due)

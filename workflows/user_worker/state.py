@@ -268,7 +268,7 @@ class UserWorkerState(UserWorkerFacts):
         return self._to(WorkerState.RECONNECTING, now, reason=reason)
 
     def reconnected(self, now: float) -> UserWorkerState:
-        """All connections are well again. That is no use of the worker: its idle time goes on."""
+        """All connections are healthy again. This does not reset the idle timer."""
         back = self._to(WorkerState.ACTIVE, now, connected_at=now, reason="", health="well", health_at=now)
         deadline = max(self.idle_at(self.last_activity), now)
         return replace(back, deadline=deadline, needs_credentials=False, unanswered=0)

@@ -127,7 +127,7 @@ def _window_problems(window: PoolWindow, minimum: int, maximum: int) -> Iterator
     yield from _out_of_bounds("target", window.target, minimum, maximum)
     for name, clock in (("begins", window.begins), ("ends", window.ends)):
         if _CLOCK.fullmatch(clock) is None:
-            yield f"{name} {clock!r} is no time like 08:30"
+            yield f"{name} {clock!r} is not a time like 08:30"
     try:
         days_of(window.days)
     except PoolPolicyInvalid as error:

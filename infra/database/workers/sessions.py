@@ -338,6 +338,15 @@ async def assigned_now(connection: AsyncConnection) -> list[AssignedWorker]:
     return [AssignedWorker(*row) for row in rows]
 
 
+async def workers_that_ended(session: AsyncSession, worker_ids: Collection[str]) -> set[str]:
+    """Returns those of these workers that had a user and have none any more: they get no other one."""
+    if not worker_ids:
+        return set()
+    theirs = select(WorkerSession.worker_id).where(WorkerSession.worker_id.in_(worker_ids))
+    ended = theirs.where(WorkerSession.ended_at.is_not(None))
+    return {worker_id for worker_id in await session.scalars(ended) if worker_id}
+
+
 class WorkerInUse(NamedTuple):
     """A worker with an open assignment."""
 

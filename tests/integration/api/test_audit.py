@@ -44,12 +44,10 @@ ACTS: list[tuple[str, dict[str, Any] | None, str]] = [
     ("POST /users/{user}/jobs", {"job": {"type": "order_export", "job_id": "1"}}, "job.requested"),
     ("POST /users/{user}/jobs/1/cancel", None, "job.cancel_requested"),
     ("POST /jobs", {"job": {"type": "ping", "text": "x", "job_id": "1"}}, "job.requested"),
+    ("PUT /job-queues/email", {"weight": 2}, "job_queue.set"),
     ("POST /jobs/1/cancel", None, "job.cancel_requested"),
     ("PUT /job-limits/ping", {"running": 1, "reason": "a test"}, "job_limits.set"),
     ("POST /users/{user}/worker/start", {}, "worker.start_requested"),
-    ("POST /users/{user}/worker/stop", {}, "worker.stop_requested"),
-    ("POST /users/{user}/worker/resume", {}, "worker.resume_requested"),
-    ("POST /users/{user}/worker/reload-credentials", {}, "worker.reload_requested"),
     ("POST /fleet/maintenance", {}, "maintenance.run_requested"),
     ("POST /fleet/maintenance", {"override_guard": True}, "maintenance.guard_overridden"),
     ("POST /pools/default/pause", {}, "pool.pause_requested"),
@@ -97,6 +95,9 @@ def test_no_act_was_forgotten() -> None:
         "POST /users/{user_id}/accounts/{account_id}/intents",
         "POST /reconciliations/{number}/resolve",
         "POST /person-matches/{number}/resolve",  # in `accounts/test_person_matches.py`
+        "POST /users/{user_id}/worker/stop",  # in `workers/test_workers.py`
+        "POST /users/{user_id}/worker/resume",
+        "POST /users/{user_id}/worker/reload-credentials",
         "POST /jobs/batch",  # jobs of applications: PostgreSQL keeps each of them
         "PUT /job-limits/{application}/{name}",  # in `test_own_jobs.py`
         "PUT /pools/{pool}",
@@ -108,7 +109,7 @@ def test_no_act_was_forgotten() -> None:
 
 def _shape(route: str) -> str:
     """A route without the names of what stands in it."""
-    fixed = {"main": "{}", "FITX": "{}", "default": "{}", "ping": "{}", "1": "{}"}
+    fixed = {"main": "{}", "FITX": "{}", "default": "{}", "ping": "{}", "email": "{}", "1": "{}"}
     return "/".join("{}" if part.startswith("{") else fixed.get(part, part) for part in route.split("/"))
 
 

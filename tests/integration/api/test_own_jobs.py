@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,8 +17,10 @@ from sqlalchemy import text
 from activities.maintenance.kept_jobs import KeptJobSweeper
 from infra.jobs.applications import add_application
 from infra.settings import Settings
-from infra.vault.message_secret import MessageSecretFile
-from tests.integration.api.conftest import ServedApi, make_key
+from infra.vault import key_file
+from infra.vault.message_secret import MessageSecretFile, load_fleet_keys
+from tests.commands import CommandForker
+from tests.integration.api.conftest import ServedApi, make_key, operator
 from tests.integration.jobs.kept import NotingStarter
 from tests.integration.jobs.queue.test_announced_types import a_manifest
 from worker_runtime.jobs.protocol import calls as job_calls
@@ -354,3 +358,84 @@ async def test_a_job_that_was_sent_straight_into_valkey_is_shown(
     assert shown["waits_for_runner"]
     [kind] = (await producer.get("/job-types")).json()["types"]
     assert [version["waits_for_runner"] for version in kind["versions"]] == [True]
+
+
+async def test_the_command_line_makes_an_application_and_enqueues_its_jobs(
+    shop: ServedApi, runner: HandRunner, commands: CommandForker, tmp_path: Path
+) -> None:
+    environment = {
+        "BERTH_DATABASE_URL": shop.settings.database_url,
+        "BERTH_MESSAGE_KEY_FILE": str(shop.settings.message_key_file),
+        "BERTH_DATA_DIR": str(tmp_path),
+    }
+
+    async def cli(*words: str, code: int = 0) -> str:
+        done = await asyncio.to_thread(commands.run, "jobs", "application", *words, **environment)
+        assert done.code == code, done
+        return done.err if code else done.out
+
+    made = json.loads(await cli("add", "bank", "--json"))
+    path = Path(made["key_file"])
+    assert key_file.read_key_file(path, private=True)  # nobody else may read it
+    secrets = MessageSecretFile(shop.settings.message_key_file)
+    assert load_fleet_keys(path) == secrets.application_keys("bank", (1,))
+    assert "already an application bank" in await cli("add", "bank", code=1)
+    assert "a letter and up to 31" in await cli("add", "Bank", code=1)
+    assert "There is no application none" in await cli("rotate", "none", code=1)
+    assert json.loads(await cli("rotate", "bank", "--json"))["generation"] == 2
+    assert load_fleet_keys(path) == secrets.application_keys("bank", (2, 1))
+    assert "Generation 1 of bank still counts" in await cli("rotate", "bank", code=1)
+    assert "only key 2 of bank counts" in await cli("rotate", "bank", "--retire")
+    assert load_fleet_keys(path) == secrets.application_keys("bank", (2,))
+    async with shop.client(shop.admin_key) as admin:
+        entries = (await admin.get("/audit", params={"limit": 3})).json()["entries"]
+    assert [entry["action"] for entry in entries] == [
+        "job_application.key_retired",
+        "job_application.rotated",
+        "job_application.added",
+    ]
+
+    runner.announce(manifest())
+    async with operator(shop, commands, tmp_path) as berth:
+        listed = await berth("jobs", "application", "list")
+        assert [line.split()[0] for line in listed.out.splitlines()[-2:]] == ["bank", "shop"]
+        kind = await berth("jobs", "types", "shop/jobs.resize")
+        assert "url: string" in kind.out
+        assert "width: integer (optional)" in kind.out
+        [shown] = json.loads((await berth("jobs", "types", "--json")).out)
+        assert shown["type"] == "shop/jobs.resize"
+        words = ("--arg", "url=https://a/1.png", "--arg", "width=3", "--priority", "7", "--job-id", "c-1")
+        made = json.loads((await berth("jobs", "enqueue", "shop/jobs.resize", *words, "--json")).out)
+        assert (made["id"], made["state"]) == ("c-1", "waiting")
+        wrong = await berth("jobs", "enqueue", "shop/jobs.resize", "--arg", "url=ftp://a")
+        assert (wrong.code, "JOB_ARGUMENTS_INVALID" in wrong.err) == (1, True)
+    [claimed] = runner.claim()
+    assert msgspec.json.decode(runner.read(claimed).args) == {"url": "https://a/1.png", "width": 3}
+
+
+async def test_weights_of_queues_are_set_for_the_fleet_and_for_an_application(
+    shop: ServedApi, producer: httpx.AsyncClient, runner: HandRunner
+) -> None:
+    runner.announce(manifest(queue="fast"))
+    await producer.post("/jobs", json=resize())
+    for number in range(2):
+        await producer.post("/jobs", json=resize(queue="slow", job_id=f"s-{number}"))
+    async with shop.client(shop.admin_key) as admin:
+        body = {"weight": 0.5, "application": "shop", "reason": "a test"}
+        changed = await admin.put("/job-queues/slow", json=body)
+        assert changed.json() == {"queue": "slow", "weight": 0.5, "suspended": False, "waiting": 2}
+        queues = (await admin.get("/job-queues", params={"application": "shop"})).json()["queues"]
+        assert [(row["queue"], row["weight"], row["waiting"]) for row in queues] == [
+            ("fast", 1.0, 1),
+            ("slow", 0.5, 2),
+        ]
+        fleet = {row["queue"]: row for row in (await admin.get("/job-queues")).json()["queues"]}
+        assert {"email", "webhook", "default"} <= fleet.keys()
+        assert (fleet["email"]["weight"], "slow" in fleet) == (1.0, False)
+        back = await admin.put("/job-queues/slow", json={"application": "shop"})
+        assert back.json()["weight"] == 1.0
+        unknown = await admin.get("/job-queues", params={"application": "none"})
+        assert unknown.json()["code"] == "APPLICATION_NOT_FOUND"
+        for wrong in ({"weight": -1}, {"weight": 1001}, {"weight": "x"}):
+            assert (await admin.put("/job-queues/slow", json=wrong)).status_code == 422
+    assert not await shop.services.valkey.hexists(job_keys.meta(TAG), "weight:slow")

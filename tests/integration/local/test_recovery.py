@@ -17,7 +17,7 @@ from infra.vault.secret_versions import create_versions
 from tests.commands import CommandForker
 from worker_runtime.protocol import keys
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 NO_VALKEY = "redis://127.0.0.1:1/0"
 
@@ -31,7 +31,7 @@ def environment(database: str, valkey: str, folder: Path) -> dict[str, str]:
     }
 
 
-async def test_a_backups_keys_open_with_the_identity_that_is_elsewhere_only(
+async def test_a_backup_opens_with_the_identity_that_is_elsewhere_only(
     migrated_database: str, tmp_path: Path, commands: CommandForker
 ) -> None:
     (tmp_path / "master.key").write_text("canary of the master key")
@@ -46,7 +46,10 @@ async def test_a_backups_keys_open_with_the_identity_that_is_elsewhere_only(
     done = commands.run("backup", str(tmp_path / "b"), **named, BERTH_BACKUP_RECIPIENTS=f'["{recipient}"]')
     assert done.code == 0, done.err
     [backup] = (tmp_path / "b").iterdir()
-    assert {path.name for path in backup.iterdir()} == {"base", "keys.tar.age"}
+    assert {path.name for path in backup.iterdir()} == {"base.tar.age", "keys.tar.age"}
+    for path in backup.iterdir():
+        assert path.read_bytes().startswith(b"age-encryption.org/v1")
+        assert path.stat().st_mode & 0o077 == 0
     assert b"canary" not in (backup / "keys.tar.age").read_bytes()
 
     def unpack(identity: str) -> int:
@@ -58,6 +61,9 @@ async def test_a_backups_keys_open_with_the_identity_that_is_elsewhere_only(
     found = tmp_path / "found" / "master.key"
     assert (found.read_text(), found.stat().st_mode & 0o777) == ("canary of the master key", 0o600)
     assert unpack("mine") == 1, "the folder is not empty"
+    words = ("--identity", str(tmp_path / "other"), "--to", str(tmp_path / "none"))
+    refused = commands.run("unpack", str(backup), *words)
+    assert (refused.code, "does not open" in refused.err) == (1, True)
 
 
 async def test_after_a_restore_no_key_counts_that_was_revoked_since(
@@ -90,8 +96,9 @@ async def test_a_backup_holds_the_data_and_the_keys_and_only_we_may_read_it(
     (own / "signing.key").write_text("theirs")
     named = environment(migrated_database, NO_VALKEY, tmp_path) | {"BERTH_ORCHESTRATOR_KEY_DIR": str(own)}
     for _ in range(2):
-        done = commands.run("backup", str(tmp_path / "b"), "--plain-keys", **named)
+        done = commands.run("backup", str(tmp_path / "b"), "--plain", **named)
         assert done.code == 0, done.err
+        assert "not encrypted" in done.err
     first, second = sorted((tmp_path / "b").iterdir())
     assert done.out.strip() == f"made {second}"
     assert (first / "base" / "PG_VERSION").exists()
@@ -117,7 +124,7 @@ def test_two_keys_of_one_name_are_refused_before_anything_is_backed_up(
     done = commands.run(
         "backup",
         str(tmp_path / "b"),
-        "--plain-keys",
+        "--plain",
         **named,
         BERTH_MESSAGE_KEY_FILE=str(other / "master.key"),
     )
@@ -132,9 +139,7 @@ def test_a_backup_that_was_not_made_does_not_look_like_one(
     """The role of the services may not replicate; a server may be away."""
     away = f"postgresql+asyncpg://berth@127.0.0.1:{free_port()}/berth"
     for url, reason in ((services_database, "REPLICATION"), (away, "audit trail")):
-        done = commands.run(
-            "backup", str(tmp_path / "b"), "--plain-keys", **environment(url, NO_VALKEY, tmp_path)
-        )
+        done = commands.run("backup", str(tmp_path / "b"), "--plain", **environment(url, NO_VALKEY, tmp_path))
         assert done.code == 1
         assert reason in done.err
     assert {path.suffix for path in (tmp_path / "b").iterdir()} == {".partial"}
@@ -142,7 +147,7 @@ def test_a_backup_that_was_not_made_does_not_look_like_one(
     done = commands.run(
         "backup",
         str(tmp_path / "file"),
-        "--plain-keys",
+        "--plain",
         **environment(services_database, NO_VALKEY, tmp_path),
     )
     assert (done.code, "exists" in done.err) == (1, True)

@@ -19,6 +19,8 @@ import pytest
 
 from infra.local.process import HOST
 from infra.local.stack import DATABASE, LocalStack
+from infra.recovery.encryption import make_identity
+from infra.recovery.unpack import unpack_backup
 from tests.e2e.conftest import VERIFY, House, Trader, until
 
 TRADERS = 4
@@ -40,9 +42,12 @@ def house(tmp_path: Path) -> Iterator[House]:
         house.threads.shutdown()
 
 
-def berth(stack: LocalStack, *words: str) -> subprocess.Popen[str]:
+def berth(stack: LocalStack, *words: str, recipients: str = "[]") -> subprocess.Popen[str]:
     command = [str(Path(sys.executable).with_name("berth")), *words, "--data", str(stack.folder.path)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "BERTH_BACKUP_RECIPIENTS": recipients}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
 
 
 def ask(stack: LocalStack, question: str) -> Any:
@@ -63,31 +68,38 @@ def ask(stack: LocalStack, question: str) -> Any:
 
 
 class Backup:
-    """Beside the server's data, where its programs may read: a base backup, and the log as it is written."""
+    """A base backup, and the log as it is written, both encrypted."""
 
     def __init__(self, stack: LocalStack) -> None:
         self._stack = stack
-        folder = stack.postgres.directory / "backups"
-        self.wal = folder / "wal"
-        self._follower = berth(stack, "backup", str(folder), "--follow")
+        folder = stack.folder.path / "backups"
+        self._identity = stack.folder.path / "backup.identity"
+        #: Beside the server's data, where its programs may read.
+        self._unpacked = stack.postgres.directory / "unpacked"
+        self.wal = self._unpacked / "wal"
+        recipients = json.dumps([make_identity(self._identity)])
+        self._follower = berth(stack, "backup", str(folder), "--follow", recipients=recipients)
         until(lambda: ask(stack, "select count(*) from pg_stat_replication") == 1, "receiver of the log")
-        made = berth(stack, "backup", str(folder), "--plain-keys")
+        made = berth(stack, "backup", str(folder), recipients=recipients)
         told, errors = made.communicate(timeout=60)
         assert made.returncode == 0, errors
-        self.base = Path(told.split()[-1]) / "base"
-        keys = {path.name for path in (self.base.parent / "keys").iterdir()}
-        assert keys >= {"master.key", "master.pub", "message.key", "api.key"}
-        assert self.base.parent.stat().st_mode & 0o077 == 0
+        self._made = Path(told.split()[-1])
+        assert self._made.stat().st_mode & 0o077 == 0
 
     def end(self) -> None:
         self._follower.terminate()
         self._follower.communicate(timeout=10)
+        assert self._follower.returncode == 0
 
     def put_back(self, settings: str, signal: str) -> None:
         """The server's data are the backup's from now on; it starts, recovers and takes writes."""
+        base, files = unpack_backup(self._made, self._identity, self._unpacked)
+        assert files > 0
+        keys = {path.name for path in (self._unpacked / "keys").iterdir()}
+        assert keys >= {"master.key", "master.pub", "message.key", "api.key"}
         data = self._stack.postgres.data
         shutil.rmtree(data)
-        self.base.rename(data)
+        base.rename(data)
         with (data / "postgresql.auto.conf").open("a") as file:
             file.write(settings)
         (data / signal).touch()

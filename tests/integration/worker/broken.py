@@ -6,8 +6,8 @@ import sys
 
 from worker_runtime.process.config import read_config
 from worker_runtime.process.log import Log
-from worker_runtime.process.zygote import Zygote
 from worker_runtime.protocol.launch import ExitCode
+from worker_runtime.zygote import Zygote
 
 
 class BrokenZygote(Zygote):

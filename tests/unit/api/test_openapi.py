@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from api.app import create_app
 from api.http.fields import EXAMPLES
-from api.http.rights import RIGHTS
+from api.http.rights import RIGHTS, Role
 from infra.settings import Settings
 
 PUBLIC = {
@@ -96,6 +96,8 @@ def test_the_document_is_valid(document: dict[str, Any]) -> None:
         "/v1/jobs/{job_id}/cancel",
         "/v1/job-applications",
         "/v1/job-types",
+        "/v1/job-queues",
+        "/v1/job-queues/{queue}",
         "/v1/job-types/{application}/{name}",
         "/v1/job-limits/{application}/{name}",
         "/v1/jobs/batch",
@@ -193,6 +195,16 @@ def test_every_body_and_every_answer_has_an_example(document: dict[str, Any]) ->
 def test_the_key_comes_in_a_header(document: dict[str, Any]) -> None:
     scheme = document["components"]["securitySchemes"]["ApiKey"]
     assert (scheme["type"], scheme["in"], scheme["name"]) == ("apiKey", "header", "X-API-Key")
+
+
+def test_what_a_user_asks_of_a_user_may_not_be_theirs(document: dict[str, Any]) -> None:
+    """Whether somebody else exists is not told: the answer is 404, for a query as for a path."""
+    for route, right in RIGHTS.items():
+        method, _, path = route.partition(" ")
+        operation = document["paths"].get(f"/v1{path}", {}).get(method.lower(), {})
+        names = {one["name"] for one in operation.get("parameters", ())}
+        if "user_id" in names and Role.USER in right.roles:
+            assert "404" in operation["responses"], route
 
 
 def test_no_default_validation_error_is_left(document: dict[str, Any]) -> None:

@@ -121,7 +121,7 @@ def test_a_window_of_an_earlier_policy_counts_no_more() -> None:
         (PoolPolicy(shrink_after=-1), "shrink_after -1 is not between"),
         (PoolPolicy(windows=(MORNING, MORNING)), "two windows have the same name"),
         (PoolPolicy(maximum=30, windows=(MORNING,)), "window 'morning': target 40 is above maximum 30"),
-        (PoolPolicy(windows=(replace(MORNING, begins="8:00"),)), "begins '8:00' is no time like 08:30"),
+        (PoolPolicy(windows=(replace(MORNING, begins="8:00"),)), "begins '8:00' is not a time like 08:30"),
         (PoolPolicy(windows=(replace(MORNING, days="weekdays"),)), "days 'weekdays' are not like mon-fri"),
         (PoolPolicy(windows=(replace(MORNING, calendar="half"),)), "calendar 'half' is none of any"),
         (PoolPolicy(windows=(replace(MORNING, name=""),)), "its name is not 1 to 64"),

@@ -257,7 +257,7 @@ async def test_days_without_trading_and_days_to_come_are_refused(
     # Saturday; Monday, a holiday; a Sunday that was asked for.
     for at, day in ((date(2026, 9, 26), ""), (date(2026, 9, 28), ""), (NEXT, "2026-09-27")):
         found = await make(made, taipei(at), day)
-        assert found.reason.endswith("is no trading day")
+        assert found.reason.endswith("is not a trading day")
     for day, code in (("2026-09-29", "DAY_NOT_OVER"), ("yesterday", "INVALID_DAY")):
         with pytest.raises(ApplicationError) as refused:
             await make(made, taipei(NEXT), day)

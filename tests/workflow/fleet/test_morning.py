@@ -83,10 +83,10 @@ async def test_a_second_start_on_the_same_day_does_nothing(skipping: WorkflowEnv
 
 
 async def test_on_a_holiday_it_ends_at_once_and_says_why(skipping: WorkflowEnvironment) -> None:
-    morning = FakeMorning(3, holiday="2026-09-28 is no trading day")
+    morning = FakeMorning(3, holiday="2026-09-28 is not a trading day")
     async with morning.serving(skipping.client):
         result = await run(skipping.client, mo.MorningInput())
-    assert result.reason == "2026-09-28 is no trading day"
+    assert result.reason == "2026-09-28 is not a trading day"
     assert not morning.tries
 
 

@@ -18,6 +18,8 @@ class OwnTypesConfig(msgspec.Struct, frozen=True, kw_only=True):
     gid: Annotated[int, msgspec.Meta(ge=0)] = 0
     #: Folders and files that no job reaches, such as those of keys (where the kernel has Landlock).
     hidden: tuple[str, ...] = ()
+    #: Files and folders with keys: hidden from the jobs, too, if they share the runner's user.
+    key_files: tuple[str, ...] = ()
     #: Each goes to the jobs whose type names it.
     secrets: dict[str, str] = {}
     #: Added to the environment of the processes; nothing here is secret.

@@ -178,6 +178,8 @@ def main() -> int:
         kernel.die_first()
     kernel.forbid_dumps()
     kernel.forbid_privileges()
+    if os.getuid() == 0:
+        kernel.drop_capabilities()
     kernel.rename_process("berth-forksrv")
     try:
         return ForkServer(socket.socket(fileno=descriptor)).run()

@@ -46,6 +46,7 @@ from worker_runtime.jobs.protocol.messages import Job, UnknownJob
 from worker_runtime.jobs.types.job_registry import JobRegistry
 from worker_runtime.process import kernel
 from worker_runtime.process.clock import Backoff
+from worker_runtime.process.landlock import landlock_version
 from worker_runtime.process.log import Log
 from worker_runtime.protocol.errors import BerthError
 
@@ -159,6 +160,8 @@ class ForkServerPool(ChildPool):
         self._baseline = 0
         self._import_until = 0.0
         self._closed = False
+        #: The jobs have the runner's user: it is not root, or no other user can run the interpreter.
+        self._shares_user = os.geteuid() != 0
 
     # --- the fork server --------------------------------------------------------------------------
 
@@ -220,6 +223,10 @@ class ForkServerPool(ChildPool):
                 )
         except OSError as error:
             near.close()
+            if isinstance(error, PermissionError) and not self._shares_user and landlock_version() >= 6:
+                self._shares_user = True  # with root's files out of reach only as far as they are hidden
+                self._start()
+                return
             self._backoff.failed()
             reason = errno.errorcode.get(error.errno or 0, "")
             hint = f"user {uid} must be able to run {Path(sys.executable).resolve()}" if uid else ""
@@ -234,7 +241,7 @@ class ForkServerPool(ChildPool):
             application=self.own.application,
             modules=self.own.modules,
             path=self.own.path,
-            hidden=self.own.hidden,
+            hidden=(*self.own.hidden, *(self.own.key_files if self._shares_user else ())),
             recycle=self.recycle,
         )
         self._send(start)
@@ -245,11 +252,11 @@ class ForkServerPool(ChildPool):
 
     def _user(self) -> tuple[int | None, int | None]:
         """The user and group of the fork server: others if the runner is root, else the runner's own."""
-        if os.geteuid() != 0:
+        if self._shares_user:
             self.log.warning(
                 "own_jobs_share_our_user",
-                hint="they cannot read this process's memory, but they can read its user's files unless those"
-                " are hidden; start the runner as root, or name its key files in `hidden`",
+                hint="they cannot read this process's memory or its keys, but other files of its user; start"
+                f" the runner as root, and let other users run {Path(sys.executable).resolve()}",
             )
             return None, None
         digest = binascii.crc32(self.own.application.encode())

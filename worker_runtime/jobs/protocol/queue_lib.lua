@@ -113,7 +113,7 @@ local function promote(now)
   return math.max(0, tonumber(first[2]) - now)
 end
 
--- A type of an application stands in the queue with its version ('shop/resize@2'); limits, rates and counts of
+-- A type of an application is in the queue with its version ('shop/resize@2'); limits, rates and counts of
 -- running jobs are those of all versions.
 local function all_versions(name)
   local at = string.find(name, '@', 1, true)

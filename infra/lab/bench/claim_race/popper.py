@@ -28,7 +28,7 @@ def pop_command(what: str, number: int) -> list[Any]:
 
 def main() -> int:
     url, what, first, count = sys.argv[1:]
-    client = Redis.from_url(url)
+    client = Redis.from_url(url, socket_timeout=None)  # the others may start much later
     client.blpop([GO])
     began = time.monotonic()
     for start in range(int(first), int(first) + int(count), BATCH):

@@ -2,7 +2,7 @@
 
 `python -m infra.lab.bench.starvation.naive_lease`, with a JSON `NaiveLease` as one line on standard input;
 it ends when that
-is closed. It renews once before anything is busy: its connection is no part of the measurement.
+is closed. It renews once before anything is busy: its connection is not measured.
 """
 
 from __future__ import annotations

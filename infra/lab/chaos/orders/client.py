@@ -87,7 +87,7 @@ class TradingClients:
         pause: float = PAUSE,
         hooks: Mapping[str, SignalHook] | None = None,
     ) -> None:
-        """`operator_key` is an administrator's: a parked user cannot resume himself."""
+        """`operator_key` is an administrator's: a parked user cannot resume their own worker."""
         self._answered: dict[tuple[str, str], ClientOrder] = {}
         self.counts: Counter[str] = Counter()
         self._seed = seed

@@ -135,7 +135,7 @@ async def test_users_are_planned_for_the_first_bell_of_what_they_traded(
 async def test_a_holiday_is_said_and_nobody_is_counted(database: Database) -> None:
     morning = MorningActivities(database, DAYS, ScriptedStarter().ensure_active)
     plan = await ActivityEnvironment().run(morning.plan_morning, mo.PlanMorning(day="2026-02-17", days=5))
-    assert plan.reason == "2026-02-17 is no trading day"
+    assert plan.reason == "2026-02-17 is not a trading day"
     evening = mo.PlanMorning(day="2026-02-17", days=5, evening=True)
     assert (
         await ActivityEnvironment().run(morning.plan_morning, evening)

@@ -212,6 +212,27 @@ async def test_stop_and_reload_are_signals(whole_api: ServedApi, lifecycle: Life
     assert lifecycle.signals == [("reload_credentials", ""), ("shutdown", "going home")]
 
 
+async def test_acts_on_a_worker_are_noted_only_where_there_is_one(whole_api: ServedApi) -> None:
+    """A key that stops a worker again and again, where there is none, fills no audit trail."""
+    api, acts = whole_api, ("reload-credentials", "resume", "stop")
+
+    async def noted(admin: httpx.AsyncClient) -> list[str]:
+        answer = await admin.get("/audit", params={"subject": f"user:{api.user}", "action": "worker."})
+        return [entry["action"] for entry in answer.json()["entries"]]
+
+    async with api.client(api.admin_key) as admin:
+        for act in acts:
+            none = await admin.post(f"/users/{api.user}/worker/{act}")
+            assert (none.status_code, none.json()["code"]) == (404, "NO_WORKER")
+        assert await noted(admin) == []
+        await admin.post(f"/users/{api.user}/worker/start")
+        for act in acts:
+            done = await admin.post(f"/users/{api.user}/worker/{act}", json={"reason": "a test"})
+            assert done.status_code == 202, done.text
+        names = [f"worker.{act}_requested" for act in ("stop", "resume", "reload", "start")]
+        assert await noted(admin) == names
+
+
 async def test_resume_is_a_signal_for_operators(whole_api: ServedApi, lifecycle: LifecycleStub) -> None:
     api = whole_api
     path = f"/users/{api.user}/worker/resume"

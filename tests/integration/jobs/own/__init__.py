@@ -1,0 +1,1 @@
+"""An application's own job types, through real processes."""

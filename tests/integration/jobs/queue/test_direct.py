@@ -15,12 +15,14 @@ import pytest
 import redis
 
 from infra.berth_jobs import direct, errors, job
-from infra.berth_jobs.api_calls import SendOptions
+from infra.berth_jobs.api_calls import EnqueueOptions
 from infra.berth_jobs.direct import DirectProducer
 from infra.berth_jobs.manifest import describe_type
 from infra.berth_jobs.options import job_fields
 from infra.local.process import free_port
 from infra.local.servers import ValkeyServer
+from infra.valkey.job_login import passwords_of_jobs, user_of_jobs
+from infra.valkey.job_users import job_fleet_rights
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import messages
 from worker_runtime.jobs.protocol import scripts as job_scripts
@@ -61,7 +63,7 @@ def client(valkey_server: ValkeyServer) -> Iterator[redis.Redis]:
 
 @pytest.fixture
 def producer(client: redis.Redis, valkey_server: ValkeyServer, key_file: Path) -> Iterator[DirectProducer]:
-    with DirectProducer(valkey_server.url, key_file, application="shop") as producer:
+    with DirectProducer(valkey_server.url, key_file, application="shop", use_login=False) as producer:
         yield producer
 
 
@@ -84,7 +86,7 @@ def test_a_job_is_what_the_api_would_enqueue(client: redis.Redis, producer: Dire
     fields = stored(client, sent.id)
     found, _ = read_signed_job(fields["body"].encode(), sent.id, KEYS)
     kind = describe_type("shop", count.type)
-    options = SendOptions(priority=9, timeout_s=7.0)
+    options = EnqueueOptions(priority=9, timeout_s=7.0)
     expected = Job(job_id=sent.id, **job_fields(kind, b'{"page":"a b","visits":2}', options))
     assert msgspec.json.encode(found) == msgspec.json.encode(expected)
     call = enqueue(expected, KEYS, TAG)
@@ -139,7 +141,9 @@ def test_a_repeat_and_a_second_unique_job_enqueue_nothing(
 def test_jobs_are_enqueued_once_each_past_a_restart_of_valkey(tmp_path: Path, key_file: Path) -> None:
     port = free_port()
     with ValkeyServer(tmp_path / "valkey", port=port, durable=True) as server:
-        with DirectProducer(server.url, key_file, application="shop", retry_for=30) as producer:
+        with DirectProducer(
+            server.url, key_file, application="shop", use_login=False, retry_for=30
+        ) as producer:
             restarted = threading.Event()
 
             def restart() -> None:
@@ -164,20 +168,43 @@ def test_jobs_are_enqueued_once_each_past_a_restart_of_valkey(tmp_path: Path, ke
 def test_a_valkey_that_is_away_or_refuses_is_told_apart(
     client: redis.Redis, valkey_server: ValkeyServer, key_file: Path
 ) -> None:
-    away = DirectProducer(f"redis://127.0.0.1:{free_port()}", key_file, application="shop", retry_for=0.1)
+    away = DirectProducer(
+        f"redis://127.0.0.1:{free_port()}", key_file, application="shop", use_login=False, retry_for=0.1
+    )
     with away, pytest.raises(errors.Unreachable, match="Valkey cannot be reached"):
         away.enqueue(once, "a")
     client.acl_setuser("guest", enabled=True, passwords=["+guest"], commands=["+@connection"])
     try:
         login = valkey_server.url.replace("redis://", "redis://guest:{}@")
-        wrong = DirectProducer(login.format("wrong"), key_file, application="shop")
+        wrong = DirectProducer(login.format("wrong"), key_file, application="shop", use_login=False)
         with wrong, pytest.raises(errors.NotConfigured, match="login"):
             wrong.enqueue(once, "a")
-        guest = DirectProducer(login.format("guest"), key_file, application="shop")
+        login = login.format("guest")
+        guest = DirectProducer(login, key_file, application="shop", retry_for=0.1)
         with guest, pytest.raises(errors.ValkeyRefused, match="permission"):
             guest.enqueue(once, "a")
     finally:
         client.acl_deluser("guest")
+
+
+async def test_it_logs_in_as_its_application_and_reaches_nothing_else(
+    client: redis.Redis, valkey_server: ValkeyServer, key_file: Path
+) -> None:
+    names = {"user": user_of_jobs(TAG), "password": passwords_of_jobs(KEYS)[0]}
+    words = ("ACL", "SETUSER", names["user"], "on", f">{names['password']}", *job_fleet_rights(TAG))
+    client.execute_command(*words)  # type: ignore[no-untyped-call]
+    try:
+        producer = DirectProducer(valkey_server.url, key_file, application="shop", retry_for=5)
+        with producer, pytest.raises(errors.ValkeyRefused, match="belongs to the servers"):
+            producer.with_options(job_id="early").enqueue(once, "a")
+        client.script_load(job_scripts.ENQUEUE.source)  # as orchestrators do
+        with DirectProducer(valkey_server.url, key_file, application="shop") as producer:
+            sent = producer.enqueue_many(producer.call(once, f"p{number}") for number in range(600))
+            assert len(sent) == 600
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                producer._redis.get(job_keys.meta(job_keys.FLEET_TAG))
+    finally:
+        client.acl_deluser(names["user"])
 
 
 def test_what_no_job_can_be_is_refused_before_it_is_sent(producer: DirectProducer) -> None:
@@ -193,7 +220,7 @@ def test_what_no_job_can_be_is_refused_before_it_is_sent(producer: DirectProduce
 
 def test_a_key_file_that_others_read_or_that_is_none_is_refused(key_file: Path) -> None:
     def connect() -> None:
-        DirectProducer("redis://127.0.0.1:1", key_file, application="shop")
+        DirectProducer("redis://127.0.0.1:1", key_file, application="shop", use_login=False)
 
     key_file.chmod(0o644)
     with pytest.raises(errors.NotConfigured, match="chmod 600"):
@@ -206,7 +233,7 @@ def test_a_key_file_that_others_read_or_that_is_none_is_refused(key_file: Path) 
     with pytest.raises(errors.NotConfigured, match="cannot read"):
         connect()
     with pytest.raises(errors.NotConfigured, match="an application is"):
-        DirectProducer("redis://127.0.0.1:1", key_file, application="Shop!")
+        DirectProducer("redis://127.0.0.1:1", key_file, application="Shop!", use_login=False)
 
 
 def test_the_package_works_without_a_redis_client() -> None:

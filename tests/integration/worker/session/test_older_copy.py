@@ -13,10 +13,11 @@ from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.errors import OrderRejected
 from worker_runtime.protocol.messages import OrderState, PlaceOrder
-from worker_runtime.session.queue_reader import QueueItem, RequestQueueReader
-from worker_runtime.session.send_buffer import SendBuffer
+from worker_runtime.session.queue_reader import RequestQueueReader
 from worker_runtime.trading.order_submitter import OrderSubmitter, UnknownOutcomes
 from worker_runtime.trading.order_tracker import OrderTracker
+from worker_runtime.trading.queue_item import QueueItem
+from worker_runtime.trading.send_buffer import SendBuffer
 
 #: Milliseconds; as the API tells it.
 LIFETIME = 60_000

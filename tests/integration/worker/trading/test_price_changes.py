@@ -16,9 +16,9 @@ from worker_runtime.process.log import Log
 from worker_runtime.protocol import keys
 from worker_runtime.protocol.messages import PlaceOrder
 from worker_runtime.protocol.requests import OPEN_SWITCH, ReplaceOrder, UserSwitch
-from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.trading.order_changer import OrderChanger
 from worker_runtime.trading.order_tracker import OrderTracker
+from worker_runtime.trading.queue_item import QueueItem
 
 
 @pytest.fixture

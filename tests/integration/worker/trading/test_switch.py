@@ -22,11 +22,12 @@ from worker_runtime.protocol.errors import DeadlineExceeded, OrderRejected
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.requests import OPEN_SWITCH, SWITCH_MAC, SWITCH_VERSION, SwitchState, UserSwitch
 from worker_runtime.protocol.scripts import WRITE_SWITCH
-from worker_runtime.session.queue_reader import QueueItem, RequestQueueReader
-from worker_runtime.session.send_buffer import SendBuffer
+from worker_runtime.session.queue_reader import RequestQueueReader
 from worker_runtime.trading.order_submitter import OrderPostponed, OrderSubmitter, UnknownOutcomes
 from worker_runtime.trading.order_tracker import OrderTracker
+from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import CallKind, CountUnavailable
+from worker_runtime.trading.send_buffer import SendBuffer
 
 HALTED = UserSwitch(version=1, every=SwitchState.HALTED)
 REDUCING = UserSwitch(version=2, every=SwitchState.REDUCING)

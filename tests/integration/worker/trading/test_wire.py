@@ -22,7 +22,7 @@ from worker_runtime.protocol.messages import Answer, WorkerEventKind
 from worker_runtime.protocol.requests import UserSwitch
 from worker_runtime.protocol.scripts import POP, WRITE_SWITCH
 from worker_runtime.session.queue_reader import RequestQueueReader
-from worker_runtime.session.send_buffer import SendBuffer
+from worker_runtime.trading.send_buffer import SendBuffer
 
 
 @pytest.fixture

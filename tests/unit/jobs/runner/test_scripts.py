@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from infra.valkey.job_users import JOB_COMMANDS
 from worker_runtime.jobs.protocol import keys as job_keys
 from worker_runtime.jobs.protocol import scripts as job_scripts
 
@@ -46,3 +47,10 @@ def test_all_keys_of_one_tag_share_a_slot() -> None:
     keys = [job_keys.meta("42"), job_keys.job("42", "j"), job_keys.mailbox("42", "r")]
     keys.append(job_keys.doorbell("42"))
     assert {re.search(r"\{(.*?)\}", key)[1] for key in keys} == {"42"}  # type: ignore[index]
+
+
+def test_the_login_of_a_fleet_may_use_every_command_of_the_scripts() -> None:
+    """A script that may not would fail at each claim, and nothing would run."""
+    sources = "".join(script.source for script in job_scripts.ALL)
+    used = {name.lower() for name in re.findall(r"call\('(\w+)'", sources)}
+    assert used - set(JOB_COMMANDS) == set()

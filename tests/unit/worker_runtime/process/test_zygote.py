@@ -9,8 +9,8 @@ import time
 from infra import processes
 from worker_runtime.brokers.port import BrokerFactory
 from worker_runtime.process.log import Log
-from worker_runtime.process.zygote import Zygote
 from worker_runtime.protocol.launch import ExitCode, WorkerConfig
+from worker_runtime.zygote import Zygote
 
 CONFIG = WorkerConfig(
     worker_id="w-1",

@@ -17,11 +17,11 @@ from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import Lease
 from worker_runtime.protocol.messages import OrderState, PlaceOrder, PriceType, Side, TimeInForce
 from worker_runtime.protocol.requests import CancelOrder, ReplaceOrder
-from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.trading.account_session import OpenedAccount
 from worker_runtime.trading.broker_calls import BrokerCalls
 from worker_runtime.trading.order_changer import OrderChanger
 from worker_runtime.trading.order_tracker import OrderTracker
+from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import CallKind, WaitLimit
 
 

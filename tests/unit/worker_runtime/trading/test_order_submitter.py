@@ -11,9 +11,9 @@ from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol.errors import DeadlineExceeded
 from worker_runtime.protocol.messages import OrderEvent, OrderState
 from worker_runtime.protocol.requests import OPEN_SWITCH
-from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.trading.order_submitter import OrderSubmitter, UnknownOutcomes
 from worker_runtime.trading.order_tracker import OrderTracker
+from worker_runtime.trading.queue_item import QueueItem
 from worker_runtime.trading.rate_limiter import CallKind
 
 

@@ -22,9 +22,9 @@ from worker_runtime.protocol.messages import (
     encode,
 )
 from worker_runtime.protocol.requests import sign_request
-from worker_runtime.session.queue_reader import QueueItem
 from worker_runtime.session.request_handler import RequestHandler
 from worker_runtime.trading.order_tracker import OrderResult
+from worker_runtime.trading.queue_item import QueueItem
 
 ORDER = PlaceOrder(
     request_id="r1",
@@ -46,7 +46,7 @@ ORDER = PlaceOrder(
 class Filling:
     """Stands for `OrderSubmitter`."""
 
-    def knows(self, order_id: str) -> bool:
+    def has_outcome_of(self, order_id: str) -> bool:
         return False
 
     def submit_order(self, order: PlaceOrder, item: QueueItem) -> OrderResult:

@@ -14,7 +14,7 @@
 -- ARGV[11] rate key, or '': jobs of a type with the same key share the rate of that type
 -- ARGV[12] receiver, or '': the server that the job has to wait for
 -- ARGV[13] ms for which the unique key counts at most; 0: until the job has ended
--- ARGV[14] own type that is told of the job's failure, or ''
+-- ARGV[14] own type to which the job's failure is reported, or ''
 --
 -- The score is the time (µs, growing) less the priority's worth. A job that waits long enough overtakes a higher
 -- priority, so nothing starves.

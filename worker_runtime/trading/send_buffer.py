@@ -32,7 +32,7 @@ from worker_runtime.protocol.requests import HALTED_SWITCH
 from worker_runtime.protocol.scripts import ANSWER
 from worker_runtime.protocol.sealing import prove_reply
 from worker_runtime.protocol.worker_reports import sign_event
-from worker_runtime.session.queue_reader import SwitchReader
+from worker_runtime.trading.switch_reader import SwitchReader
 
 #: Entries. Without Valkey no order is taken, so only late fills gather here, of about 400 bytes each.
 MAX_ENTRIES = 10_000

@@ -1,0 +1,115 @@
+"""Refuses local names that say nothing, and module aliases of one or two letters. `make check` runs it.
+
+A reader who meets `found` or `one` has to look for the line that filled it. Fields and keyword arguments of
+messages are not local: they are stored, so they stay.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("api", "activities", "workflows", "worker_runtime", "infra", "tests")
+FORBIDDEN = frozenset({"found", "left", "more", "most", "one", "so", "some", "wanted", "what", "who"})
+#: Aliases that the libraries' own documentation uses.
+KNOWN_ALIASES = frozenset({"st"})
+#: Folders and files that still have such names. This list may only become shorter: the check refuses an entry
+#: that has none left.
+TO_DO = (
+    "activities/maintenance",
+    "api/http",
+    "api/jobs",
+    "api/keys",
+    "api/webhooks",
+    "infra/alerts",
+    "infra/aws",
+    "infra/berth_jobs",
+    "infra/cli",
+    "infra/client",
+    "infra/compose",
+    "infra/database",
+    "infra/doctor",
+    "infra/exchange",
+    "infra/hosts",
+    "infra/images",
+    "infra/jobs",
+    "infra/lab",
+    "infra/launchers",
+    "infra/local",
+    "infra/log.py",
+    "infra/market",
+    "infra/metrics.py",
+    "infra/node",
+    "infra/processes.py",
+    "infra/recovery",
+    "infra/settings.py",
+    "infra/tasks.py",
+    "infra/temporal",
+    "infra/valkey",
+    "infra/vault",
+    "infra/worker_task.py",
+    "tests/aws",
+    "tests/chaos",
+    "tests/compose",
+    "tests/conftest.py",
+    "tests/containers",
+    "tests/contract",
+    "tests/drills.py",
+    "tests/e2e",
+    "tests/groups.py",
+    "tests/integration",
+    "tests/opened_interpreter.py",
+    "tests/redteam",
+    "tests/replay",
+    "tests/signed.py",
+    "tests/stacks.py",
+    "tests/unit",
+    "tests/ways",
+    "tests/workflow",
+    "worker_runtime/brokers",
+    "worker_runtime/jobs",
+)
+
+
+def find_faults(tree: ast.AST, *, in_class: bool = False) -> Iterator[tuple[int, str]]:
+    """Yields line and name of each forbidden local name or short alias."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            if node.id in FORBIDDEN and not in_class:
+                yield node.lineno, node.id
+        elif isinstance(node, ast.arg) and node.arg in FORBIDDEN:
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.ExceptHandler) and node.name in FORBIDDEN:
+            yield node.lineno, str(node.name)
+        elif isinstance(node, ast.alias) and _is_short(node.asname):
+            yield node.lineno, f"{node.name} as {node.asname}"
+        is_class, is_function = isinstance(node, ast.ClassDef), isinstance(node, ast.FunctionDef | ast.Lambda)
+        yield from find_faults(node, in_class=is_class or (in_class and not is_function))
+
+
+def _is_short(alias: str | None) -> bool:
+    return alias is not None and len(alias) <= 2 and alias not in KNOWN_ALIASES
+
+
+def main() -> int:
+    faults, unfinished = [], set()
+    for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        faults_here = [f"{name}:{line}: {fault}" for line, fault in find_faults(tree)]
+        entry = next((entry for entry in TO_DO if f"{name}/".startswith(f"{entry}/")), None)
+        if entry is None:
+            faults += faults_here
+        elif faults_here:
+            unfinished.add(entry)
+    for fault in faults:
+        print(f"{fault}: name the thing instead (.ci/check_names.py)")
+    clean = sorted(set(TO_DO) - unfinished)
+    for entry in clean:
+        print(f"{entry} has no forbidden names any more: remove it from TO_DO in .ci/check_names.py")
+    return 1 if faults or clean else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
