@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.contract.brokers.conftest import HeardOrders, order
+from tests.contract.brokers.conftest import HeardOrders, order, until
 from tests.contract.brokers.shioaji_client import REAL, ShioajiStage, fails
 from tests.contract.brokers.test_shioaji_mapping import trade
 from tests.contract.brokers.test_shioaji_reported_orders import order_event
 from worker_runtime.brokers.shioaji.reported_orders import ReportedOrders
-from worker_runtime.protocol.errors import OutcomeUnknown
+from worker_runtime.protocol.errors import BrokerUnreachable, OutcomeUnknown
 from worker_runtime.protocol.messages import OrderState
 from worker_runtime.protocol.order_terms import OrderLot
 
@@ -26,6 +26,19 @@ ID = "531e27af"
 @pytest.fixture
 def setting(heard: HeardOrders) -> ShioajiStage:
     return ShioajiStage(heard)
+
+
+@pytest.mark.parametrize("name", ["ServerError", "ShioajiConnectionError"])
+def test_230_a_login_whose_session_is_never_established_is_ended_and_tried_again(
+    setting: ShioajiStage, name: str
+) -> None:
+    """The accounts were there, and the contracts could not be loaded: no session with half of it is kept."""
+    setting.client.does["preload"] = fails(name, "SessionNotEstablished: Unable to wait for session")
+    with pytest.raises(BrokerUnreachable) as caught:
+        setting.login()
+    assert caught.value.retryable
+    until(lambda: "logout" in setting.client.names())
+    assert not setting.broker.alive()
 
 
 def held(quantity: int) -> Any:
