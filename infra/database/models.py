@@ -159,6 +159,11 @@ class StatementAddress(Base):
 
 class BrokerAccount(Base):
     __tablename__ = "broker_accounts"
+    __table_args__ = (
+        partial(
+            "broker_accounts_by_certificate", "certificate_expires_at is not null", "certificate_expires_at"
+        ),
+    )
 
     user_id: Mapped[str] = mapped_column(ForeignKey("users.id"), primary_key=True)
     account_id: Mapped[str] = mapped_column(String(64), primary_key=True)

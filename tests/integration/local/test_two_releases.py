@@ -16,10 +16,11 @@ import httpx
 import pytest
 
 from infra.database.migrate import migrate
-from infra.local.components import ApiComponent, ChildComponent
+from infra.local.components import ApiComponent, ChildComponent, JobFleetComponent
 from infra.local.process import free_port, inherited_environment
 from infra.local.servers import TemporalServer
 from infra.local.stack import DATABASE, LocalStack
+from infra.valkey.job_login import without_login
 from infra.vault.secret_versions import create_versions
 from tests import needs
 from tests.e2e.conftest import VERIFY, House, Trader, until
@@ -84,8 +85,22 @@ class StackOfBefore(LocalStack):
             directory, build_id=old.build_id, worker_version="0.1.0", pool_target=TRADERS, **overrides
         )
         self.old = old
-        for one in (self.node, self.api, self.orchestrator):
-            old.give_to(one)
+        for component in (self.node, self.api, self.orchestrator):
+            old.give_to(component)
+        for fleet in self.jobs:
+            self.give_to_fleet(old, fleet)
+
+    def give_to_fleet(self, release: RunningRelease, fleet: JobFleetComponent) -> None:
+        """Has a fleet of job runners run a release from its next start on.
+
+        The release before uses Valkey's own login; this one derives a login of its own, which only
+        orchestrators of this release make.
+        """
+        url = self.settings.valkey_url
+        if release is not self.old:
+            url = without_login(url)
+        fleet.settings = fleet.settings.model_copy(update={"valkey_url": url})
+        release.give_to(fleet)
 
     def _make_keys(self) -> str:
         codec = Path(self.settings.temporal_codec_key_file)
@@ -281,6 +296,9 @@ def roll_orchestrators(stack: StackOfBefore, release: RunningRelease, clients: C
         if one is not rolled and one.running:
             one.stop()
     clients.more()
+    for fleet in stack.jobs:
+        stack.give_to_fleet(release, fleet)
+        fleet.restart()
 
 
 def roll_api(house: RollingHouse, release: RunningRelease, clients: Clients) -> None:

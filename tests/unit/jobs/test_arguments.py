@@ -25,14 +25,14 @@ class Address(msgspec.Struct, forbid_unknown_fields=True):
     lines: list[str] = []
 
 
-class Order(msgspec.Struct, forbid_unknown_fields=True):
+class Parcel(msgspec.Struct, forbid_unknown_fields=True):
     number: int
     to: Address | None = None
-    parts: list[Order] = []
+    parts: list[Parcel] = []
 
 
 def test_schemas_of_msgspec_are_taken_with_their_recursion() -> None:
-    schema = msgspec.json.schema(Order)
+    schema = msgspec.json.schema(Parcel)
     part = {"number": 2, "to": {"city": "Taipei"}}
     assert errors(schema, {"number": 1, "parts": [part]}) == []
     assert errors(schema, {"number": 1, "parts": [{"to": None}]}) == ["An argument is missing: number."]

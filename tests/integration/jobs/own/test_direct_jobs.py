@@ -13,13 +13,13 @@ from infra.berth_jobs.direct import DirectProducer
 from tests.integration.jobs.own.application import KEYS, NAME, Application
 
 
-class Line(msgspec.Struct):
+class PricedLine(msgspec.Struct):
     article: str
     pieces: Annotated[int, msgspec.Meta(ge=1)]
 
 
 @job(name="shop_jobs.total")
-def total(lines: list[Line], factor: float = 1.0) -> float:
+def total(lines: list[PricedLine], factor: float = 1.0) -> float:
     """What the application's package declares, too."""
     return factor * len(lines)
 
@@ -40,7 +40,7 @@ def producer(shop: Application, tmp_path: Path) -> Any:
 
 
 def test_a_direct_job_runs_with_its_arguments(shop: Application, producer: DirectProducer) -> None:
-    sent = producer.enqueue(total, [Line("a", 2), Line("b", 3)], factor=2.0)
+    sent = producer.enqueue(total, [PricedLine("a", 2), PricedLine("b", 3)], factor=2.0)
     assert shop.value(sent.id) == 10.0
 
 
