@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from infra.images.requirements import LOCKS, read_locks, wanted
+from infra.images.requirements import LOCKS, pinned, read_locks, wanted
 from worker_runtime.protocol.errors import BerthError
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,9 @@ class ImageBuilder:
 
     def provide(self, tag: str, extras: Sequence[str] = ()) -> None:
         """As `build`, but an image of the same sources is loaded from the cache: for tests, in 2 s."""
-        sources = sorted(path for kind in ("py", "lua") for path in _RUNTIME.rglob(f"*.{kind}"))
+        sources = sorted(
+            path for kind in ("py", "lua", "toml", "json") for path in _RUNTIME.rglob(f"*.{kind}")
+        )
         files = [ROOT / "infra/images/worker.Dockerfile", *(ROOT / name for name in LOCKS), *sources]
         digest = _digest(
             tag, self.archive().name, *extras, *(f"{one}:{one.read_text(encoding='utf-8')}" for one in files)
@@ -163,14 +165,19 @@ class ImageBuilder:
     def wheels(self, extras: Sequence[str]) -> Path:
         """A folder with what these extras of `pyproject.toml` need; a name that is no extra is a package."""
         lines = wanted(ROOT / "pyproject.toml", list(extras))
-        folder = self._cache / f"wheels-{_digest(read_locks(ROOT), *lines)}"
+        entries = pinned(read_locks(ROOT), lines)
+        folder = self._cache / f"wheels-{_digest('pinned', entries)}"
         with _locked(folder):
             if not folder.exists():
                 made = Path(tempfile.mkdtemp(prefix="wheels-", dir=self._cache))
                 pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
                 target = ["--only-binary", ":all:", "--python-version", self._python(), "--dest", str(made)]
-                constraints = [word for name in LOCKS for word in ("-c", str(ROOT / name))]
-                self._run(*pip, *target, *constraints, *lines)
+                # Exactly what the image asks for: it takes what the lock names below a package, whether the
+                # package needs it always or for an extra of its own.
+                listed = made / "requirements.txt"
+                listed.write_text(entries, encoding="utf-8")
+                self._run(*pip, *target, "--require-hashes", "--requirement", str(listed))
+                listed.unlink()
                 made.chmod(0o755)
                 made.rename(folder)
         return folder

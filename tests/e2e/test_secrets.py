@@ -168,8 +168,8 @@ def _folder(house: House) -> dict[str, bytes]:
 def own_secrets(house: House) -> dict[str, bytes]:
     """The stack's private keys, passwords and administrator's key, decoded."""
     found = {}
-    for path in house.stack.folder.keys.iterdir():
-        if path.suffix != ".pub":
+    for path in house.stack.folder.keys.rglob("*"):
+        if path.is_file() and path.suffix != ".pub":
             for number, word in enumerate(re.findall(rb"[\w+/=-]{32,}", path.read_bytes())):
                 hexed = re.fullmatch(rb"[0-9a-f]{64}", word)
                 encoded = re.fullmatch(rb"[A-Za-z0-9+/]{43}=", word)

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.integration.worker.stage import WorkerStage
 from tests.integration.worker.worker import eventually
 from tests.signed import SECRETS, switch_args, switch_words
+from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.process.log import Log
 from worker_runtime.process.shared_state import SharedState
 from worker_runtime.protocol import keys
@@ -210,6 +212,7 @@ class Granting:
     """Stands for `BrokerCalls`: the wait for the budget ends when the server has become another one."""
 
     grant_is_fresh = True
+    account = SimpleNamespace(key=ConnectionKey("paper", "stock", simulation=True, account_id="a1"))
 
     def __init__(self, granted: Callable[[], None], paused: Callable[[], None]) -> None:
         self._granted = granted
