@@ -26,7 +26,7 @@ _CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
 #: much as one process outside of all groups: next to a test suite, twenty containers got a tenth of a CPU,
 #: and an API took more than 90 s to start. Version 2 shares between services and sessions: nothing to do.
 _GROUP = "berth-lab"
-_GROUP_SHARES = 8 * 1024
+_GROUP_SHARES = 4 * 1024
 _DOCKER_PROGRAMS = ("dockerd", "containerd", "runc", "docker")
 
 
