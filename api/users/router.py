@@ -278,7 +278,7 @@ async def _try_login(
                 writer.write(encode(check) + b"\n")
                 reply: CheckedCredentials = decode(await reader.readline(), CheckedCredentials)
     except (OSError, ValueError, OverflowError, BerthError) as error:
-        return "not_tried", f"its server did not answer: {type(error).__name__}"
+        return "not_tried", f"the broker's server did not answer: {type(error).__name__}"
     if reply.error is None:
         return "verified", ""
     rejected = reply.error == LoginRejected.code

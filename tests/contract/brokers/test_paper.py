@@ -370,7 +370,7 @@ def test_the_registry_makes_a_paper_broker(exchange: ExchangeServer, heard: Hear
 
 
 def test_the_registry_refuses_what_it_does_not_know(heard: HeardOrders) -> None:
-    with pytest.raises(BrokerError, match="unknown broker 'gold'; known: paper, shioaji"):
+    with pytest.raises(BrokerError, match="This worker has no broker 'gold'; it has paper, shioaji"):
         create_broker(_config("x:1"), ConnectionKey("gold", "stock", True, "a"), "w", heard)
     with pytest.raises(BrokerError, match="where the paper exchange is"):
         create_broker(_config(""), ConnectionKey("paper", "stock", True, "a"), "w", heard)

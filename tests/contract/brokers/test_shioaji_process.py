@@ -80,12 +80,14 @@ LOGIN = """
 import os, sys
 from infra.lab.shioaji.cost import cut_off_network
 cut_off_network()
+from types import SimpleNamespace
 from worker_runtime.brokers.port import ConnectionKey
 from worker_runtime.brokers.registry import create_broker
 from worker_runtime.protocol.errors import BrokerError
 from worker_runtime.protocol.messages import Credentials
+config = SimpleNamespace(paper_exchange="", broker_options={})
 key = ConnectionKey("shioaji", "stock", False, "9800111")
-broker = create_broker(None, key, "worker/1", print)
+broker = create_broker(config, key, "worker/1", print)
 keys = Credentials(
     api_key=sys.argv[1], secret_key=sys.argv[2], person_id="A123456789",
     ca_certificate=b"CanaryCertificate", ca_password="CanaryCaPassword",
@@ -132,7 +134,7 @@ def test_nothing_of_a_credential_is_in_what_the_sdk_writes(tmp_path: Path) -> No
         said = b""
         while b"folder " not in said or not said.endswith(b"\n"):
             read = os.read(told, 4096)
-            assert read, "the process ended early"
+            assert read, f"the process ended early: {process.communicate()[1].decode()[-2000:]}"
             said += read
         folder = Path(said.decode().rsplit("folder ", 1)[1].strip())
         written = {

@@ -213,7 +213,7 @@ class SilentLine:
 async def test_a_connection_that_was_cut_without_a_word_is_replaced_though_no_order_comes(
     own_valkey: ValkeyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "CHECK_PERIOD", 0.1)
+    monkeypatch.setattr(answers, "CHECK_INTERVAL_S", 0.1)
     line = SilentLine(own_valkey.port)
     server = await asyncio.start_server(line.serve, "127.0.0.1", 0)
     url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"

@@ -95,7 +95,7 @@ async def test_an_exchange_that_does_not_answer_keeps_nobody_from_storing(
         answering(reply) as address,
         running_api(settings.model_copy(update={"exchange_address": address})) as api,
     ):
-        expected = ("not_tried", f"the paper exchange did not answer: {error}")
+        expected = ("not_tried", f"the broker's server did not answer: {error}")
         assert login_of(await store(api)) == expected
 
 
@@ -104,7 +104,7 @@ async def test_an_address_of_nobody_is_said(settings: Settings, address: str) ->
     async with running_api(settings.model_copy(update={"exchange_address": address})) as api:
         login, why = login_of(await store(api))
         assert login == "not_tried"
-        assert why.startswith("the paper exchange did not answer: ")
+        assert why.startswith("the broker's server did not answer: ")
 
 
 async def test_a_real_brokers_credentials_are_not_tried(api: ServedApi) -> None:
