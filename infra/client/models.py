@@ -210,8 +210,9 @@ class BrokerCredentials(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     #: One of the installed brokers.
     broker: str
-    api_key: str
-    secret_key: str
+    #: The broker's record says which of these its login needs (`berth broker list`).
+    api_key: str = ""
+    secret_key: str = ""
     #: The market that the account trades; '': the broker's first one.
     broker_type: str = ""
     simulation: bool = True
@@ -242,6 +243,8 @@ class CredentialsReceipt(Struct, frozen=True, kw_only=True):
     login_detail: str
     #: The user's running worker was told to load them now.
     reload_signalled: bool
+    #: When the certificate expires; None: there is none, or it is not known.
+    certificate_expires_at: AwareTime | None = None
 
 
 class HeldPosition(Struct, frozen=True, kw_only=True):

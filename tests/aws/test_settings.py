@@ -133,6 +133,7 @@ LEFT_OUT = {
         "check_market_open",
         "symbols_file",
         "calendar_file",
+        "broker_options",
         "temporal_ui_url",
         "traces_url",
         "metrics_address",

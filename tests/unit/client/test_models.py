@@ -79,6 +79,10 @@ def test_a_type_is_the_schema_of_the_api(kind: type[msgspec.Struct], schemas: di
     assert set(own.get("required", ())) | (MADE & set(own["properties"])) == set(theirs["required"])
     for name, schema in own["properties"].items():
         expected = shape(theirs["properties"][name], schemas, ours=False)
+        if (kind, name) == (models.BrokerCredentials, "broker"):
+            # The document lists the brokers that are installed there, which the client cannot know.
+            assert expected >= {"paper", "shioaji"}
+            expected = "string"
         assert shape(schema, defined, ours=True) == expected, name
 
 
