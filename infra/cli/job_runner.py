@@ -20,6 +20,20 @@ if TYPE_CHECKING:
     from infra.vault.message_secret import Keys
 
 
+#: Options that every command has that starts a job runner.
+RunnerName = Annotated[
+    str,
+    typer.Option(help="Its name across restarts, for `suspend --runner`.", show_default="the host's"),
+]
+Slots = Annotated[int, typer.Option(min=1, max=256, help="Jobs at a time.")]
+Recycle = Annotated[
+    int, typer.Option(min=1, help="Jobs that one child process runs; 1: a new process for each.")
+]
+Lease = Annotated[
+    float, typer.Option(min=1, max=300, help="Seconds without a renewal until it counts as dead.")
+]
+
+
 def run(
     application: Annotated[str, typer.Option(help="The application whose job types it runs.")],
     modules: Annotated[
@@ -43,17 +57,10 @@ def run(
     queues: Annotated[
         str, typer.Option(help="Queues it serves besides scheduler, comma separated, or all.")
     ] = "all",
-    name: Annotated[
-        str,
-        typer.Option(help="Its name across restarts, for `suspend --runner`.", show_default="the host's"),
-    ] = "",
-    slots: Annotated[int, typer.Option(min=1, max=256, help="Jobs at a time.")] = 1,
-    recycle: Annotated[
-        int, typer.Option(min=1, help="Jobs that one child process runs; 1: a new process for each.")
-    ] = 1,
-    lease: Annotated[
-        float, typer.Option(min=1, max=300, help="Seconds without a renewal until it counts as dead.")
-    ] = 5.0,
+    name: RunnerName = "",
+    slots: Slots = 1,
+    recycle: Recycle = 1,
+    lease: Lease = 5.0,
     keys: Annotated[
         Path | None,
         typer.Option(

@@ -316,17 +316,10 @@ def resume(jobs: JobInspector, queue: OneQueue = "", runner: Runner = "") -> Com
 @app.command()
 def worker(
     queues: Annotated[str, typer.Option(help="Queues it serves, comma separated, or all.")] = "all",
-    name: Annotated[
-        str,
-        typer.Option(help="Its name across restarts, for `suspend --runner`.", show_default="the host's"),
-    ] = "",
-    slots: Annotated[int, typer.Option(min=1, max=256, help="Jobs at a time.")] = 1,
-    recycle: Annotated[
-        int, typer.Option(min=1, help="Jobs that one child process runs; 1: a new process for each.")
-    ] = 1,
-    lease: Annotated[
-        float, typer.Option(min=1, max=300, help="Seconds without a renewal until it counts as dead.")
-    ] = 5.0,
+    name: job_runner.RunnerName = "",
+    slots: job_runner.Slots = 1,
+    recycle: job_runner.Recycle = 1,
+    lease: job_runner.Lease = 5.0,
     config: Annotated[
         Path | None,
         typer.Option(
